@@ -1,0 +1,152 @@
+"""The formulas in plain torch: the truth that every kernel is tested against, and the CPU path.
+
+One request and one layer each, float32 out, no SGLang, no state, no device synchronisation.
+
+Shape letters: ``n`` cached tokens of the request in ascending logical position, ``W`` most recent
+queries, ``Hq`` query heads, ``Hkv`` KV heads, ``G = Hq / Hkv``, ``d`` head size, ``S`` sentences,
+``D`` hidden size, ``B`` rows of a batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_EPS = 1e-8
+_REDUNDANCY_BLOCK_ROWS = 1024
+
+
+def window_attention(
+    q: Tensor, k: Tensor, *, kernel: int = 7, scale: float | None = None
+) -> Tensor:
+    """Importance of each cached token to the most recent queries.
+
+    ``a[w, i] = max over the G query heads of (q_w . k_i) * scale``; softmax over
+    ``i in [0, n - W)`` after the last W columns are sliced away; mean over w;
+    ``max_pool1d(kernel, padding kernel // 2, stride 1)`` over i.
+
+    Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2, in the form of
+    their code: one softmax, taken after the window is removed.
+
+    Args:
+        q: float [W, Hq, d], rotated queries of the last W tokens, any order.
+        k: float [n, Hkv, d], rotated keys; n > W.
+        kernel: odd width of the max-pool, in tokens.
+        scale: factor on the logits; default ``1 / sqrt(d)``.
+
+    Returns:
+        float32 [Hkv, n - W]; each row sums to 1 before the max-pool.
+
+    Raises:
+        ValueError: shapes that do not fit, or an even kernel.
+    """
+    window, query_heads, head_dim = q.shape
+    n, kv_heads, _ = k.shape
+    if query_heads % kv_heads or k.shape[2] != head_dim or n <= window:
+        raise ValueError(
+            f"q, k: expected q [W, Hq, d] and k [n, Hkv, d] with n > W and Hq a multiple of Hkv, "
+            f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
+        )
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel: expected an odd number of tokens, got {kernel}")
+    scale = head_dim**-0.5 if scale is None else scale
+    grouped = q.float().view(window, kv_heads, query_heads // kv_heads, head_dim)
+    logits = torch.einsum("whgd,nhd->hwgn", grouped, k[: n - window].float()) * scale
+    importance = logits.amax(dim=2).softmax(dim=-1).mean(dim=1)
+    return F.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
+
+
+def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
+    """How much each cached key repeats others.
+
+    Cosine matrix ``S`` of the keys, diagonal 0. In every row the largest-index column with
+    ``S > threshold`` is set to 0, which spares the most recent similar token; a row without one
+    spares nothing. ``R = softmax over i of mean over rows of S[r, i]``.
+
+    Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3. Deviation from
+    their code: it zeroes column 0 in rows without a similar column, by accident.
+
+    Args:
+        k: float [n, Hkv, d], rotated keys.
+        threshold: cosine above which two keys count as similar.
+
+    Returns:
+        float32 [Hkv, n]; each row sums to 1.
+    """
+    n = k.shape[0]
+    keys = k.float().transpose(0, 1)
+    keys = keys / keys.norm(dim=-1, keepdim=True).clamp_min(_EPS)
+    columns = torch.arange(n, device=k.device)
+    total = torch.zeros(keys.shape[:2], device=k.device)
+    # Row blocks bound the memory at Hkv * block * n instead of Hkv * n * n.
+    for start in range(0, n, _REDUNDANCY_BLOCK_ROWS):
+        rows = columns[start : start + _REDUNDANCY_BLOCK_ROWS]
+        cosine = keys[:, rows] @ keys.transpose(1, 2)
+        cosine = cosine.masked_fill(rows[:, None] == columns, 0.0)
+        similar = torch.where(cosine > threshold, columns, -1)
+        spared = similar.amax(dim=-1, keepdim=True)
+        total += cosine.masked_fill(spared == columns, 0.0).sum(dim=1)
+    return (total / n).softmax(dim=-1)
+
+
+def sentence_similarity(v: Tensor) -> Tensor:
+    """Cosine similarity of every pair of sentence vectors.
+
+    Source: SkipKV (arXiv 2512.07993) eqs 5-6; cosine, as in its code, where the paper writes a dot
+    product.
+
+    Args:
+        v: float [S, D], mean final hidden states; need not be normalised.
+
+    Returns:
+        float32 [S, S], symmetric.
+    """
+    unit = v.float() / v.float().norm(dim=-1, keepdim=True).clamp_min(_EPS)
+    similarity: Tensor = unit @ unit.T
+    return similarity
+
+
+def sentence_step(
+    hidden: Tensor,
+    slots: Tensor,
+    is_delimiter: Tensor,
+    *,
+    total: Tensor,
+    length: Tensor,
+    index: Tensor,
+    after_delimiter: Tensor,
+    vectors: Tensor,
+) -> None:
+    """Add one token per row to its open sentence; at a delimiter store the sentence's mean vector.
+
+    A token that follows a delimiter and is none itself opens sentence ``index + 1``; a delimiter
+    that follows a delimiter joins the sentence before it. At a delimiter
+    ``vectors[slot, index] = total / length``, L2-normalised. A full table keeps writing its last
+    entry, so memory is bounded and the newest sentence always has a vector.
+
+    Source: SkipKV (arXiv 2512.07993) section 4.1. Graph-safe: fixed shapes, no host reads.
+
+    Args:
+        hidden: float [B, D], hidden states after the final norm.
+        slots: int64 [B], row of each table; slot 0 is scratch for rows nobody tracks.
+        is_delimiter: bool [B].
+        total: float32 [slots, D], running sums (changed in place, as are all below).
+        length: float32 [slots], tokens in the running sum.
+        index: int64 [slots], sentence that the running sum belongs to.
+        after_delimiter: bool [slots], whether the last token was a delimiter.
+        vectors: float32 [slots, capacity, D], stored means.
+    """
+    opens = after_delimiter[slots] & ~is_delimiter
+    keep = (~opens).unsqueeze(1)
+    new_total = torch.where(keep, total[slots], 0.0) + hidden.float()
+    new_length = torch.where(opens, 0.0, length[slots]) + 1.0
+    new_index = index[slots] + opens
+    total[slots] = new_total
+    length[slots] = new_length
+    index[slots] = new_index
+    after_delimiter[slots] = is_delimiter
+    mean = new_total / new_length.unsqueeze(1)
+    unit = mean / mean.norm(dim=-1, keepdim=True).clamp_min(_EPS)
+    entry = new_index.clamp_max(vectors.shape[1] - 1)
+    vectors[slots, entry] = torch.where(is_delimiter.unsqueeze(1), unit, vectors[slots, entry])

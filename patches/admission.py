@@ -1,0 +1,129 @@
+"""Admission: a budgeted call reserves what it can ever hold, not ``max_new_tokens``.
+
+SGLang's ``PrefillAdder`` reads a request's future from ``max_new_tokens`` in several places. For
+budgeted requests this subclass lets it read the tokens they may still hold instead, for the length
+of one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_skipkv.patches.binding import binding_of, state_of
+from sgl_skipkv.runtime import CallState
+
+
+def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
+    """AFTER ``Scheduler.get_prefill_adder_class``: the adder that knows budgets."""
+    binding = binding_of(scheduler)
+    if binding is None or binding.runtime is None or binding.runtime.opened_calls == 0:
+        return None  # nobody asked: SGLang's own class
+    return _adder_class(base)
+
+
+_classes: dict[type, type] = {}
+
+
+def _adder_class(base: type) -> type:
+    """The subclass of ``base``, made once."""
+    if base not in _classes:
+        _classes[base] = type(f"Budgeted{base.__name__}", (_BudgetedAdder, base), {})
+    return _classes[base]
+
+
+class _BudgetedAdder:
+    """Mixed in before SGLang's ``PrefillAdder``."""
+
+    can_run_list: list[Any]
+    preempt_list: list[Any]
+    running_batch: Any
+    memory_budget: Any
+    rem_total_tokens: float
+
+    def _get_running_request_total_token_offset(self, req: Any) -> float:
+        state = state_of(req)
+        if state is None or not state.settings.evicts:
+            stock = super()._get_running_request_total_token_offset  # type: ignore[misc]
+            return float(stock(req))
+        # What it can ever hold is exact, so SGLang's guess that some stop early does not apply.
+        return state.future_tokens(req.kv.kv_allocated_len, _tokens_left(req))
+
+    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+
+        state = state_of(req)
+        if state is None or not state.settings.evicts:
+            return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+        # SGLang counts at most CLIP_MAX_NEW_TOKENS of a request's future; ours is exact.
+        clipped = max(_future_tokens(state, req) - CLIP_MAX_NEW_TOKENS, 0)
+        needed = len(req.full_untruncated_fill_ids) - req.prefix_len + _future_tokens(state, req)
+        if not self._has_slot(req) or (clipped and needed >= self.rem_total_tokens):
+            return AddReqResult.NO_TOKEN
+        with _future_as_max_new_tokens(req):
+            result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+        if self.can_run_list and self.can_run_list[-1] is req:
+            self.memory_budget.total_offset += clipped
+        return result
+
+    def add_chunked_req(self, req: Any) -> Any:
+        with _future_as_max_new_tokens(req):
+            return super().add_chunked_req(req)  # type: ignore[misc]
+
+    def preempt_to_schedule(self, req: Any) -> bool:
+        # Whoever could not be recomputed must not give way. The base class skips requests that are
+        # already on the list.
+        fixed = [running for running in self.running_batch.reqs if must_stay(running)]
+        self.preempt_list.extend(fixed)
+        try:
+            with _future_as_max_new_tokens(req):
+                preempted: bool = super().preempt_to_schedule(req)  # type: ignore[misc]
+        finally:
+            for running in fixed:
+                self.preempt_list.remove(running)
+        return preempted
+
+    def _has_slot(self, req: Any) -> bool:
+        state = state_of(req)
+        assert state is not None
+        waiting = [state_of(other) for other in self.can_run_list]
+        taken = sum(1 for other in waiting if other and other.needs_slot and not other.slot)
+        return state.runtime.can_admit(state, taken)
+
+
+def must_stay(req: Any) -> bool:
+    """Whether a running request could not be recomputed, so that it must never give way."""
+    state = state_of(req)
+    return state is not None and not state.runtime.can_recompute(state, len(req.output_ids))
+
+
+def _tokens_left(req: Any) -> int:
+    return max(int(req.sampling_params.max_new_tokens) - len(req.output_ids), 0)
+
+
+def _future_tokens(state: CallState, req: Any) -> int:
+    """KV tokens that a request which is about to be prefilled may need after its prefill."""
+    return state.future_tokens(len(req.origin_input_ids) + len(req.output_ids), _tokens_left(req))
+
+
+@contextmanager
+def _future_as_max_new_tokens(req: Any) -> Iterator[None]:
+    """Let SGLang's admission see the call's future KV tokens where it reads ``max_new_tokens``.
+
+    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` without a
+    radix cache takes a path that adds up the whole traces of all running requests; a call whose
+    future is exact does not need that estimate.
+    """
+    state = state_of(req)
+    if state is None or not state.settings.evicts:
+        yield
+        return
+    params = req.sampling_params
+    saved = params.max_new_tokens, params.ignore_eos
+    params.max_new_tokens = _future_tokens(state, req) + len(req.output_ids)
+    params.ignore_eos = False
+    try:
+        yield
+    finally:
+        params.max_new_tokens, params.ignore_eos = saved

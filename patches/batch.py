@@ -1,0 +1,109 @@
+"""The scheduler's decode batch: where a compaction happens.
+
+``check_decode_mem`` runs in the scheduler, after finished requests left the batch and before it
+decides about retraction, so freed slots count at once. Step N may still be running on the device;
+the compaction waits for it there, never on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.patches.binding import Binding, binding_of, state_of
+from sgl_skipkv.runtime import CallState, Runtime
+
+
+def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
+    """BEFORE ``ScheduleBatch.check_decode_mem``: compact every request that is due.
+
+    With ``selected_indices`` the caller is SGLang's retraction loop, which asks about a subset.
+    """
+    binding = binding_of(batch.req_to_token_pool)
+    if selected_indices is not None or binding is None or binding.runtime is None:
+        return
+    runtime = binding.runtime
+    if runtime.open_calls == 0:
+        return
+    due: list[tuple[int, CallState]] = []
+    for i, req in enumerate(batch.reqs):
+        state = state_of(req)
+        if state is None:
+            continue
+        runtime.observe(state, req.kv.kv_allocated_len)
+        # Before the first decode step the prefill may still be running and its prompt is not in the
+        # tree yet.
+        if req.decode_batch_idx >= 1 and runtime.due(state, req.kv.kv_allocated_len):
+            due.append((i, state))
+    if due:
+        _compact(batch, binding, runtime, due)
+
+
+def _compact(
+    batch: Any, binding: Binding, runtime: Runtime, due: list[tuple[int, CallState]]
+) -> None:
+    scheduler, allocator = binding.scheduler, batch.token_to_kv_pool_allocator
+    if batch.device != "cpu":
+        # Keys, queries and hidden states of the running step are written on the forward stream.
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    evicted_cpu = torch.zeros_like(batch.seq_lens_cpu)
+    freed: list[Tensor] = []
+    for i, state in due:
+        req = batch.reqs[i]
+        _check_lengths(req, state, int(batch.seq_lens_cpu[i]))
+        keys = _KeyReader(allocator.get_kvcache(), batch.req_to_token_pool.req_to_token, req.kv)
+        plan = runtime.plan(state, req.kv.kv_allocated_len, req.output_ids, keys)
+        freed.append(runtime.commit(state, plan, batch.req_to_token_pool.req_to_token))
+        # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
+        # logical length, stays.
+        req.kv.kv_committed_len -= plan.evicted_tokens
+        req.kv.kv_allocated_len -= plan.evicted_tokens
+        evicted_cpu[i] = plan.evicted_tokens
+    allocator.free_group_begin()
+    for slots in freed:
+        allocator.free(slots)
+    allocator.free_group_end()
+    # New tensors: the running step still holds the old ones.
+    batch.seq_lens = batch.seq_lens - evicted_cpu.to(batch.seq_lens.device, non_blocking=True)
+    batch.seq_lens_cpu = batch.seq_lens_cpu - evicted_cpu
+    batch.seq_lens_sum = None
+    batch.batch_is_full = False
+
+
+def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:
+    """The equations that a rewrite of the row rests on."""
+    kv = req.kv
+    own_from = 0 if state.keeps_prompt_private else state.prompt_tokens
+    assert kv.kv_committed_len == kv.kv_allocated_len == seq_len, (
+        f"committed = allocated = sequence length: {kv.kv_committed_len}, "
+        f"{kv.kv_allocated_len}, {seq_len} ({req.rid})"
+    )
+    assert kv.cache_protected_len <= own_from, (
+        f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
+    )
+    assert kv.req_pool_idx == state.row, f"row: {kv.req_pool_idx} against {state.row} ({req.rid})"
+
+
+class _KeyReader:
+    """layer -> float [row tokens, Hkv, d], cached keys of one request in row order."""
+
+    def __init__(self, kv_pool: Any, req_to_token: Tensor, kv: Any) -> None:
+        self._kv_pool = kv_pool
+        self._slots = req_to_token[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
+
+    def __call__(self, layer: int) -> Tensor:
+        keys: Tensor = self._kv_pool.get_key_buffer(layer + self._kv_pool.start_layer)
+        return keys[self._slots]
+
+
+def admit_rows(result: None, batch: Any) -> None:
+    """AFTER ``ScheduleBatch.prepare_for_extend``: new requests have their rows now."""
+    binding = binding_of(batch.req_to_token_pool)
+    if binding is None or binding.runtime is None:
+        return
+    for req in batch.reqs:
+        state = state_of(req)
+        if state is not None:
+            binding.runtime.admit(state, req.kv.req_pool_idx)

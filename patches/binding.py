@@ -1,0 +1,35 @@
+"""How SGLang's objects lead to ours: two attributes, no globals.
+
+``scheduler.skipkv`` is the ``Binding`` of one scheduler process; the same object hangs on its
+``req_to_token_pool``, because that is what a batch can reach. ``req.skipkv`` is the ``CallState``
+of one budgeted request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.readiness import Readiness
+from sgl_skipkv.runtime import CallState, Runtime
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One scheduler process: what the operator set, whether we can serve it, and the runtime."""
+
+    config: ServerConfig
+    readiness: Readiness
+    runtime: Runtime | None
+    scheduler: Any
+
+
+def binding_of(holder: Any) -> Binding | None:
+    """The binding on a scheduler or a ``req_to_token_pool``."""
+    return getattr(holder, "skipkv", None)
+
+
+def state_of(req: Any) -> CallState | None:
+    """The state of a budgeted request; None for every other request."""
+    return getattr(req, "skipkv", None)

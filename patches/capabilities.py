@@ -1,0 +1,320 @@
+"""The capability matrix: what eviction works with, checked on what the scheduler really built.
+
+Each row is a fact about SGLang 0.5.23 and this package. A row with a ``check`` looks at the
+resolved runtime (pool class, allocator, layers), not at flags alone: flags are resolved, defaulted
+and overridden on the way. Rows marked per call are refused call by call instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Check = Callable[[Any], str | None]
+BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One row: a feature of the server, whether a budget works beside it, and why."""
+
+    name: str
+    supported: Literal["yes", "no", "per call"]
+    why: str
+    check: Check | None = None
+
+
+def _backend(scheduler: Any) -> str | None:
+    from sglang.srt.runtime_context import get_exec
+
+    kernel = get_exec().kernel
+    decode = kernel.decode_attention_backend or kernel.attention_backend
+    other = sorted(str(n) for n in {kernel.attention_backend, decode} if n not in BACKENDS)
+    if not other:
+        return None
+    return f"attention backend {', '.join(other)} (supported: {', '.join(BACKENDS)})"
+
+
+def _page_size(scheduler: Any) -> str | None:
+    if scheduler.page_size == 1:
+        return None
+    return f"page size {scheduler.page_size}: slots of a shared page cannot be freed one by one"
+
+
+def _allocator(scheduler: Any) -> str | None:
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+    found = type(scheduler.token_to_kv_pool_allocator)
+    return None if found is TokenToKVPoolAllocator else f"allocator {found.__name__}"
+
+
+def _pool(scheduler: Any) -> str | None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if type(pool) is not MHATokenToKVPool:
+        return f"KV pool {type(pool).__name__} (supported: MHATokenToKVPool)"
+    return None if pool.kv_cache_layout == "nhd" else f"KV layout {pool.kv_cache_layout}"
+
+
+def _quantised_kv(scheduler: Any) -> str | None:
+    import torch
+
+    dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().store_dtype
+    if dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return f"KV cache dtype {dtype}: scoring reads keys as they are stored"
+
+
+def _sliding_window(scheduler: Any) -> str | None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    if scheduler.is_hybrid_swa:
+        return "hybrid sliding-window attention"
+    for module in scheduler.tp_worker.model_runner.model.modules():
+        if isinstance(module, RadixAttention):
+            if module.sliding_window_size > 0:
+                return "sliding-window layers: their window counts row entries"
+            if module.is_cross_attention:
+                return "cross-attention layers"
+    return None
+
+
+def _graphs(scheduler: Any) -> str | None:
+    runner = scheduler.tp_worker.model_runner
+    eager = (None, runner.eager_runner)
+    if runner.decode_cuda_graph_runner is not None or runner.prefill_cuda_graph_runner not in eager:
+        return (
+            "CUDA graphs: this version records queries in eager steps only "
+            "(--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
+        )
+    return None
+
+
+def _setting(path: str, off: tuple[object, ...], reason: str) -> Check:
+    """A check on one resolved setting, named as SGLang's runtime context names it."""
+
+    def check(scheduler: Any) -> str | None:
+        from sglang.srt import runtime_context
+
+        bag, *names = path.split(".")
+        value = getattr(runtime_context, f"get_{bag}")()
+        for name in names:
+            value = getattr(value, name)
+        return None if value in off else f"{reason} ({names[-1]}={value})"
+
+    return check
+
+
+def _on(attribute: str, reason: str) -> Check:
+    """A check on one truth value of the scheduler."""
+
+    def check(scheduler: Any) -> str | None:
+        return reason if getattr(scheduler, attribute) else None
+
+    return check
+
+
+_OFF: tuple[object, ...] = (False, None, 0)
+
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability("radix cache", "yes", "prompts stay in the tree; compacted rows are never filed"),
+    Capability("overlap scheduler", "yes", "only token ids are futures; lengths are known"),
+    Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
+    Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
+    Capability("page size > 1", "no", "a page is freed whole, with its live tokens", _page_size),
+    Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
+    Capability("MLA", "no", "one latent per token; no keys per head to score", _pool),
+    Capability("quantised KV", "no", "scoring would need the scales", _quantised_kv),
+    Capability("sliding window", "no", "the window counts row entries", _sliding_window),
+    Capability(
+        "hybrid / mamba",
+        "no",
+        "state is tied to the number of tokens",
+        _on("is_hybrid_ssm", "hybrid state-space layers"),
+    ),
+    Capability(
+        "CUDA graphs",
+        "no",
+        "recorded in eager steps only, in this version",
+        _graphs,
+    ),
+    Capability(
+        "torch.compile",
+        "no",
+        "it would trace through the recording",
+        _setting("exec.graph.enable_torch_compile", _OFF, "torch.compile"),
+    ),
+    Capability(
+        "speculative decoding",
+        "no",
+        "lengths come back from the device",
+        lambda s: None if s.spec_algorithm.is_none() else "speculative decoding",
+    ),
+    Capability(
+        "mixed chunk",
+        "no",
+        "decode rows get positions from row lengths",
+        _on("is_mixed_chunk", "mixed chunked prefill (--enable-mixed-chunk)"),
+    ),
+    Capability(
+        "tensor parallel",
+        "no",
+        "scores of the ranks are not reduced, in this version",
+        _setting("parallel.tp_size", (1,), "tensor parallelism"),
+    ),
+    Capability(
+        "pipeline parallel",
+        "no",
+        "scores would need every stage",
+        _setting("parallel.pp_size", (1,), "pipeline parallelism"),
+    ),
+    Capability(
+        "data parallel",
+        "no",
+        "the controller drops the schedulers' report",
+        _setting("parallel.dp_size", (1,), "data parallelism"),
+    ),
+    Capability(
+        "DP attention",
+        "no",
+        "decode batches are turned into extend batches",
+        _on("attn_dp_enabled", "DP attention"),
+    ),
+    Capability(
+        "context parallel",
+        "no",
+        "keys of one call lie on several ranks",
+        _setting("parallel.attn_cp_size", (1,), "context parallelism"),
+    ),
+    Capability(
+        "two-batch overlap",
+        "no",
+        "a batch is split after positions are set",
+        _setting("exec.overlap.enable_two_batch_overlap", _OFF, "two-batch overlap"),
+    ),
+    Capability(
+        "PD disaggregation",
+        "no",
+        "rows are copied by logical length",
+        _setting("disagg.disaggregation_mode", ("null",), "PD disaggregation"),
+    ),
+    Capability(
+        "HiCache",
+        "no",
+        "rows are written through by logical length",
+        _on("enable_hierarchical_cache", "HiCache (--enable-hierarchical-cache)"),
+    ),
+    Capability(
+        "LMCache",
+        "no",
+        "rows are stored by logical length",
+        _on("enable_lmcache", "LMCache (--enable-lmcache)"),
+    ),
+    Capability(
+        "FlexKV",
+        "no",
+        "rows are stored by logical length",
+        _setting("memory.enable_flexkv", _OFF, "FlexKV"),
+    ),
+    Capability(
+        "other radix backends",
+        "no",
+        "only SGLang's default cache is known to respect row limits",
+        _setting("memory.radix_cache_backend", (None,), "--radix-cache-backend"),
+    ),
+    Capability(
+        "hisparse",
+        "no",
+        "slots go through a mapping of its own",
+        _on("enable_hisparse", "hisparse (--enable-hisparse)"),
+    ),
+    Capability(
+        "unified memory",
+        "no",
+        "slots are virtual and move",
+        _on("enable_unified_memory", "unified memory (--enable-unified-memory)"),
+    ),
+    Capability(
+        "streaming sessions",
+        "no",
+        "the next turn reuses the row as a token prefix",
+        _setting("serving.enable_streaming_session", _OFF, "streaming sessions"),
+    ),
+    Capability(
+        "session radix cache",
+        "no",
+        "the next turn reuses the row as a token prefix",
+        _on("enable_session_radix_cache", "session radix cache"),
+    ),
+    Capability(
+        "strip thinking cache",
+        "no",
+        "it counts owned KV by tokens",
+        _setting("serving.strip_thinking_cache", _OFF, "--strip-thinking-cache"),
+    ),
+    Capability(
+        "kv canary",
+        "no",
+        "it expects token i in row entry i",
+        _setting("observability.kv_canary", ("none", None), "kv canary"),
+    ),
+    Capability(
+        "diffusion LLM",
+        "no",
+        "blocks are rewritten in place",
+        lambda s: None if s.dllm_config is None else "diffusion LLM",
+    ),
+    Capability(
+        "multimodal rotary positions",
+        "no",
+        "positions have three axes",
+        lambda s: "mrope model" if s.model_config.model_is_mrope else None,
+    ),
+    Capability(
+        "encoder-decoder",
+        "no",
+        "rows begin with encoder tokens",
+        lambda s: "encoder-decoder model" if s.model_config.is_encoder_decoder else None,
+    ),
+    Capability(
+        "embedding models",
+        "no",
+        "nothing is generated",
+        lambda s: None if s.is_generation else "not a generation model",
+    ),
+    Capability(
+        "no tokenizer",
+        "no",
+        "sentence delimiters are compiled from it",
+        lambda s: "--skip-tokenizer-init" if s.tokenizer is None else None,
+    ),
+    Capability(
+        "several tokenizer workers",
+        "no",
+        "they do not hear the schedulers' report",
+        _setting("serving.tokenizer_worker_num", (1,), "--tokenizer-worker-num"),
+    ),
+    Capability(
+        "Rust server",
+        "no",
+        "calls do not pass SGLang's Python tokenizer manager",
+        lambda s: "the Rust server" if s.rust_server is not None else None,
+    ),
+    Capability("beam search", "per call", "members share rows; 400 together with kv_budget"),
+    Capability("sessions", "per call", "the next turn reuses the row; 400 together with kv_budget"),
+    Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
+    Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
+    Capability("LoRA", "yes", "keys are scored as cached"),
+)
+
+
+def missing_capabilities(scheduler: Any) -> list[str]:
+    """Every reason why this scheduler cannot evict."""
+    reasons: list[str] = []
+    for capability in CAPABILITIES:
+        reason = capability.check(scheduler) if capability.check is not None else None
+        if reason is not None:
+            reasons.append(reason)
+    return reasons

@@ -1,0 +1,34 @@
+"""``POST /generate``: SGLang checks the body against a schema that does not know our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_skipkv.patches.tokenizer import collect_keys, gate_of
+
+
+def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
+    """AROUND ``generate_contract_error``: check the body without our keys, then our keys.
+
+    A streamed answer is 200 before the tokenizer sees the call, so wrong keys are refused here,
+    where a refusal still is a 400.
+    """
+    if not isinstance(body, Mapping):
+        return original(body)
+    params = body.get("sampling_params")
+    calls = params if isinstance(params, list) else [params]
+    try:
+        taken = [collect_keys(call) if isinstance(call, Mapping) else (call, {}) for call in calls]
+        rest = [call for call, _ in taken]
+        stripped = {**body, "sampling_params": rest if isinstance(params, list) else rest[0]}
+        error = original(stripped if "sampling_params" in body else body)
+        if error is None and body.get("stream"):
+            from sglang.srt.entrypoints import http_server
+
+            gate = gate_of(http_server._global_state.tokenizer_manager)
+            for _, keys in taken:
+                gate.check(keys)
+    except ValueError as wrong:
+        return str(wrong)
+    return error

@@ -1,0 +1,58 @@
+"""Command-line flags, and how a server's settings reach its processes.
+
+SGLang pickles ``ServerArgs`` to every process it spawns, private attributes included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
+
+# Flag -> (name in ServerConfig, type, help).
+FLAGS: dict[str, tuple[str, type, str]] = {
+    "--kv-budget": ("kv_budget", int, "KV tokens kept for what a call generates, by default."),
+    "--kv-policy": ("kv_policy", str, "Eviction policy of calls that name none."),
+    "--kv-interval": ("kv_interval", int, "Generated tokens between two compactions of a call."),
+    "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a call may ask for."),
+    "--steering-vector": ("steering_vector", str, "A safetensors file with a steering vector."),
+    "--skipkv-trace": ("trace", str, "Append one JSON line per compaction to this file."),
+}
+CONFIG_FLAG = "--skipkv-config"
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``."""
+    group = parser.add_argument_group("sgl_skipkv", "A KV budget for every call.")
+    for flag, (_, kind, text) in FLAGS.items():
+        group.add_argument(flag, type=kind, default=None, help=text)
+    group.add_argument(CONFIG_FLAG, default=None, help="A JSON file with sgl_skipkv's settings.")
+
+
+def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
+    """AFTER ``ServerArgs.from_cli_args``: validate now, so a wrong value stops the start."""
+    given = {
+        name: getattr(args, _dest(flag))
+        for flag, (name, _, _) in FLAGS.items()
+        if getattr(args, _dest(flag), None) is not None
+    }
+    try:
+        config = load_server_config(given, config_file=getattr(args, _dest(CONFIG_FLAG), None))
+    except SettingError as error:
+        raise SystemExit(f"sgl_skipkv: {error}") from error
+    server_args._skipkv = config.model_dump(exclude_unset=True)
+
+
+def config_of(server_args: Any) -> ServerConfig:
+    """The settings that came with these server args; ``sgl.Engine`` has the environment only.
+
+    Raises:
+        SettingError: a wrong value in the environment.
+    """
+    given = getattr(server_args, "_skipkv", None)
+    return load_server_config(given, environ={} if given is not None else None)
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

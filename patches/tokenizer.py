@@ -1,0 +1,97 @@
+"""The main process: every call's keys are read and refused here, before admission.
+
+``kv_budget`` and its companions may stand in ``sampling_params`` or in its ``custom_params``;
+either way they leave as ``custom_params``, the only carrier that SGLang's own types let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_skipkv.call import CallSettings, resolve_call, take_keys
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches import seams
+from sgl_skipkv.patches.readiness import Readiness, Unavailable
+from sgl_skipkv.patches.server_args import config_of
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What the main process knows: the operator's settings and the schedulers' answer."""
+
+    config: ServerConfig
+    readiness: Readiness
+
+    def check(self, keys: Mapping[str, Any]) -> CallSettings | None:
+        """Validate one call's keys.
+
+        Raises:
+            SettingError, Unavailable: both are ``ValueError``; SGLang answers 400.
+        """
+        if keys and self.readiness.state != "ready":
+            field, got = next(iter(keys.items()))
+            raise Unavailable(field, got, self.readiness)
+        return resolve_call(keys, self.config)
+
+
+def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``Engine._set_startup_time``: the schedulers reported; refuse to start if need be."""
+    config = config_of(manager.server_args)
+    reasons = list(seams.problems())
+    for info in init_result.scheduler_infos:
+        answer = info.get("skipkv")
+        missing = ["the scheduler did not report its state (data-parallel or another SGLang)"]
+        reasons += missing if answer is None else answer["reasons"]
+    readiness = Readiness(tuple(dict.fromkeys(reasons)), config.asked)
+    if readiness.state == "refused":
+        raise SystemExit(readiness.message())
+    manager.skipkv = Gate(config, readiness)
+
+
+def gate_of(manager: Any) -> Gate:
+    """The gate of a tokenizer manager; one that never saw its schedulers refuses every key."""
+    unknown = Readiness(("this process has not heard from the scheduler",), asked=False)
+    gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
+    return gate
+
+
+def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our keys of one call, from both places, and its sampling parameters without them.
+
+    Raises:
+        SettingError: the two places disagree.
+    """
+    rest, keys = take_keys(sampling_params)
+    custom = rest.get("custom_params")
+    if isinstance(custom, Mapping):
+        rest["custom_params"], nested = take_keys(custom)
+        for name, value in nested.items():
+            if name in keys and keys[name] != value:
+                raise SettingError(
+                    name, f"one value, but custom_params has {value!r:.60}", keys[name], "either"
+                )
+        keys = {**nested, **keys}
+    return rest, keys
+
+
+def move_keys(
+    manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> None:
+    """BEFORE ``TokenizerManager._create_tokenized_object``: validate the keys, carry them on."""
+    sampling_params = getattr(obj, "sampling_params", None)
+    if not isinstance(sampling_params, Mapping):
+        return
+    rest, keys = collect_keys(sampling_params)
+    gate = gate_of(manager)
+    if not keys and gate.config.kv_budget is None:
+        if rest.keys() != sampling_params.keys():  # a key set to None: off, but SGLang rejects it
+            obj.sampling_params = rest
+        return
+    settings = gate.check(keys)
+    if settings is not None:
+        settings.check_prompt(len(input_ids or ()))
+    if keys:
+        custom_params = {**(rest.get("custom_params") or {}), **keys}
+        obj.sampling_params = {**rest, "custom_params": custom_params}

@@ -1,0 +1,19 @@
+"""A KV budget for every SGLang call.
+
+Importing this package patches nothing. A server loads it through SGLang's plugin entry point; a
+client that writes SGLang programs calls ``install()`` or imports ``sgl_skipkv.frontend``.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+
+def install() -> None:
+    """Let ``sgl.gen`` take ``kv_budget=``, ``kv_policy=``, ``kv_params=`` and ``steering=``."""
+    import sgl_skipkv.frontend
+
+    sgl_skipkv.frontend.install()
+
+
+__all__ = ["__version__", "install"]

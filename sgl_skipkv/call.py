@@ -1,0 +1,175 @@
+"""What one call may ask for: the four keys of the API, validated against the server's settings.
+
+The keys mean the same on every way in. ``custom_params`` of SGLang's sampling parameters is the
+wire format behind all of them; ``take_keys`` and ``CallSettings`` are the only code that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, build
+from sgl_skipkv.policy import Policy, policy_class
+
+KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
+
+# Knobs whose default is a setting of the server: knob -> setting.
+_SERVER_DEFAULTS: Final = {
+    "interval": "kv_interval",
+    "protect_prompt": "protect_prompt",
+    "count_prompt": "count_prompt",
+    "delimiters": "delimiters",
+}
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """One call's policy and budget.
+
+    Attributes:
+        policy: with its knobs.
+        kv_budget: tokens kept after each compaction; None only for a policy that never evicts.
+    """
+
+    policy: Policy
+    kv_budget: int | None
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy.evicts and self.kv_budget is not None
+
+    def keep_tokens(self, prompt_tokens: int) -> int:
+        """Cached tokens after a compaction, prompt included."""
+        assert self.kv_budget is not None
+        return self.kv_budget + (0 if self.policy.params.count_prompt else prompt_tokens)
+
+    def own_tokens(self, row_tokens: int, prompt_tokens: int) -> int:
+        """What counts against the budget, of a row with this many cached tokens."""
+        return row_tokens - (0 if self.policy.params.count_prompt else prompt_tokens)
+
+    def peak_own_tokens(self) -> int:
+        """Most that ever counts against the budget: ``kv_budget + interval + 1``."""
+        assert self.kv_budget is not None
+        return self.kv_budget + self.policy.params.interval + 1
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Refuse a budget that the prompt alone uses up (``count_prompt`` with a pinned prompt).
+
+        Raises:
+            SettingError: no room is left for generated tokens.
+        """
+        params = self.policy.params
+        if self.kv_budget is None or not (params.count_prompt and params.protect_prompt):
+            return
+        least = prompt_tokens + self.policy.min_budget_tokens
+        if self.kv_budget < least:
+            raise SettingError(
+                "kv_budget",
+                f"an integer in [{least}, {BUDGET_LIMIT_TOKENS}], because count_prompt counts "
+                f"{prompt_tokens} prompt tokens and protect_prompt keeps them",
+                self.kv_budget,
+                "a larger budget, count_prompt: false or protect_prompt: false",
+            )
+
+
+def take_keys(holder: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a mapping into (the rest, our keys that are set). ``None`` counts as not set."""
+    rest = {name: value for name, value in holder.items() if name not in KEYS}
+    ours = {name: holder[name] for name in KEYS if holder.get(name) is not None}
+    return rest, ours
+
+
+def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings | None:
+    """The settings of one call, or None where neither the call nor the server asked for any.
+
+    Raises:
+        SettingError: wrong type or range, unknown policy or knob, ``steering`` without a vector, or
+            a policy without a budget.
+    """
+    _check_steering(keys.get("steering"))
+    kv_budget = keys.get("kv_budget", server.kv_budget)
+    name = keys.get("kv_policy", server.kv_policy)
+    cls = policy_class(name)
+    knobs = _knobs(keys.get("kv_params"), name, server)
+    if all(knob in cls.Params.model_fields for knob in knobs):
+        knobs = {**_server_knobs(server), **knobs}  # an unknown knob is reported as it was written
+    policy = cls(build(cls.Params, knobs, prefix="kv_params."))
+    if kv_budget is None:
+        if not {"kv_policy", "kv_params"} & keys.keys():
+            return None
+        if policy.evicts:
+            raise SettingError(
+                "kv_budget",
+                "an integer, because kv_policy and kv_params mean nothing without a budget",
+                None,
+                "add kv_budget, or start the server with --kv-budget",
+            )
+        return CallSettings(policy, None)
+    _check_budget(kv_budget, policy, server)
+    return CallSettings(policy, kv_budget)
+
+
+def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> None:
+    params = policy.params
+    least, detail = 1, ""
+    if policy.evicts:
+        least = policy.min_budget_tokens
+        detail = f" for policy {policy.name} (sink {params.sink} + window {params.window} + 1)"
+    # type(), not isinstance(): True is an int, and no budget.
+    if type(kv_budget) is not int or not least <= kv_budget <= server.kv_budget_max:
+        raise SettingError(
+            "kv_budget",
+            f"an integer in [{least}, {server.kv_budget_max}]{detail}",
+            kv_budget,
+            "any integer in that range, or leave it out for the server default",
+        )
+    if policy.needs_queries and params.window > server.query_window:
+        raise SettingError(
+            "kv_params.window",
+            f"an integer in [1, {server.query_window}], the server's query_window",
+            params.window,
+            "a smaller window, or a server with a larger query_window",
+        )
+
+
+def check_server_defaults(server: ServerConfig) -> None:
+    """Validate the server's own default policy, knobs and budget, as a call would be.
+
+    Raises:
+        SettingError: the operator's mistake, found at start.
+    """
+    if server.steering_vector is not None:
+        raise SettingError(
+            "steering_vector",
+            "no vector, because this version of sgl_skipkv does not steer",
+            server.steering_vector,
+            "leave it out",
+        )
+    budget = {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}
+    resolve_call(budget, server)
+
+
+def _server_knobs(server: ServerConfig) -> dict[str, Any]:
+    return {knob: getattr(server, setting) for knob, setting in _SERVER_DEFAULTS.items()}
+
+
+def _knobs(asked: object, policy_name: str, server: ServerConfig) -> dict[str, Any]:
+    if asked is not None and not isinstance(asked, Mapping):
+        known = ", ".join(policy_class(policy_name).Params.model_fields)
+        raise SettingError("kv_params", "an object of knobs by name", asked, known)
+    defaults = server.kv_params if policy_name == server.kv_policy else {}
+    return {**defaults, **(asked or {})}
+
+
+def _check_steering(value: object) -> None:
+    if value is None or value is False:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value):  # type: ignore[arg-type]  # narrowed by is_number
+        expected = "false or nothing, because this server has no steering vector"
+    else:
+        expected = "a finite number or false"
+    raise SettingError("steering", expected, value, "false, or leave it out")

@@ -1,0 +1,228 @@
+"""What an operator may set, and how every wrong value is refused.
+
+Two things live here: ``ServerConfig`` (flags, config file, environment), and the one place where a
+pydantic complaint becomes this project's message. Each message has four parts, whatever the way in:
+the field, what was expected, what came, and the valid choices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+ENV_CONFIG = "SGL_SKIPKV_CONFIG"
+CONFIG_FILE_LIMIT_BYTES = 1 << 20
+BUDGET_LIMIT_TOKENS = 2**31 - 1
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+class SettingError(ValueError):
+    """A value that a caller or an operator set wrongly.
+
+    ``kv_budget: expected an integer in [13, 2147483647], got 0; choices: any integer in that range,
+    or leave it out for the server default``
+    """
+
+    def __init__(self, field: str, expected: str, got: object, choices: str) -> None:
+        self.field, self.expected, self.got, self.choices = field, expected, got, choices
+        super().__init__(f"{field}: expected {expected}, got {brief(got)}; choices: {choices}")
+
+
+def brief(value: object) -> str:
+    """The value as it goes into a message: never more than 80 characters of a caller's input."""
+    text = _repr.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Settings(BaseModel):
+    """Base of every settings class: frozen, exact types, no unknown names, no NaN, no infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class ServerConfig(Settings):
+    """The settings of one server, from flags, a JSON file or ``SGL_SKIPKV_CONFIG``.
+
+    Every field may be left out. Naming any of them counts as asking for eviction, so a server that
+    cannot do it refuses to start (docs/design.md, "three states").
+    """
+
+    kv_budget: int | None = Field(
+        None, ge=1, le=BUDGET_LIMIT_TOKENS, description="KV tokens kept for what a call generates"
+    )
+    kv_policy: str = Field("skipkv", description="the policy of a call that names none")
+    kv_params: dict[str, Any] = Field({}, description="knobs of kv_policy for calls that set none")
+    kv_interval: int = Field(
+        128, ge=8, le=65536, description="generated tokens between two compactions of a call"
+    )
+    kv_budget_max: int = Field(
+        BUDGET_LIMIT_TOKENS, ge=1, le=BUDGET_LIMIT_TOKENS, description="largest kv_budget of a call"
+    )
+    protect_prompt: bool = Field(True, description="false: the prompt may be evicted too")
+    count_prompt: bool = Field(False, description="true: the budget includes the prompt")
+    delimiters: str = Field("math", description="which tokens close a sentence")
+    steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
+    trace: str | None = Field(None, description="append one JSON line per compaction to this file")
+    query_window: int = Field(
+        16, ge=1, le=1024, description="recent queries kept per call; the largest `window`"
+    )
+    max_sentences: int = Field(
+        256, ge=8, le=65536, description="sentences compared per call; older ones are not"
+    )
+    max_tracked_calls: int = Field(
+        256, ge=1, le=65536, description="budgeted calls that can run at once"
+    )
+    check_ledger: bool = Field(
+        False, description="verify kept + freed = old at every compaction (waits for the device)"
+    )
+    required: bool = Field(False, description="true: refuse to start unless eviction is ready")
+
+    @model_validator(mode="after")
+    def _default_fits_limit(self) -> Self:
+        if self.kv_budget is not None and self.kv_budget > self.kv_budget_max:
+            raise SettingError(
+                "kv_budget",
+                f"an integer in [1, kv_budget_max = {self.kv_budget_max}]",
+                self.kv_budget,
+                "a smaller kv_budget or a larger kv_budget_max",
+            )
+        return self
+
+    @property
+    def asked(self) -> bool:
+        """Whether the operator asked for eviction: any setting at all was given."""
+        return bool(self.model_fields_set)
+
+
+def load_server_config(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config_file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """One server's settings. Flags win over the file; a file given by flag wins over the
+    environment.
+
+    Args:
+        flags: names and values given on the command line; absent names were not given.
+        config_file: path of ``--skipkv-config``.
+        environ: where ``SGL_SKIPKV_CONFIG`` is looked up (default ``os.environ``): JSON or a path.
+
+    Raises:
+        SettingError: unreadable file, bad JSON, unknown name, wrong type or range.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    if config_file is not None:
+        values = _read_config_file("--skipkv-config", config_file)
+    elif (text := environ.get(ENV_CONFIG, "").strip()) != "":
+        if text.startswith("{"):
+            values = _parse_json(ENV_CONFIG, text)
+        else:
+            values = _read_config_file(ENV_CONFIG, text)
+    values.update(flags or {})
+    if (config_file is not None or environ.get(ENV_CONFIG, "").strip()) and not values:
+        values["required"] = True  # an empty file is still a file that somebody gave
+    return build(ServerConfig, values)
+
+
+def _read_config_file(field: str, name: str) -> dict[str, Any]:
+    path = Path(name)
+    expected = f"a readable JSON file of at most {CONFIG_FILE_LIMIT_BYTES} bytes"
+    choices = "a path to a file, or inline JSON in the environment variable"
+    try:
+        if path.stat().st_size > CONFIG_FILE_LIMIT_BYTES:
+            raise SettingError(field, expected, f"{name} ({path.stat().st_size} bytes)", choices)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(field, expected, f"{name} ({error})", choices) from error
+    return _parse_json(f"{field} ({name})", text)
+
+
+def _parse_json(field: str, text: str) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen = dict(pairs)
+        if len(seen) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SettingError(field, "each name once", twice, "remove one of the two")
+        return seen
+
+    try:
+        values = json.loads(text, object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        where = f"{error.msg} at line {error.lineno} column {error.colno}"
+        raise SettingError(field, "a JSON object", where, "see docs/settings.md") from error
+    if not isinstance(values, dict):
+        raise SettingError(field, "a JSON object", values, "see docs/settings.md")
+    return values
+
+
+M = TypeVar("M", bound=Settings)
+
+
+def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
+    """Validate ``values`` into ``model``; the first complaint becomes a ``SettingError``.
+
+    Args:
+        model: a settings class.
+        values: names and raw values, as they came from JSON, flags or Python.
+        prefix: put before the field's name in the message, for nested objects (``kv_params.``).
+    """
+    unknown = [name for name in values if name not in model.model_fields]
+    if unknown:
+        known = ", ".join(sorted(model.model_fields)) or "none"
+        name = brief(unknown[0]).strip("'\"")
+        raise SettingError(f"{prefix}{name}", "a known name", unknown[0], known)
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        raise _translate(model, error.errors(include_url=False)[0], prefix) from None
+
+
+def _translate(model: type[Settings], detail: ErrorDetails, prefix: str) -> SettingError:
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, SettingError):
+        return cause
+    name = str(detail["loc"][0]) if detail["loc"] else model.__name__
+    expected, choices = describe(model, name)
+    return SettingError(f"{prefix}{name}", expected, detail["input"], choices)
+
+
+_TYPES = {
+    "integer": "an integer",
+    "number": "a finite number",
+    "boolean": "true or false",
+    "string": "a string",
+    "object": "an object",
+}
+
+
+def describe(model: type[Settings], name: str) -> tuple[str, str]:
+    """What a field expects and what may be chosen, in words, from its own schema."""
+    schema: dict[str, Any] = model.model_json_schema()["properties"][name]
+    options = [entry for entry in schema.get("anyOf", [schema]) if entry.get("type") != "null"]
+    entry = {**schema, **options[0]}
+    if "enum" in entry:
+        choices = ", ".join(str(value) for value in entry["enum"])
+        return f"one of {choices}", choices
+    expected = _TYPES.get(str(entry.get("type")), "a valid value")
+    low = entry.get("minimum", entry.get("exclusiveMinimum"))
+    high = entry.get("maximum", entry.get("exclusiveMaximum"))
+    if low is None or high is None:
+        return expected, f"{expected}, or leave it out for the default"
+    left = "(" if "exclusiveMinimum" in entry else "["
+    right = ")" if "exclusiveMaximum" in entry else "]"
+    expected = f"{expected} in {left}{low}, {high}{right}"
+    return expected, "any value in that range, or leave it out for the default"

@@ -1,0 +1,126 @@
+"""``sgl.gen(..., kv_budget=)``: our four keys in SGLang's frontend language.
+
+Importing this module installs them, in the process that runs SGLang programs. A key set on ``gen``
+travels with its sampling parameters through the interpreter, and reaches a server as
+``custom_params`` (native and ``Runtime`` backends) or ``extra_body`` (OpenAI backend).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import sglang
+from sglang.lang import api, interpreter, ir
+
+from sgl_skipkv.call import KEYS
+
+_installed = False
+
+
+def install() -> None:
+    """Teach ``sgl.gen``, ``sgl.gen_string`` and ``sgl.gen_int`` the four keys.
+
+    Calling it again does nothing.
+
+    Raises:
+        RuntimeError: this SGLang's frontend is not the one that the seams were written for.
+    """
+    global _installed
+    if _installed:
+        return
+    _check_frontend()
+    for name in ("gen", "gen_string", "gen_int"):
+        wrapped = _with_keys(getattr(api, name))
+        for module in (sglang, api):
+            setattr(module, name, wrapped)
+    params = ir.SglSamplingParams
+    params.clone = _keeping_keys(params.clone)
+    params.to_srt_kwargs = _adding(params.to_srt_kwargs, "custom_params")
+    params.to_openai_kwargs = _adding(params.to_openai_kwargs, "extra_body")
+    executor = interpreter.StreamExecutor
+    executor._resolve_sampling_params = _resolving(executor._resolve_sampling_params)
+    _installed = True
+
+
+def _keys_of(params: Any) -> dict[str, Any]:
+    """The keys set on one ``SglSamplingParams``."""
+    return dict(getattr(params, "skipkv", None) or {})
+
+
+def _take(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: kwargs.pop(name) for name in KEYS if name in kwargs}
+
+
+def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
+    """``gen`` that takes our keys and leaves them on the expression it returns."""
+
+    @functools.wraps(gen)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        keys = _take(kwargs)
+        expression = gen(*args, **kwargs)
+        if keys:
+            if not isinstance(expression, ir.SglGen):
+                raise ValueError(
+                    f"{next(iter(keys))}: expected a call that generates, got choices=; choices: "
+                    "leave it out, or generate without choices"
+                )
+            expression.sampling_params.skipkv = keys
+        return expression
+
+    return wrapper
+
+
+def _keeping_keys(clone: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(clone)
+    def wrapper(self: Any) -> Any:
+        copy = clone(self)
+        copy.skipkv = _keys_of(self)
+        return copy
+
+    return wrapper
+
+
+def _resolving(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter copies a fixed list of names from ``gen``; ours go along."""
+
+    @functools.wraps(resolve)
+    def wrapper(self: Any, sampling_params: Any) -> Any:
+        resolved = resolve(self, sampling_params)
+        resolved.skipkv = _keys_of(sampling_params)
+        return resolved
+
+    return wrapper
+
+
+def _adding(to_kwargs: Callable[[Any], dict[str, Any]], carrier: str) -> Callable[..., Any]:
+    @functools.wraps(to_kwargs)
+    def wrapper(self: Any) -> dict[str, Any]:
+        kwargs = to_kwargs(self)
+        keys = {name: value for name, value in _keys_of(self).items() if value is not None}
+        if keys:
+            kwargs[carrier] = {**(kwargs.get(carrier) or {}), **keys}
+        return kwargs
+
+    return wrapper
+
+
+def _check_frontend() -> None:
+    expected = {
+        ir.SglSamplingParams.clone: ["self"],
+        ir.SglSamplingParams.to_srt_kwargs: ["self"],
+        ir.SglSamplingParams.to_openai_kwargs: ["self"],
+        interpreter.StreamExecutor._resolve_sampling_params: ["self", "sampling_params"],
+    }
+    for function, names in expected.items():
+        found = list(inspect.signature(function).parameters)
+        if found != names:
+            raise RuntimeError(
+                f"sgl_skipkv: {function.__qualname__} takes {found}, expected {names}; "
+                "this SGLang's frontend is not supported"
+            )
+
+
+install()

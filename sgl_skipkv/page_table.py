@@ -1,0 +1,66 @@
+"""The page table of one call after a compaction, and the ledger that proves nothing was lost.
+
+SGLang's ``req_to_token`` has one row per request; entry i names the slot that holds the KV of the
+i-th cached token, for all layers at once. Who owns which part of a row of a budgeted call::
+
+    [0, prompt)       the radix tree (shared, locked)      freed by the tree, never by us
+    [prompt, n)       the call itself                      freed here, or by SGLang at the end
+    [n, row width)    nobody                               zero after a compaction
+
+(With ``protect_prompt: false`` the call owns its prompt too and nothing of it is in the tree.)
+
+A compaction moves no KV: it writes the survivors' slot ids to the front of the row, in ascending
+logical position, and hands the other slots back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.select import Selection
+
+
+def compact_row(
+    req_to_token: Tensor, row: int, row_tokens: int, selection: Selection, *, check: bool = False
+) -> Tensor:
+    """Rewrite one row in place and return the slots that nobody refers to any more.
+
+    Args:
+        req_to_token: int32 [rows, width], SGLang's page table (changed in place).
+        row: the request's row.
+        row_tokens: entries in use before the compaction.
+        selection: partition of ``range(row_tokens)``.
+        check: verify the ledger; reads device values, so it waits for the device.
+
+    Returns:
+        int64 [evicted], freed slot ids.
+    """
+    old = req_to_token[row, :row_tokens]
+    kept, freed = old[selection.kept], old[selection.evicted].to(torch.int64)
+    if check:
+        check_ledger(old, kept, freed)
+    keep_tokens = kept.shape[0]
+    req_to_token[row, :keep_tokens] = kept
+    req_to_token[row, keep_tokens:row_tokens] = 0
+    return freed
+
+
+class LedgerError(AssertionError):
+    """kept + freed = old does not hold: a slot was lost, doubled or invented."""
+
+
+def check_ledger(old: Tensor, kept: Tensor, freed: Tensor) -> None:
+    """Raise ``LedgerError`` unless ``kept`` and ``freed`` are a partition of ``old``.
+
+    Also requires that no slot is named twice and none is 0, SGLang's padding slot.
+    """
+    before = old.to(torch.int64).sort().values
+    after = torch.cat([kept.to(torch.int64), freed.to(torch.int64)]).sort().values
+    if before.shape != after.shape or not torch.equal(before, after):
+        raise LedgerError(
+            f"kept + freed = old: {kept.numel()} + {freed.numel()} slots against {old.numel()}, or "
+            "not the same slots"
+        )
+    if before.numel() and (int(before[0]) <= 0 or bool((before[1:] == before[:-1]).any())):
+        raise LedgerError("a row names slot 0 or the same slot twice")

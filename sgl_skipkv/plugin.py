@@ -1,0 +1,26 @@
+"""SGLang's entry point (``sglang.srt.plugins``): called once in every process of a server."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Check every seam and register the hooks; a wrong setting in the environment ends the process.
+
+    SGLang logs and swallows whatever a plugin raises, except ``SystemExit``.
+    """
+    import sglang
+
+    from sgl_skipkv.config import SettingError, load_server_config
+    from sgl_skipkv.patches import seams
+
+    try:
+        config = load_server_config()
+    except SettingError as error:
+        raise SystemExit(f"sgl_skipkv: {error}") from error
+    seams.install(sglang.__version__)
+    if config.asked and (problems := seams.problems_before()):
+        raise SystemExit("sgl_skipkv: refused: " + "; ".join(problems))

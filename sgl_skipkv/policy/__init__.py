@@ -1,0 +1,56 @@
+"""Eviction policies by name. A policy is one file here and one line in ``_POLICIES``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sgl_skipkv.config import SettingError, build
+from sgl_skipkv.policy.base import Policy, PolicyParams
+
+# Name -> "module:class". Imported when first asked for, so one policy's imports cost the others
+# nothing.
+_POLICIES: Final[Mapping[str, str]] = {
+    "skipkv": "sgl_skipkv.policy.skipkv:SkipKV",
+    "rkv": "sgl_skipkv.policy.rkv:RKV",
+    "streaming": "sgl_skipkv.policy.streaming:Streaming",
+    "random": "sgl_skipkv.policy.random:Random",
+    "full": "sgl_skipkv.policy.full:Full",
+}
+
+
+def names() -> tuple[str, ...]:
+    """All policy names, the default first."""
+    return tuple(_POLICIES)
+
+
+def policy_class(name: object) -> type[Policy]:
+    """The class behind a name.
+
+    Raises:
+        SettingError: no such policy; the message lists the names.
+    """
+    if not isinstance(name, str) or name not in _POLICIES:
+        choices = ", ".join(_POLICIES)
+        raise SettingError("kv_policy", "a policy name", name, choices)
+    module, _, attribute = _POLICIES[name].partition(":")
+    found: type[Policy] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def make_policy(name: str, **params: Any) -> Policy:
+    """A policy with its knobs validated.
+
+    Args:
+        name: one of ``names()``.
+        params: knobs by the names of the policy's ``Params`` class; the others keep their defaults.
+
+    Raises:
+        SettingError: unknown policy, unknown knob, wrong type or range.
+    """
+    cls = policy_class(name)
+    return cls(build(cls.Params, params, prefix="kv_params."))
+
+
+__all__ = ["Policy", "PolicyParams", "make_policy", "names", "policy_class"]

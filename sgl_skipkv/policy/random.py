@@ -1,0 +1,34 @@
+"""Uniform scores: the baseline that every scored policy has to beat.
+
+Random eviction with a pinned prompt is reported to match the best scored evictors (arXiv
+2609.03430), so a comparison without it says little. The draw depends on the prompt, the number of
+the compaction and ``seed`` alone, so a call keeps the same set in any batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+
+
+class RandomParams(PolicyParams):
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="another seed, another draw")
+
+
+class Random(Policy):
+    name = "random"
+    Params: ClassVar[type[PolicyParams]] = RandomParams
+    params: RandomParams
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """Uniform in [0, 1), drawn on the CPU so that every device draws the same."""
+        seed = zlib.crc32(f"{inputs.seed}:{self.params.seed}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        draw = torch.rand(inputs.positions.shape[0], generator=generator)
+        return draw.to(inputs.positions.device, non_blocking=True)

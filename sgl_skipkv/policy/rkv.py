@@ -1,0 +1,61 @@
+"""R-KV (arXiv 2505.24133): importance against redundancy, token by token.
+
+``Z = sigma * I - (1 - sigma) * R``, the mean over KV heads and then over layers; the lowest ``Z``
+go first. ``I`` is ``window_attention`` and ``R`` is ``key_redundancy`` (sections 3.2 and 3.3, eq.
+5).
+
+Deviations, all forced by an engine in which one slot holds the KV of every layer and head: the mean
+over heads and layers replaces a selection per layer and head; scores are float32 throughout; kept
+tokens stay in ascending position, so the next max-pool runs over true neighbours. ``sigma`` is the
+paper's lambda, 0.1 as in its text (its code's class default is 0.07).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.kernels.reference import key_redundancy, window_attention
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+
+
+class RKVParams(PolicyParams):
+    sigma: float = Field(0.1, ge=0.0, le=1.0, description="weight of importance over redundancy")
+    kernel: int = Field(7, ge=1, le=255, description="width of the max-pool in tokens, odd")
+    threshold: float = Field(0.5, ge=-1.0, le=1.0, description="cosine of two similar keys")
+
+    @field_validator("kernel")
+    @classmethod
+    def _odd(cls, kernel: int) -> int:
+        if kernel % 2 == 0:
+            raise SettingError(
+                "kv_params.kernel", "an odd integer in [1, 255]", kernel, "1, 3, 5, 7, ..."
+            )
+        return kernel
+
+
+class RKV(Policy):
+    name = "rkv"
+    Params: ClassVar[type[PolicyParams]] = RKVParams
+    needs_queries = True
+    params: RKVParams
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """``Z`` of every cached token; the last W, which are protected, score 0."""
+        assert inputs.queries is not None
+        params, window = self.params, inputs.queries.shape[1]
+        n = inputs.positions.shape[0]
+        total = torch.zeros(n - window, device=inputs.positions.device)
+        for layer in range(inputs.layers):
+            keys = inputs.keys(layer)
+            importance = window_attention(
+                inputs.queries[layer], keys, kernel=params.kernel, scale=inputs.scale
+            )
+            redundancy = key_redundancy(keys, threshold=params.threshold)[:, : n - window]
+            total += (params.sigma * importance - (1.0 - params.sigma) * redundancy).mean(dim=0)
+        return F.pad(total / inputs.layers, (0, window))

@@ -1,0 +1,67 @@
+"""SkipKV (arXiv 2512.07993, section 4.1): redundant sentences first, then R-KV's token score.
+
+``Z`` as in ``rkv``; every token of a redundant sentence gets ``Z -= lambda_s``, where ``lambda_s``
+is the sentence's highest cosine similarity to a sentence that closed later, if that exceeds ``tau``
+(eqs 5-8). ``lambda_s > 0.9`` while ``|Z| << 0.1``, so redundant sentences go whole, and first.
+
+Deviations: cosine where the paper writes a dot product (as its code does); the maximum over several
+later partners; a sentence of one token is never penalised; the prompt is protected by default
+(``protect_prompt: false, count_prompt: true`` is the paper's setting); each call compacts by its
+own generated length instead of the batch's.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
+from sgl_skipkv.policy.rkv import RKV, RKVParams
+
+
+class SkipKVParams(RKVParams):
+    tau: float = Field(
+        0.95, ge=0.0, le=1.0, description="cosine above which the earlier sentence is redundant"
+    )
+
+
+class SkipKV(RKV):
+    name = "skipkv"
+    Params: ClassVar[type[PolicyParams]] = SkipKVParams
+    needs_sentences = True
+    protects_open_sentence = True
+    params: SkipKVParams
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """``Z - lambda_s`` of every cached token."""
+        assert inputs.sentences is not None
+        return super().scores(inputs) - sentence_penalty(
+            inputs.positions, inputs.sentences, self.params.tau
+        )
+
+
+def sentence_penalty(positions: Tensor, sentences: Sentences, tau: float) -> Tensor:
+    """``lambda_s`` of the sentence that each token belongs to, 0 where it is not redundant.
+
+    The paper keeps a start and an end per sentence in cache coordinates and moves them at every
+    eviction (eqs 9-11). Each cached token keeps its logical position here, so the sentence it
+    belongs to is one ``searchsorted``.
+
+    Args:
+        positions: int64 [n], logical positions, ascending.
+        sentences: closed sentences with cached tokens.
+        tau: strict threshold.
+
+    Returns:
+        float32 [n].
+    """
+    if sentences.starts.shape[0] == 0:
+        return torch.zeros(positions.shape[0], device=positions.device)
+    redundant = (sentences.redundancy > tau) & (sentences.stops - sentences.starts > 1)
+    penalty = torch.where(redundant, sentences.redundancy, 0.0)
+    owner = torch.searchsorted(sentences.starts, positions, right=True) - 1
+    inside = (owner >= 0) & (positions < sentences.stops[owner.clamp_min(0)])
+    return torch.where(inside, penalty[owner.clamp_min(0)], 0.0)

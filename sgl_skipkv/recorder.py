@@ -1,0 +1,214 @@
+"""What decoding records on the device for the next compaction: recent queries, sentence vectors.
+
+Fixed buffers, written in place with tensor indices only, so a CUDA graph could capture every write
+of a decode step. They are indexed by *slot*, a small number that a call holds while it has a row in
+the page table; slot 0 is scratch that untracked rows write to and nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.reference import sentence_similarity, sentence_step
+from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.sentences import Delimiters
+
+
+class SlotTable:
+    """Which slot each page-table row writes to, and which slots are free."""
+
+    def __init__(self, rows: int, slots: int, device: torch.device) -> None:
+        self.of_row = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._free = list(range(slots, 0, -1))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self._free.append(slot)
+
+
+class QueryRing:
+    """The last ``window`` rotated queries of every tracked call, per layer.
+
+    Token at logical position p is stored at ``p % window``; the formulas take queries in any order.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, window: int, heads: int, head_dim: int, like: Tensor
+    ) -> None:
+        self.window = window
+        shape = (layers, slots + 1, window, heads, head_dim)
+        self.data = torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, q: Tensor) -> None:
+        """Store one query per token. slots, positions: int64 [B]; q: float [B, Hq, d]."""
+        self.data[layer][slots, positions % self.window] = q.to(self.data.dtype)
+
+    def read(self, slot: int, last_position: int, count: int) -> Tensor:
+        """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
+        entries = [(last_position - i) % self.window for i in range(count)]
+        return self.data[:, slot, torch.tensor(entries, device=self.data.device)]
+
+
+class SentenceTable:
+    """Running sentence sums and closed-sentence vectors of every tracked call."""
+
+    def __init__(
+        self,
+        slots: int,
+        capacity: int,
+        hidden_size: int,
+        delimiters: Delimiters,
+        device: torch.device,
+    ) -> None:
+        self.capacity = capacity
+        rows = slots + 1
+        self.bits = torch.frombuffer(delimiters.bits, dtype=torch.uint8).to(device)
+        self.preset = torch.zeros(rows, dtype=torch.uint8, device=device)
+        self.total = torch.zeros(rows, hidden_size, device=device)
+        self.length = torch.zeros(rows, device=device)
+        self.index = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.after_delimiter = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.vectors = torch.zeros(rows, capacity, hidden_size, device=device)
+        self.redundancy = torch.full((rows, capacity), -1.0, device=device)
+
+    def reset(self, slot: int, preset_bit: int) -> None:
+        """Forget the slot's last call."""
+        self.preset[slot] = preset_bit
+        for table in (self.total, self.length, self.index, self.after_delimiter):
+            table[slot] = 0
+        self.redundancy[slot] = -1.0
+
+    def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
+        """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
+        is_delimiter = (self.bits[token_ids] & self.preset[slots]) != 0
+        sentence_step(
+            hidden,
+            slots,
+            is_delimiter,
+            total=self.total,
+            length=self.length,
+            index=self.index,
+            after_delimiter=self.after_delimiter,
+            vectors=self.vectors,
+        )
+
+    def keep_entries(self, slot: int, entries: Sequence[int], *, closed_last: bool) -> None:
+        """Move the named entries to the front and forget the others.
+
+        Args:
+            slot: whose table. entries: indices to keep, ascending. closed_last: the last token seen
+            was a delimiter, so the running sum still belongs to the
+                newest entry.
+        """
+        count = len(entries)
+        chosen = torch.tensor(entries, dtype=torch.int64, device=self.vectors.device)
+        self.vectors[slot, :count] = self.vectors[slot, chosen]
+        self.redundancy[slot, :count] = self.redundancy[slot, chosen]
+        self.redundancy[slot, count:] = -1.0
+        self.index[slot] = count - 1 if closed_last else count
+
+    def compare(self, slot: int, spans: Sequence[tuple[int, int]]) -> Sentences:
+        """Raise each entry's redundancy to its similarity with any later entry.
+
+        Args:
+            slot: whose table.
+            spans: logical span of each entry, in the table's order.
+        """
+        count, device = len(spans), self.vectors.device
+        bounds = torch.tensor(spans, dtype=torch.int64, device=device).view(-1, 2)
+        redundancy = self.redundancy[slot, :count]
+        if count > 1:
+            similarity = sentence_similarity(self.vectors[slot, :count])
+            earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
+            later = similarity.masked_fill(earlier, -1.0).amax(dim=1)
+            redundancy = torch.maximum(redundancy, later)
+            self.redundancy[slot, :count] = redundancy
+        return Sentences(bounds[:, 0].contiguous(), bounds[:, 1].contiguous(), redundancy)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that the buffers depend on; heads are those of this rank."""
+
+    layers: int
+    query_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where one forward pass writes: one entry per recorded token.
+
+    Attributes:
+        slots, positions: int64 [B].
+        tokens: int64 [B], which of the forward's tokens are recorded; None for all of them, in
+            order, as in a decode step.
+        replay: (slot, first, stop) of generated tokens that a prefill recomputes after a
+            retraction: they go into the sentence table one by one, as they did when they were new.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    tokens: Tensor | None = None
+    replay: tuple[tuple[int, int, int], ...] = ()
+
+
+class Recorder:
+    """All recording buffers of one scheduler process."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        rows: int,
+        slots: int,
+        query_window: int,
+        max_sentences: int,
+        delimiters: Delimiters,
+        like: Tensor,
+    ) -> None:
+        self.device = like.device
+        self.slots = SlotTable(rows, slots, like.device)
+        self.queries = QueryRing(
+            shape.layers, slots, query_window, shape.query_heads, shape.head_dim, like
+        )
+        self.sentences = SentenceTable(
+            slots, max_sentences, shape.hidden_size, delimiters, like.device
+        )
+
+    def start(self, row: int, slot: int, preset_bit: int) -> None:
+        """A call begins its prefill: point its row at its slot and clear what was there.
+
+        Belongs on the stream of the forward pass: the slot's last call may still be writing there.
+        """
+        self.slots.of_row[row] = slot
+        self.sentences.reset(slot, preset_bit)
+
+    def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
+        """q: float [tokens of the forward, Hq * d] or [tokens, Hq, d]."""
+        heads, head_dim = self.queries.data.shape[-2:]
+        q = q.view(-1, heads, head_dim)
+        if recording.tokens is not None:
+            q = q[recording.tokens]
+        self.queries.write(layer, recording.slots, recording.positions, q)
+
+    def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
+        """token_ids: int64 [tokens of the forward]; hidden: float [tokens, D], after final norm."""
+        if recording.tokens is None:
+            self.sentences.step(recording.slots, token_ids, hidden)
+            return
+        for slot, first, stop in recording.replay:
+            slots = torch.full((1,), slot, dtype=torch.int64, device=hidden.device)
+            for token in range(first, stop):
+                self.sentences.step(slots, token_ids[token : token + 1], hidden[token : token + 1])

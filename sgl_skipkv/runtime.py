@@ -1,0 +1,415 @@
+"""The only owner of per-call state, and the life of a call: open, admit, plan, commit, close.
+
+The CPU knows how many, the device knows which. All counts (when a compaction is due, how many
+tokens stay, which sentences exist) come from integers the scheduler already has; all choices (which
+tokens) stay on the device. The kept positions travel to the CPU behind the decode steps and are
+read at the call's next compaction, many steps later, so nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.call import CallSettings
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.page_table import compact_row
+from sgl_skipkv.policy.base import ScoreInput, Sentences
+from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.select import Selection, select
+from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
+from sgl_skipkv.trace import TraceWriter
+
+
+class Plan(NamedTuple):
+    """A compaction that is decided and not yet done."""
+
+    selection: Selection
+    positions: Tensor
+    finite: Tensor
+    row_tokens: int
+    logical_tokens: int
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.selection.evicted.shape[0]
+
+
+class Snapshot:
+    """What a compaction kept, on its way to the CPU."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.positions = plan.positions
+        self.logical_tokens = plan.logical_tokens
+        self.before = plan.row_tokens
+        self.settled = False
+        self._kept = plan.positions.to("cpu", non_blocking=True)
+        self._finite = plan.finite.to("cpu", non_blocking=True)
+        on_cpu = plan.positions.device.type == "cpu"
+        self._copied = None if on_cpu else torch.Event(plan.positions.device)
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> tuple[list[int], bool]:
+        """Kept positions and whether all scores were finite. Long since copied when called."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._kept.tolist(), bool(self._finite)
+
+
+@dataclass(eq=False)
+class CallState:
+    """One call. Counts are tokens; spans and positions are logical.
+
+    Attributes:
+        evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
+        last: the last compaction since the last prefill.
+        recomputes: generated tokens that the coming prefill computes again, after a retraction.
+        alive: indices into ``tracker.closed`` of sentences not known to be evicted.
+        table: sentence index of each entry of the device's sentence table, as of ``table_closed``
+            closed sentences.
+    """
+
+    runtime: Runtime
+    rid: str
+    settings: CallSettings
+    prompt_tokens: int
+    prompt_seed: int
+    tracker: SentenceTracker
+    slot: int = 0
+    row: int | None = None
+    started: bool = False
+    recomputes: int | None = None
+    evicted_tokens: int = 0
+    last: Snapshot | None = None
+    alive: list[int] = field(default_factory=list)
+    alive_closed: int = 0
+    table: list[int] = field(default_factory=list)
+    table_closed: int = 0
+    compactions: int = 0
+    total_evicted_tokens: int = 0
+    evicted_sentences: int = 0
+    peak_own_tokens: int = 0
+    failure: str | None = None
+    summary: dict[str, Any] | None = None
+
+    @property
+    def needs_slot(self) -> bool:
+        policy = self.settings.policy
+        return self.settings.evicts and (policy.needs_queries or policy.needs_sentences)
+
+    @property
+    def keeps_prompt_private(self) -> bool:
+        """An evictable prompt must not be shared: the tree would own what we want to free."""
+        return self.settings.evicts and not self.settings.policy.params.protect_prompt
+
+    def own_tokens(self, row_tokens: int) -> int:
+        return self.settings.own_tokens(row_tokens, self.prompt_tokens)
+
+    def future_tokens(self, row_tokens: int, tokens_left: int) -> int:
+        """KV tokens the call may still need beyond a row of this length; admission's reserve."""
+        if not self.settings.evicts:
+            return tokens_left
+        room = self.settings.peak_own_tokens() - self.own_tokens(row_tokens)
+        return min(tokens_left, max(room, 1))
+
+
+class Runtime:
+    """Opens, compacts and closes the budgeted calls of one scheduler process."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        delimiters: Delimiters,
+        *,
+        recorder: Recorder,
+        layers: int,
+        scale: float,
+        pool_tokens: int,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self.config = config
+        self.recorder = recorder
+        self.pool_tokens = pool_tokens
+        self._delimiters = delimiters
+        self._layers, self._scale = layers, scale
+        self._trace = trace
+        self._open: set[CallState] = set()
+        self.opened_calls = 0
+        self.total_compactions = 0
+        self.total_evicted_tokens = 0
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that hold a row of the page table; 0 when the server is idle."""
+        return len(self._open)
+
+    def open(self, rid: str, settings: CallSettings, prompt_ids: Sequence[int]) -> CallState:
+        """A call arrives. It holds nothing yet: no row, no slot."""
+        seed = zlib.crc32(array("q", prompt_ids).tobytes())
+        tracker = SentenceTracker(self._delimiters, settings.policy.params.delimiters)
+        self.opened_calls += 1
+        return CallState(self, rid, settings, len(prompt_ids), seed, tracker)
+
+    def fits_pool(self, tokens: int) -> bool:
+        """Whether a request could hold this many tokens, decode one more and be admitted so.
+
+        The two extra tokens are the decode step and the one that SGLang's admission adds for page
+        rounding; its comparison is strict.
+        """
+        return tokens + 2 < self.pool_tokens
+
+    def can_recompute(self, state: CallState, generated: int) -> bool:
+        """Whether the call, had it lost its KV, could be prefilled again from all of its tokens."""
+        return self.fits_pool(state.prompt_tokens + generated)
+
+    def can_admit(self, state: CallState, admitted_now: int) -> bool:
+        """Whether a slot is left, with ``admitted_now`` calls of this step still to take theirs."""
+        if not state.needs_slot or state.slot:
+            return True
+        return self.recorder.slots.free_slots > admitted_now
+
+    def admit(self, state: CallState, row: int) -> None:
+        """The call got a row of the page table: it starts to hold things."""
+        if state.row is not None:
+            return
+        state.row, state.started = row, False
+        if state.recomputes is not None and self._trace is not None:
+            self._trace.write("recompute", rid=state.rid, generated=state.recomputes)
+        state.recomputes = None
+        if state.needs_slot:
+            state.slot = self.recorder.slots.take()
+        self._open.add(state)
+
+    def start_recording(self, state: CallState) -> None:
+        """First forward pass of an admitted call, on that pass's stream."""
+        if state.slot and not state.started:
+            assert state.row is not None
+            bit = PRESETS[state.settings.policy.params.delimiters]
+            self.recorder.start(state.row, state.slot, bit)
+        state.started = True
+
+    def observe(self, state: CallState, row_tokens: int) -> None:
+        """Note the length of the call's row, at every decode step."""
+        state.peak_own_tokens = max(state.peak_own_tokens, state.own_tokens(row_tokens))
+
+    def due(self, state: CallState, row_tokens: int) -> bool:
+        """Whether the call has grown ``interval`` past its budget."""
+        if not state.settings.evicts or state.failure is not None:
+            return False
+        assert state.settings.kv_budget is not None
+        limit = state.settings.kv_budget + state.settings.policy.params.interval
+        return state.own_tokens(row_tokens) >= limit
+
+    def plan(
+        self,
+        state: CallState,
+        row_tokens: int,
+        output_ids: Sequence[int],
+        keys: Callable[[int], Tensor],
+    ) -> Plan:
+        """Choose what stays. Changes nothing that another call or the scheduler can see.
+
+        Args:
+            state: the call, due for a compaction.
+            row_tokens: entries of its row in use.
+            output_ids: generated token ids; at least those whose KV is in the row.
+            keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        """
+        self._settle(state)
+        logical_tokens = row_tokens + state.evicted_tokens
+        generated = logical_tokens - state.prompt_tokens
+        state.tracker.feed(output_ids[state.tracker.seen_tokens : generated])
+        state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
+        state.alive_closed = len(state.tracker.closed)
+
+        inputs = self._score_input(state, row_tokens, logical_tokens, keys)
+        scores = state.settings.policy.scores(inputs)
+        keep_tokens = state.settings.keep_tokens(state.prompt_tokens)
+        selection = select(scores, self._protected(state, row_tokens), keep_tokens)
+        kept_positions = inputs.positions[selection.kept]
+        return Plan(selection, kept_positions, scores.isfinite().all(), row_tokens, logical_tokens)
+
+    def commit(self, state: CallState, plan: Plan, req_to_token: Tensor) -> Tensor:
+        """Rewrite the call's row; the caller frees the returned slots and shrinks lengths."""
+        assert state.row is not None
+        freed = compact_row(
+            req_to_token,
+            state.row,
+            plan.row_tokens,
+            plan.selection,
+            check=self.config.check_ledger,
+        )
+        state.last = Snapshot(plan)
+        state.evicted_tokens += plan.evicted_tokens
+        state.total_evicted_tokens += plan.evicted_tokens
+        state.compactions += 1
+        self.total_compactions += 1
+        self.total_evicted_tokens += plan.evicted_tokens
+        return freed
+
+    def retract(self, state: CallState, generated: int) -> None:
+        """The call lost its row and will be recomputed from its tokens: eviction starts anew."""
+        self._settle(state)
+        self._release(state)
+        state.evicted_tokens, state.last = 0, None
+        state.tracker = SentenceTracker(self._delimiters, state.settings.policy.params.delimiters)
+        state.alive, state.alive_closed = [], 0
+        state.table, state.table_closed = [], 0
+        state.recomputes = generated
+
+    def close(
+        self, state: CallState, row_tokens: int, output_ids: Sequence[int], reason: str | None
+    ) -> None:
+        """The call is over: give everything back and write down how it went."""
+        self.observe(state, row_tokens)
+        self._settle(state)
+        self._release(state)
+        generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
+        state.tracker.feed(output_ids[state.tracker.seen_tokens :])
+        state.summary = self._summarise(state, generated)
+        if self._trace is not None:
+            self._trace.write(
+                "finish",
+                rid=state.rid,
+                prompt_tokens=state.prompt_tokens,
+                output_ids=list(output_ids),
+                finish_reason=reason,
+                **state.summary,
+            )
+
+    # -- the parts of a plan ---------------------------------------------------------------------
+
+    def _score_input(
+        self,
+        state: CallState,
+        row_tokens: int,
+        logical_tokens: int,
+        keys: Callable[[int], Tensor],
+    ) -> ScoreInput:
+        policy = state.settings.policy
+        first_new = 0 if state.last is None else state.last.logical_tokens
+        positions = torch.arange(first_new, logical_tokens, device=self.recorder.device)
+        if state.last is not None:
+            positions = torch.cat([state.last.positions, positions])
+        assert positions.shape[0] == row_tokens, "row + evicted = logical length"
+        queries = None
+        if policy.needs_queries:
+            queries = self.recorder.queries.read(
+                state.slot, logical_tokens - 1, policy.params.window
+            )
+        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
+        return ScoreInput(
+            positions=positions,
+            prompt_tokens=state.prompt_tokens,
+            layers=self._layers,
+            keys=keys,
+            queries=queries,
+            scale=self._scale,
+            sentences=self._sentences(state) if policy.needs_sentences else None,
+            seed=seed,
+        )
+
+    def _sentences(self, state: CallState) -> Sentences:
+        """Drop the sentences that are gone from the device's table, compare the rest."""
+        closed, capacity = state.tracker.closed, self.recorder.sentences.capacity
+        entries = state.table + list(range(state.table_closed, len(closed)))
+        if len(entries) > capacity:  # a full table kept overwriting its last entry
+            entries = [*entries[: capacity - 1], entries[-1]]
+        alive = set(state.alive)
+        # A quarter of the table stays free for the sentences of the next interval.
+        live = [i for i, sentence in enumerate(entries) if sentence in alive]
+        live = live[-(capacity - capacity // 4) :]
+        self.recorder.sentences.keep_entries(
+            state.slot, live, closed_last=state.tracker.after_delimiter
+        )
+        state.table = [entries[i] for i in live]
+        state.table_closed = len(closed)
+        offset = state.prompt_tokens
+        spans = [(closed[s][0] + offset, closed[s][1] + offset) for s in state.table]
+        return self.recorder.sentences.compare(state.slot, spans)
+
+    def _protected(self, state: CallState, row_tokens: int) -> list[tuple[int, int]]:
+        """Row ranges that stay whatever their score; counts only, known to the CPU.
+
+        The tail is contiguous in logical position: a compaction never evicts in it, and it only
+        grows until the next one.
+        """
+        policy, params = state.settings.policy, state.settings.policy.params
+        tail = params.window
+        if policy.protects_open_sentence:
+            assert state.settings.kv_budget is not None
+            generated_budget = state.settings.keep_tokens(state.prompt_tokens)
+            if params.protect_prompt:
+                generated_budget -= state.prompt_tokens
+            tail = max(tail, min(state.tracker.open_tokens, generated_budget // 2))
+        prompt = state.prompt_tokens if params.protect_prompt else 0
+        return [(0, prompt), (0, min(params.sink, row_tokens)), (row_tokens - tail, row_tokens)]
+
+    def _settle(self, state: CallState) -> None:
+        """Read what the last compaction kept: sentences that went whole, the trace line."""
+        snapshot = state.last
+        if snapshot is None or snapshot.settled:
+            return
+        snapshot.settled = True
+        kept, finite = snapshot.read()
+        if not finite:
+            state.failure = "a score was not finite, so the kept set means nothing"
+        evicted = [span for i in state.alive if not _survives(span := self._span(state, i), kept)]
+        state.alive = [i for i in state.alive if _survives(self._span(state, i), kept)]
+        state.evicted_sentences += len(evicted)
+        if self._trace is not None:
+            self._trace.write(
+                "compact",
+                rid=state.rid,
+                policy=state.settings.policy.name,
+                prompt_tokens=state.prompt_tokens,
+                generated=snapshot.logical_tokens - state.prompt_tokens,
+                before=snapshot.before,
+                after=len(kept),
+                kept=kept,
+                evicted_sentences=evicted,
+            )
+
+    def _span(self, state: CallState, sentence: int) -> tuple[int, int]:
+        start, stop = state.tracker.closed[sentence]
+        return start + state.prompt_tokens, stop + state.prompt_tokens
+
+    def _release(self, state: CallState) -> None:
+        if state.slot:
+            assert state.row is not None
+            # Whoever gets the row next must not write into a slot that somebody else may hold.
+            self.recorder.slots.of_row[state.row] = 0
+            self.recorder.slots.give_back(state.slot)
+            state.slot = 0
+        state.row = None
+        self._open.discard(state)
+
+    def _summarise(self, state: CallState, generated: int) -> dict[str, Any]:
+        count_prompt = state.settings.policy.params.count_prompt
+        full = generated + (state.prompt_tokens if count_prompt else 0)
+        summary = {
+            "policy": state.settings.policy.name,
+            "kv_budget": state.settings.kv_budget,
+            "compactions": state.compactions,
+            "evicted_tokens": state.total_evicted_tokens,
+            "kv_tokens": max(full - state.evicted_tokens, 0),
+            "peak_kv_tokens": state.peak_own_tokens,
+            "full_kv_tokens": full,
+            "sentences": len(state.tracker.closed),
+            "evicted_sentences": state.evicted_sentences,
+        }
+        return {name: value for name, value in summary.items() if value is not None}
+
+
+def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:
+    """Whether an ascending list of kept positions has one in the span."""
+    at = bisect_left(kept, span[0])
+    return at < len(kept) and kept[at] < span[1]
