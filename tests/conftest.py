@@ -1,0 +1,86 @@
+"""Fixtures that several test files share: models, the session's server, and nothing that outlives it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
+os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
+os.environ.pop("SGL_SKIPKV_CONFIG", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests first, and the tests of one server together."""
+    items.sort(key=lambda item: (item.get_closest_marker("server") is not None, item.path.name))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """family -> folder of a small random model, made once."""
+    from tiny_models import save_model
+
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = save_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def oracle(model_folder):  # type: ignore[no-untyped-def]
+    """family -> masking oracle of that model."""
+    from oracle import MaskingOracle
+
+    made: dict[str, MaskingOracle] = {}
+
+    def of(family: str) -> MaskingOracle:
+        if family not in made:
+            made[family] = MaskingOracle(model_folder(family))
+        return made[family]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def server(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """The session's server: plugin loaded, no default budget, overlap on, strict checks on."""
+    from servers import Server
+
+    running = Server(
+        model_folder("qwen2"),
+        tmp_path_factory.mktemp("server"),
+        ["--chunked-prefill-size", "64", "--enable-metrics", "--max-running-requests", "64"],
+    )
+    try:
+        yield running.wait_ready()
+        running.assert_clean()
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real prompts and vocabularies beside the checkout; users do not have it."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("the folder with real data is not beside this checkout")
+    return SHARED / "data"
+
+
+@pytest.fixture()
+def clean_folder(tmp_path: Path) -> Iterator[Path]:
+    """A working directory in which no folder shadows a module."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""Invariants 2 and 5: what the server generates is what a masked forward generates, in any company.
+
+One set of calls (every policy, budgets down to the minimum, prompts that share a prefix and are
+prefilled in chunks) runs on three model families, with and without the overlap scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from servers import Server, output_logprobs
+from tiny_models import VOCAB_SIZE
+
+from sgl_skipkv.policy import make_policy, names
+
+pytestmark = pytest.mark.server
+
+LOGPROB_TOLERANCE = 2e-3
+INTERVAL = 16
+TOKENS = 150
+# The session's server covers ("qwen2", overlap on).
+OTHER_SERVERS = {
+    ("qwen2", False): ("--disable-overlap-schedule",),
+    ("llama", True): (),
+    ("qwen3", False): ("--disable-overlap-schedule",),
+}
+
+
+def make_calls(tag: str) -> list[dict[str, Any]]:
+    """Two budgets per policy on prompts of 120 to 130 tokens, 100 of them shared."""
+    rng = random.Random(7)
+    draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
+    prefix = draw(100)
+    calls = []
+    for i, policy in enumerate(names()):
+        for kv_budget in (make_policy(policy).min_budget_tokens, 40):
+            calls.append(
+                {
+                    "rid": f"{tag}-{policy}-{kv_budget}",
+                    "input_ids": prefix + draw(20 + i),
+                    "tokens": TOKENS,
+                    "kv_budget": kv_budget,
+                    "kv_policy": policy,
+                    "kv_params": {"interval": INTERVAL, "delimiters": "any-newline"},
+                }
+            )
+    return calls
+
+
+@pytest.fixture(scope="module")
+def fleet(server: Server, model_folder, tmp_path_factory) -> Iterator[dict[Any, Server]]:  # type: ignore[no-untyped-def]
+    """(family, overlap) -> server; the additional ones start side by side and end with this file."""
+    others = {
+        key: Server(
+            model_folder(key[0]),
+            tmp_path_factory.mktemp(f"{key[0]}-{key[1]}"),
+            ["--chunked-prefill-size", "64", *args],
+        )
+        for key, args in OTHER_SERVERS.items()
+    }
+    try:
+        with ThreadPoolExecutor(len(others)) as pool:
+            list(pool.map(Server.wait_ready, others.values()))
+        yield {("qwen2", True): server, **others}
+        for other in others.values():
+            other.assert_clean()
+    finally:
+        for other in others.values():
+            other.stop()
+
+
+@pytest.fixture(scope="module")
+def answers(fleet) -> dict[Any, list[dict[str, Any]]]:  # type: ignore[no-untyped-def]
+    """Each server's answers to the same calls, sent all at once (so in batches of up to ten)."""
+    return {key: server.generate_all(make_calls("all")) for key, server in fleet.items()}
+
+
+@pytest.mark.parametrize("key", [("qwen2", True), *OTHER_SERVERS], ids=str)
+def test_every_greedy_token_is_the_argmax_under_the_trace_masks(fleet, answers, oracle, key):  # type: ignore[no-untyped-def]
+    server, judge = fleet[key], oracle(key[0]).judge
+    compactions = 0
+    for call, answer in zip(make_calls("all"), answers[key], strict=True):
+        events = server.events(call["rid"])
+        verdict = judge(call["input_ids"], answer["output_ids"], events)
+        assert verdict.wrong == [], (call["rid"], verdict.wrong[:5])
+        pairs = zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True)
+        assert max(abs(ours - theirs) for ours, theirs in pairs) <= LOGPROB_TOLERANCE, call["rid"]
+        compactions += answer["meta_info"]["skipkv"]["compactions"]
+    assert compactions >= 40  # the test would be empty without them
+
+
+def test_the_masks_matter(server, answers, oracle):  # type: ignore[no-untyped-def]
+    """Without the trace's masks the same oracle must object, or it proves nothing."""
+    call = next(c for c in make_calls("all") if c["kv_policy"] == "streaming")
+    answer = answers["qwen2", True][make_calls("all").index(call)]
+    assert oracle("qwen2").judge(call["input_ids"], answer["output_ids"], []).wrong
+
+
+def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyped-def]
+    for key, server in fleet.items():
+        for call, answer in zip(make_calls("all"), answers[key], strict=True):
+            info, prompt = answer["meta_info"]["skipkv"], len(call["input_ids"])
+            if call["kv_policy"] == "full":
+                assert info["compactions"] == info["evicted_tokens"] == 0
+                continue
+            assert info["peak_kv_tokens"] <= call["kv_budget"] + INTERVAL + 1
+            for event in server.events(call["rid"]):
+                if event["event"] == "compact":
+                    assert event["kept"][:prompt] == list(range(prompt))
+                    assert event["kept"] == sorted(set(event["kept"]))
+                    assert event["after"] == len(event["kept"]) == prompt + call["kv_budget"]
+                    assert event["before"] - event["after"] == INTERVAL
+            assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+
+
+def test_overlap_changes_nothing(fleet, answers):  # type: ignore[no-untyped-def]
+    """Invariant 5: the same tokens and the same kept sets with the overlap scheduler and without."""
+    with_overlap, without = answers["qwen2", True], answers["qwen2", False]
+    for call, one, other in zip(make_calls("all"), with_overlap, without, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        kept = [_kept_sets(fleet["qwen2", on], call["rid"]) for on in (True, False)]
+        assert kept[0] == kept[1]
+
+
+def test_alone_is_as_in_a_batch(server, answers):  # type: ignore[no-untyped-def]
+    """Invariant 5: a call keeps the same set and says the same alone as among nine others."""
+    for call, together in zip(make_calls("all"), answers["qwen2", True], strict=True):
+        alone = server.generate(**{**call, "rid": call["rid"].replace("all", "alone")})
+        assert alone["output_ids"] == together["output_ids"], call["rid"]
+        rid = call["rid"].replace("all", "alone")
+        assert _kept_sets(server, rid) == _kept_sets(server, call["rid"])
+
+
+def _kept_sets(server: Server, rid: str) -> list[list[int]]:
+    return [event["kept"] for event in server.events(rid) if event["event"] == "compact"]

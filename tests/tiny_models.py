@@ -1,0 +1,96 @@
+"""Small random models of three families, and a tokenizer in which a quarter of the tokens end lines.
+
+Sharp attention and small embeddings make every argmax depend on what is cached: hiding 30 of 160
+tokens changes most of the next ones, so a wrong mask shows at once. Many newline tokens make many
+sentences.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+LINE_ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n")
+VOCAB_SIZE = 3 + 1 + len(LETTERS) + len(LINE_ENDS)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Gains on the usual initialisation, by the first part of a name that matches.
+_GAINS = {
+    "q_norm": 3.0,
+    "k_norm": 3.0,
+    "q_proj": 20.0,
+    "k_proj": 20.0,
+    "v_proj": 60.0,
+    "o_proj": 60.0,
+    "mlp": 4.0,
+    "lm_head": 4.0,
+    "": 1.0,
+}
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, plus the line ends."""
+    pieces = ["<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS]
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>")
+    )
+    longest_first = "|".join(
+        piece.replace("?", r"\?").replace(".", r"\.").replace(")", r"\)").replace("]", r"\]")
+        for piece in sorted(LINE_ENDS, key=len, reverse=True)
+    )
+    from tokenizers import Regex
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest_first}|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """Write one random model with its tokenizer; the same weights every time."""
+    config_class, model_class = _CLASSES[family]
+    extra = {"head_dim": 16} if family == "qwen3" else {}
+    torch.manual_seed(FAMILIES.index(family))
+    model = model_class(config_class(**_SIZES, **extra))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
