@@ -65,6 +65,7 @@ def _compact(
     for slots in freed:
         allocator.free(slots)
     allocator.free_group_end()
+    binding.metrics.compacted(len(due), int(evicted_cpu.sum()))
     # New tensors: the running step still holds the old ones.
     batch.seq_lens = batch.seq_lens - evicted_cpu.to(batch.seq_lens.device, non_blocking=True)
     batch.seq_lens_cpu = batch.seq_lens_cpu - evicted_cpu

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.runtime import CallState, Runtime
 
@@ -23,6 +24,7 @@ class Binding:
     readiness: Readiness
     runtime: Runtime | None
     scheduler: Any
+    metrics: Metrics
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -14,6 +14,7 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
+from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
 from sgl_skipkv.recorder import ModelShape, Recorder
@@ -36,7 +37,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)
     runtime = None if reasons else _build_runtime(config, scheduler, trace)
-    binding = Binding(config, readiness, runtime, scheduler)
+    collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
+    binding = Binding(config, readiness, runtime, scheduler, Metrics(collector, readiness))
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     logger.info(readiness.message())
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 ENV_CONFIG = "SGL_SKIPKV_CONFIG"
+CPU_PLATFORM = "skipkv_cpu"
 CONFIG_FILE_LIMIT_BYTES = 1 << 20
 BUDGET_LIMIT_TOKENS = 2**31 - 1
 

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
-PLATFORM_NAME = "skipkv_cpu"
+from sgl_skipkv.config import CPU_PLATFORM
 
 
 def activate() -> str | None:
@@ -23,7 +23,7 @@ def activate() -> str | None:
     Without ``SGLANG_PLATFORM`` SGLang activates every installed platform, and this package must not
     take a GPU machine away from CUDA just by being installed.
     """
-    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+    if os.environ.get("SGLANG_PLATFORM") != CPU_PLATFORM:
         return None
     # SGLang spawns its processes: the scheduler and the detokenizer inherit this. Small batches on
     # a few cores lose a factor of ten to OpenMP hand-offs; a user's own setting wins.

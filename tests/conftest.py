@@ -1,4 +1,5 @@
-"""Fixtures that several test files share: models, the session's server, and nothing that outlives it."""
+"""Fixtures that several test files share: models, the session's server, and nothing that outlives
+it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def server(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyp
         ["--chunked-prefill-size", "64", "--enable-metrics", "--max-running-requests", "64"],
     )
     try:
-        yield running.wait_ready()
+        yield running.wait_ready(400)
         running.assert_clean()
     finally:
         running.stop()

@@ -1,8 +1,9 @@
 """The masking oracle: a Hugging Face forward that hides exactly what the trace says was evicted.
 
 An evicted token is gone for every later query, and its own KV was computed before it went. Both are
-one attention mask: query p sees key j if j <= p and j was in the row when p was fed. A recomputation
-starts over: all tokens up to there see each other causally again, and only then come new evictions.
+one attention mask: query p sees key j if j <= p and j was in the row when p was fed. A
+recomputation starts over: all tokens up to there see each other causally again, and only then come
+new evictions.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class MaskingOracle:
             fed = ids[: len(prompt_ids) + stop]
             with torch.no_grad():
                 out = self.model(
-                    input_ids=fed[None], attention_mask=mask, position_ids=torch.arange(len(fed))[None]
+                    input_ids=fed[None],
+                    attention_mask=mask,
+                    position_ids=torch.arange(len(fed))[None],
                 ).logits[0]
             # Token g was sampled from the logits at the position before it.
             logits[first:stop] = out[len(prompt_ids) - 1 + first : len(prompt_ids) - 1 + stop]
@@ -70,9 +73,7 @@ class MaskingOracle:
         return Verdict(wrong, logprobs)
 
 
-def _phases(
-    generated: int, events: Sequence[Event]
-) -> list[tuple[int, int, list[Event]]]:
+def _phases(generated: int, events: Sequence[Event]) -> list[tuple[int, int, list[Event]]]:
     """(first, stop, compactions): generated tokens that one reference forward explains.
 
     A recomputation with G generated tokens prefills all of them, so token G is the first that comes

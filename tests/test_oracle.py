@@ -53,7 +53,7 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fleet(server: Server, model_folder, tmp_path_factory) -> Iterator[dict[Any, Server]]:  # type: ignore[no-untyped-def]
-    """(family, overlap) -> server; the additional ones start side by side and end with this file."""
+    """(family, overlap) -> server; the others start side by side and end with this file."""
     others = {
         key: Server(
             model_folder(key[0]),
@@ -118,7 +118,7 @@ def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyp
 
 
 def test_overlap_changes_nothing(fleet, answers):  # type: ignore[no-untyped-def]
-    """Invariant 5: the same tokens and the same kept sets with the overlap scheduler and without."""
+    """Invariant 5: the same tokens and kept sets with the overlap scheduler and without."""
     with_overlap, without = answers["qwen2", True], answers["qwen2", False]
     for call, one, other in zip(make_calls("all"), with_overlap, without, strict=True):
         assert one["output_ids"] == other["output_ids"]

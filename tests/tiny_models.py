@@ -1,4 +1,5 @@
-"""Small random models of three families, and a tokenizer in which a quarter of the tokens end lines.
+"""Small random models of three families, and a tokenizer in which a quarter of the tokens end
+lines.
 
 Sharp attention and small embeddings make every argmax depend on what is cached: hiding 30 of 160
 tokens changes most of the next ones, so a wrong mask shows at once. Many newline tokens make many
@@ -24,7 +25,20 @@ from transformers import (
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
-LINE_ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n")
+LINE_ENDS = (
+    "\n",
+    ".\n",
+    ")\n",
+    "\n\n",
+    ".\n\n",
+    ")\n\n",
+    ":\n",
+    ",\n",
+    "?\n",
+    "!\n",
+    ";\n",
+    "]\n\n",
+)
 VOCAB_SIZE = 3 + 1 + len(LETTERS) + len(LINE_ENDS)
 
 _SIZES: dict[str, Any] = {

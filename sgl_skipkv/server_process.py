@@ -1,0 +1,170 @@
+"""A real SGLang server in a process of its own, for demos, benchmarks and tests.
+
+It runs in its own session, so ending its process group ends what it spawned and nothing else, and
+it listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sgl_skipkv.config import CPU_PLATFORM
+
+READY_LINE = "The server is fired up"
+
+
+class HTTPFailure(Exception):
+    """A response whose status is not 200."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"{status}: {body}")
+        self.status, self.body = status, body
+
+
+def device_arguments() -> list[str]:
+    """Flags for this machine: a CUDA GPU where there is one, else the CPU platform."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
+    # This version records queries in eager steps only; see `skipkv doctor`.
+    graphs = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
+    return ["--attention-backend", "triton", "--page-size", "1", *graphs]
+
+
+class ServerProcess:
+    """``python -m sglang.launch_server`` as a context manager.
+
+    Args:
+        model: folder or name of a model.
+        folder: working directory, which also gets ``server.log``; it should hold no folder that is
+            named like a module.
+        arguments: further command-line flags.
+        environment: over the caller's own.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_path = folder / "server.log"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        device = device_arguments()
+        platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
+        self._log = self.log_path.open("w")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "sglang.launch_server"),
+                *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+                *device,
+                *arguments,
+            ],
+            cwd=folder,
+            env={**os.environ, **platform, **(environment or {})},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """Everything the server has printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self, timeout_s: float = 300) -> Self:
+        """Block until the server answers.
+
+        Raises:
+            RuntimeError: it ended instead; the message holds the end of its log.
+            TimeoutError: it did neither.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                tail = self.log[-3000:]
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{tail}")
+            if READY_LINE in self.log:
+                return self
+            time.sleep(0.3)
+        raise TimeoutError(f"the server is not ready after {timeout_s} s:\n{self.log[-3000:]}")
+
+    def stop(self) -> None:
+        """End the server and everything it started, and wait until all of it is gone."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._signal_group(number):
+                self._wait_for_group(20)
+        self.process.wait(timeout=20)
+        self._log.close()
+
+    def _signal_group(self, number: int) -> bool:
+        """Signal the server's processes; whether there were any."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _wait_for_group(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._signal_group(0) and time.monotonic() < deadline:
+            self.process.poll()  # a child that nobody waits for stays in its group
+            time.sleep(0.1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600) -> Any:
+        """POST JSON; the answer as JSON where it is JSON, else as text.
+
+        Raises:
+            HTTPFailure: any status but 200.
+        """
+        data = b"" if body is None else json.dumps(body).encode()
+        return self._open(path, data, timeout)
+
+    def get(self, path: str) -> Any:
+        """GET; the answer as JSON where it is JSON, else as text."""
+        return self._open(path, None, 60)
+
+    def _open(self, path: str, data: bytes | None, timeout: float) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            raise HTTPFailure(error.code, error.read().decode(errors="replace")) from error
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text

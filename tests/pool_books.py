@@ -1,0 +1,266 @@
+"""What the pools must hold: content by hashes, rows as plain lists, and every invariant.
+
+The made-up forward pass computes, for every slot it writes, a hash of all that a real one would
+have looked at: the token, its position, and the hashes in the row before it. So a slot holds the
+right content exactly if its hash is that of the token's full prefix, and one eviction makes every
+later hash different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+POOL, ROWS, CONTEXT, TRACKED = 96, 4, 400, 2
+KV_HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN = 1, 2, 4, 4
+VOCAB, DELIMITER, STOP = 50, 1, 2
+
+_draw = torch.Generator().manual_seed(0)
+_KEYS = torch.randn(61, KV_HEADS, HEAD_DIM, generator=_draw)
+_QUERIES = torch.randn(67, QUERY_HEADS, HEAD_DIM, generator=_draw)
+_HIDDENS = torch.randn(71, HIDDEN, generator=_draw)
+
+
+@contextlib.contextmanager
+def plugin_and_topology() -> Iterator[None]:
+    """SGLang with its plugins loaded (ours among them) and a published CPU configuration."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.test.test_utils import published_topology
+
+    from sgl_skipkv.patches import seams
+
+    load_plugins()
+    assert seams.problems() == []
+    torch.set_num_threads(1)
+    with published_topology(role="scheduler", device="cpu", attention_backend="torch_native"):
+        yield
+
+
+class Entry(NamedTuple):
+    """What the books say about one entry of a row."""
+
+    position: int
+    tag: int
+
+
+def tag_after(tags: Sequence[int], position: int, token: int) -> int:
+    """The content of a token that sees this row."""
+    return hash((token, position, *tags))
+
+
+def full_tags(tokens: Sequence[int]) -> list[int]:
+    """The content of every token of a prefix that nothing was evicted from."""
+    tags: list[int] = []
+    for position, token in enumerate(tokens):
+        tags.append(tag_after(tags, position, token))
+    return tags
+
+
+def next_token(tag: int) -> int:
+    """What the model samples: delimiters often, a stop token seldom."""
+    if tag % 997 == 0:
+        return STOP
+    return DELIMITER if tag % 6 == 0 else 3 + tag % (VOCAB - 3)
+
+
+class Books:
+    """The books of a ``World``, which adds SGLang's objects and the scheduler's loop.
+
+    Attributes:
+        rows: request id -> its row; content: slot -> hash of what was last written there.
+        recomputed: requests whose row may be longer than their bound until they compact.
+        count: what happened, so that a test can tell an empty run.
+    """
+
+    req_to_token_pool: Any
+    token_to_kv_pool_allocator: Any
+    tree_cache: Any
+    runtime: Any
+    recorder: Any
+    running_batch: Any
+    last_batch: Any
+    chunked_req: Any
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Entry]] = {}
+        self.content: dict[int, int] = {}
+        self.recomputed: set[str] = set()
+        self.count = Counter[str]()
+
+    def owners(self) -> list[Any]:
+        """Every request that holds a row, once."""
+        batches = [self.last_batch, self.running_batch]
+        found = {id(req): req for batch in batches if batch is not None for req in batch.reqs}
+        if self.chunked_req is not None:
+            found[id(self.chunked_req)] = self.chunked_req
+        return [req for req in found.values() if req.kv.holds_kv]
+
+    # -- the made-up forward pass
+
+    def _forward(self, batch: Any) -> list[int | None]:
+        """Write content for every new token, record it as a real forward would, sample."""
+        from sgl_skipkv.patches.forward import prepare_forward
+
+        decode = batch.forward_mode.is_decode()
+        forward = SimpleNamespace(
+            forward_mode=batch.forward_mode,
+            orig_seq_lens=batch.orig_seq_lens,
+            positions=batch.seq_lens - 1,
+            req_pool_indices=batch.req_pool_indices,
+        )
+        prepare_forward(forward, type(self), batch)
+        tokens: list[int] = []
+        written: list[Entry] = []
+        sampled: list[int | None] = []
+        for i, req in enumerate(batch.reqs):
+            if decode:
+                # The device knows the token it fed; the scheduler may not have seen it yet.
+                row, new = self.rows[req.rid], [req.fed_next]
+                first = row[-1].position + 1
+                assert int(forward.positions[i]) == first, "the model's position is the logical one"
+            else:
+                first, new = req.prefix_len, list(req.get_fill_ids()[req.prefix_len :])
+                row = self.rows.setdefault(req.rid, [])
+                if not row:
+                    row += self._matched(req)
+                assert len(row) == first
+            for offset, token in enumerate(new):
+                tag = tag_after([entry.tag for entry in row], first + offset, token)
+                row.append(Entry(first + offset, tag))
+                written.append(row[-1])
+            tokens += new
+            middle = not decode and req is batch.chunked_req
+            sampled.append(None if middle else next_token(row[-1].tag))
+            req.fed_next = sampled[-1]
+        self._store(batch.out_cache_loc.tolist(), written)
+        self._record(forward, tokens, written)
+        self.count["decode steps" if decode else "prefills"] += 1
+        return sampled
+
+    def _store(self, slots: list[int], written: list[Entry]) -> None:
+        assert len(slots) == len(written)
+        self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
+        buffer = self.token_to_kv_pool_allocator.get_kvcache().get_key_buffer(0)
+        buffer[slots] = _KEYS[[entry.tag % len(_KEYS) for entry in written]]
+
+    def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
+        entry = getattr(forward, "skipkv", None)
+        if entry is None:
+            return
+        recorder, recording = entry
+        tags = [one.tag for one in written]
+        recorder.record_queries(recording, 0, _QUERIES[[tag % len(_QUERIES) for tag in tags]])
+        hidden = _HIDDENS[[tag % len(_HIDDENS) for tag in tags]]
+        recorder.record_hidden(recording, torch.tensor(tokens), hidden)
+
+    def _matched(self, req: Any) -> list[Entry]:
+        """A prefix hit is the text's own content, whoever computed it."""
+        slots = self._row(req)[: req.prefix_len]
+        tags = full_tags(req.get_fill_ids()[: req.prefix_len])
+        assert [self.content[slot] for slot in slots] == tags, "foreign KV under this text's key"
+        return [Entry(position, tag) for position, tag in enumerate(tags)]
+
+    def probe(self, tokens: Sequence[int]) -> int:
+        """How much of a text the tree has; what it gives out must be that text's own content."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(token_ids=array("q", tokens), extra_key=None)
+        match = self.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
+        found = [self.content[slot] for slot in slots[: match.device_prefix_len]]
+        assert found == full_tags(tokens)[: len(found)], "foreign KV under this text's key"
+        return len(found)
+
+    # -- the books of a compaction
+
+    def _row(self, req: Any) -> list[int]:
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        slots: list[int] = row[: req.kv.kv_allocated_len].tolist()
+        return slots
+
+    @staticmethod
+    def _compactions(req: Any) -> int:
+        state = getattr(req, "skipkv", None)
+        return 0 if state is None else state.compactions
+
+    def _book_compaction(self, req: Any, before: list[int]) -> None:
+        """Kept + freed = old, the pinned entries among the kept, in order."""
+        state, old = req.skipkv, self.rows[req.rid]
+        assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
+        kept = set(state.last.positions.tolist())
+        stays = [entry.position in kept for entry in old]
+        settings, params = state.settings, state.settings.policy.params
+        prompt = len(req.origin_input_ids)
+        pinned = {entry.position for entry in old[-params.window :]}
+        pinned |= {entry.position for entry in old if entry.position < params.sink}
+        if params.protect_prompt:
+            pinned |= set(range(prompt))
+        assert pinned <= kept and len(kept) == sum(stays) == settings.keep_tokens(prompt)
+        after = self._row(req)
+        assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
+        freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
+        assert freed <= set(self._free_slots()) and not freed & set(after)
+        self.rows[req.rid] = [entry for entry, stay in zip(old, stays, strict=True) if stay]
+        self.recomputed.discard(req.rid)
+        self.count["compactions"] += 1
+        self.count["evicted"] += len(freed)
+
+    def _free_slots(self) -> list[int]:
+        free: list[int] = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
+        return free
+
+    # -- invariants
+
+    def check(self) -> None:
+        """SGLang's accounting, slot ownership, row contents, lengths, bounds, and our tables."""
+        owners, free = self.owners(), self._free_slots()
+        in_tree: list[int] = self.tree_cache.all_values_flatten().tolist()
+        private: list[int] = []
+        assert set(self.rows) == {req.rid for req in owners}
+        for req in owners:
+            private += self._check_request(req, set(in_tree))
+        evictable, locked = self.tree_cache.evictable_size(), self.tree_cache.protected_size()
+        assert evictable + locked == len(in_tree)
+        assert len(free) + evictable + locked + len(private) == POOL, "pool accounting"
+        everywhere = free + in_tree + private
+        assert len(set(everywhere)) == POOL, "a slot has two owners"
+        assert set(everywhere) == set(range(1, POOL + 1)), "slot 0 is nobody's"
+        self._check_tables(owners)
+        batch = self.running_batch
+        if not batch.is_empty() and batch.seq_lens_cpu is not None:
+            assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist()
+
+    def _check_request(self, req: Any, in_tree: set[int]) -> list[int]:
+        """One request against the books; its private slots."""
+        kv, row, slots = req.kv, self.rows[req.rid], self._row(req)
+        assert kv.kv_committed_len == kv.kv_allocated_len == len(row), req.rid
+        assert [self.content[slot] for slot in slots] == [entry.tag for entry in row], req.rid
+        shared, private = slots[: kv.cache_protected_len], slots[kv.cache_protected_len :]
+        assert set(shared) <= in_tree
+        state = getattr(req, "skipkv", None)
+        if state is None or not state.settings.evicts:
+            return private
+        prompt = len(req.origin_input_ids)
+        assert state.evicted_tokens == row[-1].position + 1 - len(row)
+        assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else prompt)
+        settings = state.settings
+        if req.rid not in self.recomputed and not settings.policy.params.count_prompt:
+            assert len(row) - prompt <= settings.peak_own_tokens(), "the bound of the contract"
+        return private
+
+    def _check_tables(self, owners: list[Any]) -> None:
+        """Our state belongs to rows, one slot each, and to nothing else."""
+        states = [req.skipkv for req in owners if getattr(req, "skipkv", None) is not None]
+        assert self.runtime.open_calls == len(states)
+        lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
+        slots = [slot for slot in lent.values() if slot]
+        assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots
+        for row in range(ROWS + 1):
+            assert int(self.recorder.slots.of_row[row]) == lent.get(row, 0), row

@@ -1,0 +1,442 @@
+"""One scheduler process on the CPU without a model: SGLang's real pools, tree, requests, batches.
+
+``World`` follows the scheduler's loop (``get_next_batch_to_run``, ``process_batch_result``) step by
+step and calls SGLang's own functions with our hooks applied; only the forward pass is made up, and
+its results are held against plain books (pool_books.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pool_books import (
+    CONTEXT,
+    DELIMITER,
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    POOL,
+    QUERY_HEADS,
+    ROWS,
+    STOP,
+    TRACKED,
+    VOCAB,
+    Books,
+)
+
+
+class World(Books):
+    """The scheduler's state, by the names that SGLang and the hooks use on ``Scheduler``."""
+
+    # What the hooked methods of the real Scheduler read.
+    max_new_tokens_limit = sliding_window_size = None
+    kv_shard_widening = page_size = 1
+    max_total_num_tokens, max_req_len = POOL, POOL - 1
+    processed_tokens_counter = 0
+
+    def __init__(
+        self,
+        *,
+        tree_core: str = "rust",
+        overlap: bool = True,
+        chunk: int | None = None,
+        token_ratio: float = 0.3,
+    ) -> None:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        super().__init__()
+        self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.spec_algorithm = SpeculativeAlgorithm.NONE
+        self.model_config = SimpleNamespace(
+            vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
+        )
+        self.req_to_token_pool = ReqToTokenPool(
+            size=ROWS, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False
+        )
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
+            size=POOL,
+            dtype=torch.float32,
+            device="cpu",
+            need_sort=False,
+            kvcache=MHATokenToKVPool(
+                size=POOL,
+                page_size=1,
+                dtype=torch.float32,
+                head_num=KV_HEADS,
+                head_dim=HEAD_DIM,
+                layer_num=1,
+                device="cpu",
+                enable_memory_saver=False,
+            ),
+        )
+        self.tree_cache = UnifiedRadixCache(
+            params=CacheInitParams(
+                req_to_token_pool=self.req_to_token_pool,
+                token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+                page_size=1,
+                disable=False,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=tree_core,
+            )
+        )
+        assert self.tree_cache._tree_core_backend == tree_core
+        self.running_batch = ScheduleBatch(reqs=[])
+        self.last_batch: Any = None
+        self.chunked_req: Any = None
+        self.result_queue: list[tuple[Any, list[int | None]]] = []
+        self.waiting_queue: list[Any] = []
+        self.aborted: list[Any] = []
+        self.finished: list[Any] = []
+        self.retract_now = False
+        self.pending_chunk_abort = False
+        self._bind()
+
+    def _bind(self) -> None:
+        from sgl_skipkv.config import ServerConfig
+        from sgl_skipkv.patches.binding import Binding
+        from sgl_skipkv.patches.metrics import Metrics
+        from sgl_skipkv.patches.readiness import Readiness
+        from sgl_skipkv.recorder import ModelShape, Recorder
+        from sgl_skipkv.runtime import Runtime
+        from sgl_skipkv.sentences import Delimiters
+
+        config = ServerConfig(
+            query_window=4, max_sentences=8, max_tracked_calls=TRACKED, check_ledger=True
+        )
+        delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
+        self.recorder = Recorder(
+            ModelShape(1, QUERY_HEADS, HEAD_DIM, HIDDEN),
+            rows=ROWS + 1,
+            slots=TRACKED,
+            query_window=config.query_window,
+            max_sentences=config.max_sentences,
+            delimiters=delimiters,
+            like=torch.zeros(1),
+        )
+        self.runtime = Runtime(
+            config,
+            delimiters,
+            recorder=self.recorder,
+            layers=1,
+            scale=HEAD_DIM**-0.5,
+            pool_tokens=POOL,
+        )
+        ready = Readiness((), asked=False)
+        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
+        self.req_to_token_pool.skipkv = self.skipkv
+
+    # -- what the hooked methods of the real Scheduler call
+
+    def _set_or_validate_priority(self, req: Any) -> bool:
+        return True
+
+    def _abort_on_queued_limit(self, req: Any) -> bool:
+        return False
+
+    def _prefetch_kvcache(self, req: Any) -> None:
+        return None
+
+    def send_abort_output(self, abort: Any, req: Any) -> None:
+        self.count["refused"] += 1
+        self.aborted.append(req)
+
+    # -- requests
+
+    def arrive(
+        self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True, **keys: Any
+    ) -> Any:
+        """A request is received: state, limits, queue. ``keys`` are those of the API."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        from sgl_skipkv.patches.scheduler import open_call
+
+        self.count["arrived"] += 1
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, custom_params=keys or None
+        )
+        params.normalize(None)
+        req = Req(
+            rid=f"r{self.count['arrived']}",
+            origin_input_text="",
+            origin_input_ids=array("q", prompt),
+            sampling_params=params,
+            eos_token_ids={STOP},
+            vocab_size=VOCAB,
+        )
+        received = SimpleNamespace(
+            sampling_params=params,
+            session_params=None,
+            session_id=None,
+            return_routed_experts=False,
+            return_indexer_topk=False,
+        )
+        open_call(req, self, received)
+        assert req.to_finish is None, req.to_finish
+        Scheduler.init_req_max_new_tokens(self, req)
+        Scheduler._add_request_to_queue(self, req)
+        return req
+
+    def abort(self, req: Any) -> None:
+        """``Scheduler.abort_request``: by where the request is."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        self.count["aborts"] += 1
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+            self.aborted.append(req)
+        elif req is self.chunked_req:
+            self.pending_chunk_abort = True
+        elif not req.finished():
+            req.to_finish = FINISH_ABORT("Aborted")
+
+    def pause(self) -> None:
+        """``Scheduler.pause_generation(mode="retract")``: everybody gives way, and queues again."""
+        from sglang.srt.managers.schedule_batch import retract_all
+        from sglang.srt.managers.scheduler import Scheduler
+
+        self._process(0)
+        running = [req for req in self.owners() if not req.finished()]
+        self.last_batch = None
+        retract_all(
+            reqs=running,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=None,
+        )
+        for req in running:
+            self.rows.pop(req.rid)
+            self.count["retractions"] += 1
+            Scheduler._add_request_to_queue(self, req)
+        self.running_batch.filter_batch(keep_indices=[])
+        self.running_batch.batch_is_full = False
+        self.chunked_req = None
+
+    def flush(self) -> bool:
+        """``Scheduler.flush_cache``: only an idle server does it."""
+        if not self.is_idle():
+            return False
+        self.last_batch = None
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        return True
+
+    def evict_tree(self, tokens: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.tree_cache.evict(EvictParams(num_tokens=tokens))
+
+    # -- the loop
+
+    def step(self) -> None:
+        """One turn of ``event_loop_overlap`` or ``event_loop_normal``."""
+        batch = self._next_batch()
+        if batch is not None:
+            self.result_queue.append((batch.copy(), self._forward(batch)))
+        self._process(1 if self.overlap and batch is not None else 0)
+        self.last_batch = batch
+
+    def _process(self, left: int) -> None:
+        """Process results until this many are left."""
+        while len(self.result_queue) > left:
+            done, tokens = self.result_queue.pop(0)
+            self.token_to_kv_pool_allocator.free_group_begin()
+            if done.forward_mode.is_extend():
+                self._finish_prefill(done, tokens)
+            else:
+                self._finish_decode(done, tokens)
+            self.token_to_kv_pool_allocator.free_group_end()
+
+    def is_idle(self) -> bool:
+        busy = self.waiting_queue or self.result_queue or self.chunked_req is not None
+        return not busy and not self.owners()
+
+    def _next_batch(self) -> Any:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+        from sglang.srt.mem_cache import common
+
+        if self.pending_chunk_abort and self.chunked_req is not None:
+            req, self.chunked_req = self.chunked_req, None
+            req.finished_reason = FINISH_ABORT("Aborted")
+            common.release_kv_cache(req, self.tree_cache, checkpoint=False)
+            self._forget(req)
+        self.pending_chunk_abort = False
+        leaving = set()
+        if self.chunked_req is not None:
+            leaving.add(self.chunked_req)
+            if self.chunked_req.extend_end > self.chunked_req.prefix_len:
+                common.checkpoint_kv_cache(self.chunked_req, self.tree_cache)
+        last = self.last_batch
+        if last is not None and last.forward_mode.is_extend():
+            if last.chunked_req is not None:
+                leaving.add(last.chunked_req)
+            last.filter_batch(reqs_to_exclude=list(leaving))
+            if not last.is_empty() and last is not self.running_batch:
+                if self.running_batch.is_empty():
+                    self.running_batch = last
+                else:
+                    self.running_batch.merge_batch(last)
+        self.running_batch.filter_batch()
+        prefill = self._prefill_batch()
+        if prefill is not None:
+            return prefill
+        if self.running_batch.is_empty():
+            return None
+        decode = self._decode_batch(self.running_batch)
+        return None if decode is None or decode.is_empty() else decode
+
+    def _prefill_batch(self) -> Any:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.schedule_policy import AddReqResult
+        from sglang.srt.managers.scheduler import Scheduler
+
+        if not self.waiting_queue and self.chunked_req is None:
+            return None
+        adder = Scheduler.get_prefill_adder_class(self)(
+            1,
+            self.tree_cache,
+            self.token_to_kv_pool_allocator,
+            self.running_batch,
+            self.token_ratio,
+            10_000,
+            self.chunked_prefill_size,
+        )
+        if self.chunked_req is not None:
+            self.chunked_req.init_next_round_input()
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        for req in self.waiting_queue:
+            held = sum(r.kv.holds_kv for r in adder.can_run_list)
+            if len(adder.can_run_list) >= self.req_to_token_pool.available_size() + held:
+                break
+            req.init_next_round_input(self.tree_cache)
+            added = adder.add_one_req(
+                req, has_chunked_req=self.chunked_req is not None, truncation_align_size=None
+            )
+            if added != AddReqResult.CONTINUE:
+                break
+        chosen = adder.can_run_list
+        if not chosen:
+            return None
+        self.waiting_queue = [req for req in self.waiting_queue if req not in chosen]
+        if adder.new_chunked_req is not None:
+            assert self.chunked_req is None
+            self.chunked_req = adder.new_chunked_req
+        if self.chunked_req is not None:
+            self.chunked_req.inflight_middle_chunks += 1
+        batch = ScheduleBatch.init_new(
+            chosen,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.tree_cache,
+            self.model_config,
+            self.overlap,
+            self.spec_algorithm,
+            chunked_req=self.chunked_req,
+        )
+        retracted = {req.rid for req in chosen if req.is_retracted}
+        batch.prepare_for_extend()
+        self.recomputed |= retracted
+        self.count["prefix hits"] += sum(length > 0 for length in batch.prefix_lens)
+        return batch
+
+    def _decode_batch(self, batch: Any) -> Any:
+        from sglang.srt.managers.scheduler import Scheduler
+
+        queued = {id(req) for done, _ in self.result_queue for req in done.reqs}
+        finishing = [
+            req for req in batch.reqs if id(req) in queued and req.next_output_finishes_by_length()
+        ]
+        batch.filter_batch(reqs_to_exclude=finishing)
+        if batch.is_empty():
+            return batch
+        before = {req.rid: self._row(req) for req in batch.reqs}
+        compactions = {req.rid: self._compactions(req) for req in batch.reqs}
+        enough = batch.check_decode_mem()
+        for req in batch.reqs:
+            if self._compactions(req) > compactions[req.rid]:
+                self._book_compaction(req, before[req.rid])
+        if not enough and finishing:
+            return None
+        if not enough or self.retract_now:
+            self.count["retractions, pool full"] += not enough
+            self.retract_now = False
+            members = list(batch.reqs)
+            retracted, _, hopeless = batch.retract_decode()
+            for req in members:
+                if req not in batch.reqs:
+                    self.rows.pop(req.rid)
+            for req in hopeless:
+                self.aborted.append(req)
+            for req in retracted:
+                self.count["retractions"] += 1
+                Scheduler._add_request_to_queue(self, req, is_retracted=True)
+        if not batch.is_empty():
+            batch.prepare_for_decode()
+        return batch
+
+    # -- results
+
+    def _finish_prefill(self, batch: Any, tokens: list[int | None]) -> None:
+        from sglang.srt.mem_cache import common
+
+        for req, token in zip(batch.reqs, tokens, strict=True):
+            if (req.finished() and req.inflight_middle_chunks <= 0) or req.is_retracted:
+                continue
+            if req.inflight_middle_chunks > 0:
+                req.inflight_middle_chunks -= 1
+                continue
+            req.output_ids.append(token)
+            req.update_finish_state()
+            if req.finished():
+                common.release_kv_cache(req, self.tree_cache, checkpoint=True)
+                self._forget(req)
+            else:
+                common.checkpoint_kv_cache(req, self.tree_cache)
+
+    def _finish_decode(self, batch: Any, tokens: list[int | None]) -> None:
+        from sglang.srt.mem_cache import common
+
+        for req, token in zip(batch.reqs, tokens, strict=True):
+            if self.overlap and (req.finished() or req.is_retracted):
+                continue
+            req.output_ids.append(token)
+            req.update_finish_state()
+            if req.finished():
+                common.release_kv_cache(req, self.tree_cache, checkpoint=True)
+                self._forget(req)
+
+    def _forget(self, req: Any) -> None:
+        self.rows.pop(req.rid)
+        self.recomputed.discard(req.rid)
+        self.finished.append(req)
+        self.count["finished"] += 1
+
+    def drain(self) -> None:
+        """Abort everything, run dry, empty the tree: nothing may be left anywhere."""
+        for req in [*self.waiting_queue, *self.owners()]:
+            self.abort(req)
+        for _ in range(8):
+            self.step()
+            self.check()
+        assert self.is_idle() and self.runtime.open_calls == 0
+        for req in self.finished:
+            self.probe([*req.origin_input_ids, *req.output_ids])
+        self.evict_tree(POOL)
+        self.check()
+        assert self.token_to_kv_pool_allocator.available_size() == POOL
+        assert self.req_to_token_pool.available_size() == ROWS

@@ -1,0 +1,258 @@
+"""A scheduler's worth of calls without SGLang: real Runtime and Recorder, made-up keys and queries.
+
+It keeps its own books in plain lists (slots, logical positions), compares them with what the
+runtime does at every compaction, and replays the order of SGLang's steps: compact, allocate, write
+the row, forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.call import resolve_call
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.recorder import ModelShape, Recorder, Recording
+from sgl_skipkv.runtime import CallState, Plan, Runtime
+from sgl_skipkv.sentences import Delimiters
+from sgl_skipkv.trace import TraceWriter
+
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 8, 12
+WORD, DELIMITER, COLON = 0, 1, 2
+TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
+VOCAB = 4
+
+
+@dataclass(eq=False)
+class Call:
+    """One call with all it will ever cache, drawn from its own seed.
+
+    Attributes:
+        tokens: what the call generates, in order.
+        keys, queries: float [layers, tokens, heads, d]; hidden: float [tokens, D]; by position.
+        slots, positions: the test's own books of the row.
+        decoded: decode steps since the last prefill.
+        compactions: kept logical positions after each compaction.
+    """
+
+    rid: str
+    state: CallState
+    prompt_tokens: int
+    tokens: list[int]
+    keys: Tensor
+    queries: Tensor
+    hidden: Tensor
+    row: int = 0
+    generated: int = 0
+    decoded: int = 0
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    compactions: list[list[int]] = field(default_factory=list)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Sampled so far: every fed token and the next one."""
+        return self.tokens[: self.generated + 1]
+
+
+class SyntheticServer:
+    """One scheduler process: rows, slots of a pool, one runtime."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        slots: int = 4,
+        width: int = 600,
+        pool_tokens: int = 2000,
+        trace: TraceWriter | None = None,
+        **config: Any,
+    ) -> None:
+        self.config = ServerConfig(**{"check_ledger": True, **config})
+        self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32)
+        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM)
+        self.free_rows = list(range(1, rows + 1))
+        self.free_slots = list(range(1, pool_tokens + 1))
+        delimiters = Delimiters(TEXTS, VOCAB)
+        self.recorder = Recorder(
+            ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
+            rows=rows + 1,
+            slots=slots,
+            query_window=self.config.query_window,
+            max_sentences=self.config.max_sentences,
+            delimiters=delimiters,
+            like=self.pool_keys,
+        )
+        self.runtime = Runtime(
+            self.config,
+            delimiters,
+            recorder=self.recorder,
+            layers=LAYERS,
+            scale=HEAD_DIM**-0.5,
+            pool_tokens=pool_tokens,
+            trace=trace,
+        )
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        *,
+        prompt: Sequence[int] = (3,) * 10,
+        rid: str = "call",
+        seed: int = 0,
+        **keys: Any,
+    ) -> Call:
+        """A call arrives; ``keys`` are those of the API."""
+        settings = resolve_call(keys, self.config)
+        assert settings is not None
+        total = len(prompt) + len(tokens)
+        draw = torch.Generator().manual_seed(seed)
+        return Call(
+            rid,
+            self.runtime.open(rid, settings, prompt),
+            len(prompt),
+            list(tokens),
+            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw),
+            torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw),
+            torch.randn(total, HIDDEN, generator=draw),
+        )
+
+    def prefill(self, call: Call, *, cached: int = 0, chunk: int = 10**9) -> None:
+        """Admission and prefill of the prompt, or of prompt and output after a retraction.
+
+        Args:
+            cached: tokens that the radix cache already has; they are not computed.
+            chunk: tokens of one prefill step.
+        """
+        call.row = call.row or self.free_rows.pop()
+        total = call.prompt_tokens + len(call.output_ids) if call.generated else call.prompt_tokens
+        self._append(call, cached)
+        while len(call.slots) < total:
+            first = len(call.slots)
+            count = min(chunk, total - first)
+            self._append(call, count)
+            self.runtime.admit(call.state, call.row)
+            self.runtime.start_recording(call.state)
+            self._record_prefill(call, first, count)
+        call.decoded = 0
+        call.generated = total - call.prompt_tokens
+
+    def decode(self, *calls: Call) -> None:
+        """One step of a batch: compact who is due, then one token each."""
+        for call in calls:
+            self.compact_if_due(call)
+        for call in calls:
+            self._append(call, 1)
+            call.decoded += 1
+            call.generated += 1
+        rows = torch.tensor([call.row for call in calls])
+        at = [call.positions[-1] for call in calls]
+        recording = Recording(self.recorder.slots.of_row[rows], torch.tensor(at))
+        for layer in range(LAYERS):
+            q = torch.stack([call.queries[layer, p] for call, p in zip(calls, at, strict=True)])
+            self.recorder.record_queries(recording, layer, q)
+        ids = [call.tokens[p - call.prompt_tokens] for call, p in zip(calls, at, strict=True)]
+        hidden = torch.stack([call.hidden[p] for call, p in zip(calls, at, strict=True)])
+        self.recorder.record_hidden(recording, torch.tensor(ids), hidden)
+
+    def run(self, call: Call, steps: int) -> None:
+        for _ in range(steps):
+            self.decode(call)
+
+    def compact_if_due(self, call: Call) -> Plan | None:
+        """What happens before a decode step."""
+        self.runtime.observe(call.state, len(call.slots))
+        if call.decoded < 1 or not self.runtime.due(call.state, len(call.slots)):
+            return None
+        plan = self.plan(call)
+        freed = self.runtime.commit(call.state, plan, self.req_to_token).tolist()
+        kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
+        assert freed == [call.slots[i] for i in evicted]
+        call.slots = [call.slots[i] for i in kept]
+        call.positions = [call.positions[i] for i in kept]
+        call.compactions.append(call.positions.copy())
+        assert plan.positions.tolist() == call.positions
+        assert self.row_of(call) == call.slots
+        self.free_slots += freed
+        return plan
+
+    def plan(self, call: Call) -> Plan:
+        """What a compaction would do now."""
+        row = self.req_to_token[call.row, : len(call.slots)].long()
+        return self.runtime.plan(
+            call.state, len(call.slots), call.output_ids, lambda layer: self.pool_keys[layer][row]
+        )
+
+    def finish(self, call: Call, reason: str = "length") -> dict[str, Any]:
+        """The call ends; its row and slots go back."""
+        own = len(call.slots)
+        self._give_back(call)
+        self.runtime.close(call.state, own, call.output_ids, reason)
+        assert call.state.summary is not None
+        return call.state.summary
+
+    def retract(self, call: Call) -> None:
+        """The call loses its row and will be prefilled again."""
+        self._give_back(call)
+        self.runtime.retract(call.state, generated=len(call.output_ids))
+
+    def row_of(self, call: Call) -> list[int]:
+        found: list[int] = self.req_to_token[call.row, : len(call.slots)].tolist()
+        return found
+
+    def assert_idle(self) -> None:
+        """Everything was given back."""
+        assert self.runtime.open_calls == 0
+        assert self.recorder.slots.free_slots == self.recorder.queries.data.shape[1] - 1
+        assert not self.recorder.slots.of_row.any()
+        assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
+
+    def _append(self, call: Call, count: int) -> None:
+        """New slots at the end of the row, with the keys of the next positions."""
+        for _ in range(count):
+            position = call.positions[-1] + 1 if call.positions else 0
+            # The pool is shuffled by use; take from the front, as SGLang's allocator does.
+            slot = self.free_slots.pop(0)
+            self.pool_keys[:, slot] = call.keys[:, position]
+            self.req_to_token[call.row, len(call.slots)] = slot
+            call.slots.append(slot)
+            call.positions.append(position)
+
+    def _record_prefill(self, call: Call, first: int, count: int) -> None:
+        slot, window = call.state.slot, self.recorder.queries.window
+        if not slot:
+            return
+        tokens = list(range(max(count - window, 0), count))
+        generated_from = max(call.prompt_tokens - first, 0)
+        replay = ((slot, generated_from, count),) if generated_from < count else ()
+        recording = Recording(
+            torch.tensor([slot] * len(tokens)),
+            torch.tensor([first + i for i in tokens]),
+            torch.tensor(tokens),
+            replay,
+        )
+        for layer in range(LAYERS):
+            self.recorder.record_queries(
+                recording, layer, call.queries[layer, first : first + count]
+            )
+        ids = [
+            call.tokens[p - call.prompt_tokens] if p >= call.prompt_tokens else 3
+            for p in range(first, first + count)
+        ]
+        self.recorder.record_hidden(
+            recording, torch.tensor(ids), call.hidden[first : first + count]
+        )
+
+    def _give_back(self, call: Call) -> None:
+        self.free_slots += call.slots
+        self.free_rows.append(call.row)
+        call.row, call.slots, call.positions = 0, [], []
+
+
+def words(*lengths: int) -> list[int]:
+    """Sentences of these lengths, each ending in a delimiter."""
+    return [token for length in lengths for token in [WORD] * (length - 1) + [DELIMITER]]

@@ -1,0 +1,121 @@
+"""Wrong values over HTTP: 400 with the four parts of the message, and the server serves on."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from servers import HTTPFailure, Server
+
+pytestmark = pytest.mark.server
+
+OK = {"kv_budget": 64}
+# (field named in the message, keys)
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *(("kv_budget", {"kv_budget": v}) for v in (True, False, "64", "", 0, -5, 1.5, 64.0, [64], {})),
+    *(("kv_budget", {"kv_budget": v}) for v in (12, 10**18, 2**64, 10**40, [[1]], {"n": 1})),
+    ("kv_budget", {"kv_policy": "rkv"}),
+    ("kv_budget", {"kv_params": {"tau": 0.9}}),
+    *(("kv_policy", {**OK, "kv_policy": v}) for v in ("", "SkipKV", "h3o", 7, True, ["rkv"], {})),
+    *(("kv_params", {**OK, "kv_params": v}) for v in (1, "tau", [], [1], True)),
+    ("kv_params.tua", {**OK, "kv_params": {"tua": 0.9}}),
+    ("kv_params.tau", {**OK, "kv_policy": "rkv", "kv_params": {"tau": 0.9}}),
+    *(("kv_params.tau", {**OK, "kv_params": {"tau": v}}) for v in ("0.9", True, -0.1, 1.1, [0.9])),
+    *(("kv_params.sigma", {**OK, "kv_params": {"sigma": v}}) for v in (2, "x", [])),
+    *(("kv_params.kernel", {**OK, "kv_params": {"kernel": v}}) for v in (0, 4, 7.0, True)),
+    *(("kv_params.interval", {**OK, "kv_params": {"interval": v}}) for v in (0, 7, 1.5, "16")),
+    *(("kv_params.window", {**OK, "kv_params": {"window": v}}) for v in (0, 17, "8")),
+    ("kv_params.delimiters", {**OK, "kv_params": {"delimiters": "sentence"}}),
+    ("kv_params.seed", {**OK, "kv_policy": "random", "kv_params": {"seed": -1}}),
+    ("kv_params.protect_prompt", {**OK, "kv_params": {"protect_prompt": 1}}),
+    *(("steering", {"steering": v}) for v in (1.0, 0, True, "on", [1.0], {})),
+]
+
+
+def parts_are_named(message: str, field: str) -> None:
+    """Field, expectation, value, choices."""
+    assert message.startswith(f"{field}: expected "), message
+    assert ", got " in message and "; choices: " in message, message
+    assert len(message) < 500
+
+
+def error_of(failure: HTTPFailure) -> str:
+    import json
+
+    error = json.loads(failure.body)
+    error = error.get("error", error)
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.parametrize("where", ["sampling_params", "custom_params", "streamed"])
+def test_generate_refuses_every_wrong_value(server: Server, where: str) -> None:
+    def send(keys: dict[str, Any]) -> str:
+        params: dict[str, Any] = {"max_new_tokens": 4}
+        params |= {"custom_params": keys} if where == "custom_params" else keys
+        body = {"text": "abc", "sampling_params": params, "stream": where == "streamed"}
+        with pytest.raises(HTTPFailure) as caught:
+            server.post("/generate", body)
+        assert caught.value.status == 400, (keys, caught.value.body)
+        return error_of(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        messages = list(pool.map(send, [keys for _, keys in WRONG]))
+    for (field, _), message in zip(WRONG, messages, strict=True):
+        parts_are_named(message, field)
+    assert server.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 4}})[
+        "text"
+    ]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_refuses_every_wrong_value(server: Server, path: str, stream: bool) -> None:
+    prompt: dict[str, Any] = {"prompt": "abc"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "abc"}]}
+    for field, keys in WRONG[::3] if stream else WRONG:
+        body = {"model": "default", "max_tokens": 4, **prompt, **keys, "stream": stream}
+        with pytest.raises(HTTPFailure) as caught:
+            server.post(path, body)
+        assert caught.value.status == 400, (keys, caught.value.body)
+        parts_are_named(error_of(caught.value), field)
+
+
+def test_the_two_places_must_agree(server: Server) -> None:
+    params = {"max_new_tokens": 4, "kv_budget": 64, "custom_params": {"kv_budget": 65}}
+    with pytest.raises(HTTPFailure) as caught:
+        server.post("/generate", {"text": "abc", "sampling_params": params})
+    assert caught.value.status == 400
+    parts_are_named(error_of(caught.value), "kv_budget")
+
+
+def test_prompt_that_uses_up_a_counted_budget(server: Server) -> None:
+    keys = {"kv_budget": 40, "kv_params": {"count_prompt": True}}
+    body = {"text": "a" * 50, "sampling_params": {"max_new_tokens": 4, **keys}}
+    with pytest.raises(HTTPFailure) as caught:
+        server.post("/generate", body)
+    assert caught.value.status == 400
+    parts_are_named(error_of(caught.value), "kv_budget")
+
+
+def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
+    params = {"max_new_tokens": 4, "kv_budget": 64, "beam_width": 2}
+    with pytest.raises(HTTPFailure) as caught:
+        server.post("/generate", {"text": "abc", "sampling_params": params})
+    assert caught.value.status == 400
+    parts_are_named(error_of(caught.value), "kv_budget")
+
+
+def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:
+    for params in ({"kv_bugdet": 64}, {"kv_budget": 64, "nonsense": 1}):
+        with pytest.raises(HTTPFailure) as caught:
+            server.post("/generate", {"text": "abc", "sampling_params": params})
+        assert caught.value.status == 400
+
+
+def test_a_huge_value_is_not_echoed(server: Server) -> None:
+    params = {"max_new_tokens": 4, "kv_budget": 64, "kv_policy": "x" * 100_000}
+    with pytest.raises(HTTPFailure) as caught:
+        server.post("/generate", {"text": "abc", "sampling_params": params})
+    assert caught.value.status == 400 and len(caught.value.body) < 1000

@@ -1,0 +1,307 @@
+"""The recording buffers: rings, sentence tables, slots that come and go, replayed prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
+from torch import Tensor
+
+from sgl_skipkv.recorder import QueryRing, Recording, SentenceTable, SlotTable
+from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
+
+REPEATABLE = settings(deadline=None, derandomize=True)
+CPU = torch.device("cpu")
+
+
+def unit(rows: Tensor) -> Tensor:
+    """The normalised mean, in fp64."""
+    mean = rows.double().mean(dim=0)
+    return mean / mean.norm().clamp_min(1e-8)
+
+
+# -- slots and rings
+
+
+def test_slots_are_lent_once_and_never_slot_zero() -> None:
+    table = SlotTable(rows=3, slots=4, device=CPU)
+    taken = [table.take() for _ in range(4)]
+    assert sorted(taken) == [1, 2, 3, 4] and table.free_slots == 0
+    table.give_back(3)
+    assert table.free_slots == 1 and table.take() == 3
+    assert not table.of_row.any() and table.of_row.dtype == torch.int64
+
+
+@REPEATABLE
+@given(st.integers(1, 9), st.integers(1, 30), st.data())
+def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.DataObject) -> None:
+    """As a set, for every layer; older ones are overwritten."""
+    ring = QueryRing(2, 3, window, heads=2, head_dim=3, like=torch.zeros(1))
+    draw = torch.Generator().manual_seed(count)
+    queries = torch.randn(2, count, 2, 3, generator=draw)
+    for position in range(count):
+        for layer in range(2):
+            ring.write(
+                layer, torch.tensor([2]), torch.tensor([position]), queries[layer, position][None]
+            )
+    asked = data.draw(st.integers(1, min(window, count)))
+    found = ring.read(2, count - 1, asked)
+    newest_first = queries[:, count - asked :].flip(1)
+    assert torch.equal(found, newest_first)
+    assert not ring.data[:, [0, 1, 3]].any(), "other slots are untouched"
+
+
+def test_ring_keeps_the_cache_precision() -> None:
+    ring = QueryRing(1, 1, 2, heads=1, head_dim=2, like=torch.zeros(1, dtype=torch.bfloat16))
+    ring.write(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([[[1.0, 1 / 3]]]))
+    assert ring.data.dtype == torch.bfloat16
+    assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
+
+
+def test_ring_takes_a_batch() -> None:
+    ring = QueryRing(1, 4, 3, heads=1, head_dim=1, like=torch.zeros(1))
+    slots, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
+    ring.write(0, slots, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
+    assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
+    assert not ring.data[0, [2, 4]].any()
+
+
+# -- sentence tables
+
+
+def sentence_table(capacity: int = 8) -> SentenceTable:
+    return SentenceTable(2, capacity, 4, Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3), CPU)
+
+
+def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
+    for token, row in zip(tokens, hidden, strict=True):
+        table.step(torch.tensor([slot]), torch.tensor([token]), row[None])
+
+
+def rows(count: int, seed: int = 0, width: int = 4) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_slot_has_its_own_preset() -> None:
+    table, hidden = sentence_table(), rows(4)
+    table.reset(1, PRESETS["paper"])
+    table.reset(2, PRESETS["any-newline"])
+    for slot in (1, 2):
+        feed(table, slot, [WORD, 2, WORD, DELIMITER], hidden)
+    assert table.index[1:].tolist() == [0, 1]
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
+    assert torch.allclose(table.vectors[2, 0].double(), unit(hidden[:2]), atol=1e-6)
+
+
+def test_a_slot_without_a_call_closes_nothing() -> None:
+    table = sentence_table()
+    feed(table, 0, [WORD, DELIMITER, DELIMITER], rows(3))
+    assert int(table.index[0]) == 0 and not table.vectors[0].any()
+
+
+def test_reset_forgets_the_last_call() -> None:
+    table = sentence_table()
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2, 3)[:-1], rows(6))
+    table.compare(1, [(0, 2), (2, 4)])
+    table.reset(1, PRESETS["code"])
+    assert not table.total[1].any() and not table.length[1].any() and not table.index[1].any()
+    assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
+    hidden = rows(2, seed=5)
+    feed(table, 1, [WORD, DELIMITER], hidden)
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["open", "closed"])
+def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
+    table, hidden = sentence_table(), rows(12)
+    table.reset(1, PRESETS["paper"])
+    tokens = words(2, 2, 2, 2) + ([] if ends == "closed" else [WORD])
+    feed(table, 1, tokens, hidden[: len(tokens)])
+    table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    table.keep_entries(1, [1, 3], closed_last=ends == "closed")
+    for entry, first in ((0, 2), (1, 6)):
+        assert torch.allclose(
+            table.vectors[1, entry].double(), unit(hidden[first : first + 2]), atol=1e-6
+        )
+    assert table.redundancy[1].tolist()[:2] == pytest.approx([0.2, 0.4])
+    assert (table.redundancy[1, 2:] == -1).all()
+
+    feed(table, 1, [WORD, DELIMITER], hidden[10:12])
+    first = 10 if ends == "closed" else 8
+    last = torch.cat([hidden[8 : len(tokens)], hidden[10:12]])
+    assert first and torch.allclose(table.vectors[1, 2].double(), unit(last), atol=1e-6)
+
+
+def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
+    table, hidden = sentence_table(), rows(5)
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2), hidden[:4])
+    table.keep_entries(1, [1], closed_last=True)
+    feed(table, 1, [DELIMITER], hidden[4:])
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden[2:5]), atol=1e-6)
+    assert int(table.index[1]) == 0
+
+
+def test_keeping_nothing() -> None:
+    table = sentence_table()
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2), rows(4))
+    table.keep_entries(1, [], closed_last=False)
+    found = table.compare(1, [])
+    assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
+    assert found.starts.dtype == torch.int64
+
+
+def test_compare_raises_each_entry_to_its_most_similar_later_one() -> None:
+    table = sentence_table()
+    angle = torch.tensor([0.0, 1.0, 0.1, 2.0])
+    table.vectors[1, :4, 0], table.vectors[1, :4, 1] = angle.cos(), angle.sin()
+    found = table.compare(1, [(10, 12), (12, 15), (15, 18), (18, 19)])
+    between = [[float(torch.cos(a - b)) for b in angle] for a in angle]
+    expected = [max(between[0][1:]), max(between[1][2:]), between[2][3], -1.0]
+    assert found.redundancy.tolist() == pytest.approx(expected, abs=1e-6)
+    assert found.starts.tolist() == [10, 12, 15, 18] and found.stops.tolist() == [12, 15, 18, 19]
+
+
+def test_redundancy_never_falls() -> None:
+    """The later partner is gone, the flag stays."""
+    table = sentence_table()
+    table.vectors[1, :3] = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0]])
+    assert table.compare(1, [(0, 2), (2, 4), (4, 6)]).redundancy.tolist() == [1.0, 0.0, -1.0]
+    table.keep_entries(1, [0, 2], closed_last=False)
+    assert table.compare(1, [(0, 2), (4, 6)]).redundancy.tolist() == [1.0, -1.0]
+
+
+# -- whole calls
+
+
+def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
+    table, slot = server.recorder.sentences, call.state.slot
+    parts = {
+        name: getattr(table, name)[slot]
+        for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
+    }
+    return {**parts, "vectors": table.vectors[slot, : len(tracker_of(call).closed)]}
+
+
+def tracker_of(call: Call) -> SentenceTracker:
+    found = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
+    found.feed(call.tokens[: call.generated])
+    return found
+
+
+@pytest.mark.parametrize("chunk", [10**9, 7, 1])
+@pytest.mark.parametrize("cached", [0, 4, 10])
+@pytest.mark.parametrize("generated", [1, 25, 41])
+def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
+    chunk: int, cached: int, generated: int
+) -> None:
+    """Sentence sums to the bit, and the last queries of every layer."""
+    tokens = words(3, 1, 6, 2, 9, 4) * 3
+    keys = {"kv_budget": 200, "kv_params": {"delimiters": "paper"}}
+    straight, stopped = SyntheticServer(), SyntheticServer()
+    call = straight.open(tokens, **keys)
+    straight.prefill(call)
+    straight.run(call, generated + 1)
+
+    again = stopped.open(tokens, **keys)
+    stopped.prefill(again)
+    stopped.run(again, generated)
+    stopped.retract(again)
+    filler = stopped.open(words(2) * 9, seed=3, **keys)  # dirties the slot in between
+    stopped.prefill(filler)
+    stopped.run(filler, 10)
+    stopped.finish(filler)
+    stopped.prefill(again, cached=cached, chunk=chunk)
+    assert again.generated == call.generated == generated + 1
+
+    expected, found = table_state(straight, call), table_state(stopped, again)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    last = call.positions[-1]
+    count = min(16, generated + 1)
+    for layer in range(LAYERS):
+        for server, owner in ((straight, call), (stopped, again)):
+            ring = server.recorder.queries.read(owner.state.slot, last, count)[layer]
+            assert torch.equal(ring, call.queries[layer, last + 1 - count : last + 1].flip(0))
+
+
+def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
+    server = SyntheticServer(query_window=6)
+    call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=64, kv_params={"window": 6})
+    server.prefill(call, chunk=7)
+    ring = server.recorder.queries.read(call.state.slot, 19, 6)
+    assert torch.equal(ring, call.queries[:, 14:20].flip(1))
+    table = server.recorder.sentences
+    assert not table.length[call.state.slot] and not table.after_delimiter[call.state.slot]
+
+
+def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
+    """The step that was in flight when the call ended, and whoever gets the row next."""
+    server = SyntheticServer(slots=1)
+    call = server.open(words(5, 5), kv_budget=64)
+    server.prefill(call)
+    server.run(call, 6)
+    slot, row = call.state.slot, call.row
+    server.finish(call)
+    before = server.recorder.queries.data[:, slot].clone()
+    sums = server.recorder.sentences.total[slot].clone()
+    late = Recording(server.recorder.slots.of_row[torch.tensor([row])], torch.tensor([16]))
+    assert late.slots.tolist() == [0]
+    server.recorder.record_queries(late, 0, torch.ones(1, 4, 8))
+    server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
+    assert torch.equal(server.recorder.queries.data[:, slot], before)
+    assert torch.equal(server.recorder.sentences.total[slot], sums)
+
+
+def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:
+    server = SyntheticServer()
+    flat = torch.arange(3 * 4 * 8, dtype=torch.float32).view(3, 32)
+    recording = Recording(torch.tensor([2]), torch.tensor([5]), torch.tensor([1]))
+    server.recorder.record_queries(recording, 1, flat)
+    stored = server.recorder.queries.read(2, 5, 1)
+    assert torch.equal(stored[1, 0], flat[1].view(4, 8)) and not stored[0].any()
+    server.recorder.record_hidden(recording, torch.tensor([WORD] * 3), torch.ones(3, HIDDEN))
+    assert not server.recorder.sentences.length.any(), "a prefill without replay adds no sentence"
+
+
+@settings(REPEATABLE, max_examples=40)
+@given(
+    st.lists(st.sampled_from([WORD, WORD, WORD, DELIMITER]), min_size=150, max_size=150),
+    st.sampled_from([8, 9, 40]),
+    st.integers(0, 1000),
+)
+def test_vectors_and_spans_belong_together_through_compactions(
+    tokens: list[int], capacity: int, seed: int
+) -> None:
+    """Also when more sentences close than the table holds: old ones go, none is mixed up."""
+    server = SyntheticServer(max_sentences=capacity)
+    knobs = {"interval": 30, "tau": 0.0, "delimiters": "paper"}
+    call = server.open(tokens, seed=seed, kv_budget=40, kv_params=knobs)
+    server.prefill(call)
+    table = server.recorder.sentences
+    state, closed = call.state, 0
+    for _ in range(149):
+        compactions = len(call.compactions)
+        server.decode(call)
+        if len(call.compactions) == compactions:
+            continue
+        assert len(state.table) <= capacity - capacity // 4
+        assert state.table == sorted(set(state.table))
+        if len(state.tracker.closed) > closed:
+            closed = len(state.tracker.closed)
+            assert state.table[-1] == closed - 1, "the newest is always there"
+        for entry, sentence in enumerate(state.table):
+            start, stop = state.tracker.closed[sentence]
+            exact = unit(call.hidden[10 + start : 10 + stop])
+            # the step that followed may have merged a delimiter into the newest
+            if sentence == len(state.tracker.closed) - 1 and tokens[stop] == DELIMITER:
+                exact = unit(call.hidden[10 + start : 10 + stop + 1])
+            stored = table.vectors[state.slot, entry].double()
+            assert torch.allclose(stored, exact, atol=1e-5), (entry, sentence)
+    assert len(call.compactions) == 3
+    server.finish(call)
+    server.assert_idle()

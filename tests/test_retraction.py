@@ -1,0 +1,114 @@
+"""Retraction, forced every few steps by SGLang's own test switch, while calls compact.
+
+The server's pool is small, its settings come from a file, and the ledger is checked at every
+compaction.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server, output_logprobs
+from tiny_models import VOCAB_SIZE
+
+pytestmark = pytest.mark.server
+
+POOL_TOKENS, EVERY_STEPS = 4096, 200
+TOKENS = 1000
+KEYS: dict[str, Any] = {"kv_params": {"interval": 16}}
+
+
+@pytest.fixture(scope="module")
+def small_server(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("retract")
+    config = folder / "skipkv.json"
+    config.write_text(json.dumps({"check_ledger": True, "kv_interval": 16}))
+    server = Server(
+        model_folder("llama"),
+        folder,
+        [
+            *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
+            *("--skipkv-config", str(config)),
+        ],
+        env={
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": str(EVERY_STEPS),
+        },
+    )
+    try:
+        yield server.wait_ready()
+        server.assert_clean()
+    finally:
+        server.stop()
+
+
+def prompt_ids(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle: Any) -> None:
+    policies = ("skipkv", "rkv", "streaming", "random")
+    calls = [
+        {
+            **{"rid": f"retract-{i}", "input_ids": prompt_ids(i, 60), "tokens": TOKENS},
+            **{"kv_budget": 24 + i, "kv_policy": policies[i % 4], **KEYS},
+        }
+        for i in range(8)
+    ]
+    answers = small_server.generate_all(calls)
+    recomputed, compacted_after = 0, 0
+    for call, answer in zip(calls, answers, strict=True):
+        events = small_server.events(call["rid"])
+        verdict = oracle("llama").judge(call["input_ids"], answer["output_ids"], events)
+        assert verdict.wrong == [], call["rid"]
+        pairs = list(zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True))
+        assert len(pairs) == TOKENS and max(abs(a - b) for a, b in pairs) <= 2e-3
+        kinds = [event["event"] for event in events]
+        recomputed += kinds.count("recompute")
+        if "recompute" in kinds:
+            compacted_after += kinds[kinds.index("recompute") :].count("compact")
+            assert set(events[kinds.index("recompute")]) == {"event", "rid", "generated"}
+        assert kinds.count("recompute") == answer["meta_info"]["num_retractions"]
+        assert kinds[-1] == "finish" and events[-1]["output_ids"] == answer["output_ids"]
+    assert recomputed >= 5 and compacted_after >= 5
+
+
+def test_a_trace_longer_than_the_pool_finishes_in_its_budget(small_server: Server) -> None:
+    """20,000 tokens through a pool of 4,096."""
+    answer = small_server.generate(
+        prompt_ids(50, 60), 20_000, kv_budget=64, kv_policy="streaming", kv_params={"interval": 64}
+    )
+    info = answer["meta_info"]["skipkv"]
+    assert len(answer["output_ids"]) == info["full_kv_tokens"] + 1 == 20_000
+    assert info["peak_kv_tokens"] == 128 and answer["meta_info"]["num_retractions"] == 0
+
+
+def test_without_a_budget_sglang_cuts_the_trace_to_the_pool(small_server: Server) -> None:
+    answer = small_server.generate(prompt_ids(51, 60), 20_000)
+    assert len(answer["output_ids"]) < POOL_TOKENS
+
+
+LONG_PROMPT = prompt_ids(52, 3900)  # with it, a trace outgrows the pool after 193 tokens
+
+
+def test_who_cannot_come_back_never_gives_way(small_server: Server) -> None:
+    """A call past the pool's length runs beside others; only the others are retracted."""
+    keys = {"kv_budget": 48, "kv_policy": "streaming", **KEYS}
+    with ThreadPoolExecutor(1) as pool:
+        long_call = pool.submit(small_server.generate, LONG_PROMPT, 2500, rid="long", **keys)
+        retractions, seed = 0, 60
+        while not long_call.done():
+            seed += 1
+            other = small_server.generate(prompt_ids(seed, 10), 80)
+            retractions += other["meta_info"]["num_retractions"]
+        answer = long_call.result()
+    assert len(answer["output_ids"]) == 2500 and retractions > 0
+    events = [event for event in small_server.events("long") if event["event"] == "recompute"]
+    assert all(len(LONG_PROMPT) + event["generated"] + 2 < POOL_TOKENS for event in events)

@@ -1,0 +1,220 @@
+"""Every way in of the contract, on the session's server: the same keys, the same answer."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+import sglang as sgl
+import tiktoken
+from servers import Server
+
+import sgl_skipkv
+from sgl_skipkv.call import KEYS
+
+pytestmark = pytest.mark.server
+
+KEYS_SENT = {"kv_budget": 24, "kv_policy": "streaming", "kv_params": {"interval": 8}}
+TOKENS = 80
+PROMPT = "the quick brown fox 1234\njumps over\n"
+EXPECTED = {"policy": "streaming", "kv_budget": 24, "full_kv_tokens": TOKENS - 1}
+
+
+def check(info: dict[str, Any]) -> None:
+    assert {name: info[name] for name in EXPECTED} == EXPECTED
+    assert info["compactions"] == (TOKENS - 1 - 24) // 8
+    assert info["evicted_tokens"] == 8 * info["compactions"]
+    assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+    assert info["peak_kv_tokens"] == 24 + 8
+    assert "steering_alpha" not in info and "nonexecution_sentences" not in info
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server) -> str:
+    """The text that every way in must give: greedy, budget 24."""
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
+    answer = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    check(answer["meta_info"]["skipkv"])
+    full = {**params, "kv_policy": "full", "kv_params": None}
+    assert (
+        server.post("/generate", {"text": PROMPT, "sampling_params": full})["text"]
+        != answer["text"]
+    )
+    return str(answer["text"])
+
+
+def test_custom_params_work_by_themselves(server: Server, reference: str) -> None:
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"text": PROMPT, "sampling_params": {**params, "custom_params": KEYS_SENT}}
+    answer = server.post("/generate", body)
+    assert answer["text"] == reference
+    check(answer["meta_info"]["skipkv"])
+
+
+def test_other_custom_params_pass(server: Server, reference: str) -> None:
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
+    body = {"text": PROMPT, "sampling_params": {**params, "custom_params": {"somebody": "else"}}}
+    assert server.post("/generate", body)["text"] == reference
+
+
+def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
+    body = {"text": PROMPT, "sampling_params": params, "stream": True}
+    request = urllib.request.Request(
+        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        lines = [line.decode().removeprefix("data: ").strip() for line in response]
+    chunks = [json.loads(line) for line in lines if line and line != "[DONE]"]
+    assert chunks[-1]["text"] == reference
+    check(chunks[-1]["meta_info"]["skipkv"])
+    assert len(chunks) > 1 and all("skipkv" not in chunk["meta_info"] for chunk in chunks[:-1])
+
+
+def test_openai_completions(server: Server, reference: str) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    arguments: dict[str, Any] = {"model": "default", "prompt": PROMPT, "max_tokens": TOKENS}
+    extra = {**KEYS_SENT, "ignore_eos": True}
+    answer = client.completions.create(**arguments, temperature=0, extra_body=extra)
+    assert answer.choices[0].text == reference
+    stream = client.completions.create(**arguments, temperature=0, stream=True, extra_body=extra)
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == reference
+
+
+def test_openai_chat(server: Server, reference: str) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    arguments: dict[str, Any] = {"model": "default", "messages": messages, "max_tokens": TOKENS}
+    extra = {**KEYS_SENT, "ignore_eos": True}
+    answer = client.chat.completions.create(
+        **arguments, temperature=0, extra_body={**extra, "return_meta_info": True}
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == reference
+    check(choice.model_extra["meta_info"]["skipkv"])  # type: ignore[index]
+    stream = client.chat.completions.create(
+        **arguments, temperature=0, stream=True, extra_body=extra
+    )
+    deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(deltas) == reference
+
+
+def test_frontend_programs(server: Server, reference: str) -> None:
+    """``sgl.gen(kv_budget=)``: two gens of one program with different budgets, and a fork."""
+    sgl_skipkv.install()
+    sgl_skipkv.install()  # again: nothing happens
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += PROMPT
+        s += sgl.gen("first", max_tokens=TOKENS, temperature=0, ignore_eos=True, **KEYS_SENT)
+        branches = s.fork(2)
+        for i, branch in enumerate(branches):
+            branch += sgl.gen(
+                "next",
+                max_tokens=40,
+                temperature=0,
+                ignore_eos=True,
+                kv_budget=16 + 8 * i,
+                kv_policy="random",
+                kv_params={"interval": 8},
+            )
+        s["budgets"] = [branch.get_meta_info("next")["skipkv"]["kv_budget"] for branch in branches]
+
+    state = program.run(backend=sgl.RuntimeEndpoint(server.url))
+    assert state["first"] == reference
+    check(state.get_meta_info("first")["skipkv"])
+    assert state["budgets"] == [16, 24]
+
+
+def test_frontend_streaming(server: Server, reference: str) -> None:
+    sgl_skipkv.install()
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += PROMPT + sgl.gen(
+            "text", max_tokens=TOKENS, temperature=0, ignore_eos=True, **KEYS_SENT
+        )
+
+    state = program.run(backend=sgl.RuntimeEndpoint(server.url), stream=True)
+    assert "".join(state.text_iter(var_name="text")) == reference
+
+
+def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sgl_skipkv.install()
+    # The backend downloads a vocabulary for its logit biases; bytes do as well.
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    monkeypatch.setattr(tiktoken, "encoding_for_model", lambda name: encoding)
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += PROMPT + sgl.gen("text", max_tokens=TOKENS, temperature=0, **KEYS_SENT)
+
+    backend = sgl.OpenAI("default", is_chat_model=False, base_url=server.url + "/v1", api_key="x")
+    before = _compactions(server)
+    state = program.run(backend=backend)
+    assert state["text"] and _compactions(server) > before
+
+
+def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
+    sgl_skipkv.install()
+    with pytest.raises(ValueError, match="kv_budget"):
+        sgl.gen("pick", choices=["a", "b"], kv_budget=32)
+
+
+def test_parallel_samples_have_their_own_budgets(server: Server) -> None:
+    params = {
+        **{"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "n": 3},
+        **KEYS_SENT,
+    }
+    answers = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    assert len({answer["text"] for answer in answers}) == 3
+    for answer in answers:
+        check(answer["meta_info"]["skipkv"])
+
+
+def test_one_batch_with_many_settings(server: Server) -> None:
+    """One HTTP request, four prompts, four settings, one of them none at all."""
+    common = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    settings: list[dict[str, Any]] = [
+        {"kv_budget": 24, "kv_policy": "streaming", "kv_params": {"interval": 8}},
+        {"kv_budget": 48, "kv_policy": "skipkv", "kv_params": {"interval": 16, "tau": 0.9}},
+        {"kv_budget": 32, "kv_policy": "rkv", "kv_params": {"interval": 8, "sigma": 0.5}},
+        {},
+    ]
+    body = {"text": [PROMPT] * 4, "sampling_params": [{**common, **keys} for keys in settings]}
+    answers = server.post("/generate", body)
+    for keys, answer in zip(settings, answers, strict=True):
+        info = answer["meta_info"].get("skipkv")
+        assert (info is None) == (not keys)
+        if info is not None:
+            assert (info["kv_budget"], info["policy"]) == (keys["kv_budget"], keys["kv_policy"])
+            assert info["peak_kv_tokens"] <= keys["kv_budget"] + keys["kv_params"]["interval"] + 1
+    alone = server.post("/generate", {"text": PROMPT, "sampling_params": common})
+    assert answers[3]["text"] == alone["text"]
+
+
+def test_null_and_false_mean_not_set(server: Server) -> None:
+    params = {"max_new_tokens": 8, **dict.fromkeys(KEYS), "steering": False}
+    answer = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    assert "skipkv" not in answer["meta_info"]
+
+
+def test_metrics_and_server_info(server: Server) -> None:
+    metrics = server.get("/metrics")
+    lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]
+    assert any('state="ready"' in line and line.endswith(" 1.0") for line in lines)
+    assert server.get("/server_info")["skipkv"] == {"reasons": []}
+    assert "sgl_skipkv: ready" in server.log
+
+
+def _compactions(server: Server) -> float:
+    prefix = "sglang:skipkv_compactions_total"
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith(prefix)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
