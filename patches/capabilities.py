@@ -61,6 +61,8 @@ def _pool(scheduler: Any) -> str | None:
 def _quantised_kv(scheduler: Any) -> str | None:
     import torch
 
+    if _pool(scheduler) is not None:
+        return None  # another row says so, and other pools have other attributes
     dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().store_dtype
     if dtype in (torch.float32, torch.float16, torch.bfloat16):
         return None
@@ -79,6 +81,20 @@ def _sliding_window(scheduler: Any) -> str | None:
             if module.is_cross_attention:
                 return "cross-attention layers"
     return None
+
+
+def _uniform_layers(scheduler: Any) -> str | None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    if _pool(scheduler) is not None:
+        return None
+    runner = scheduler.tp_worker.model_runner
+    layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
+    shapes = {(m.tp_q_head_num, m.tp_k_head_num, m.head_dim, m.scaling) for m in layers}
+    found = len(layers), runner.token_to_kv_pool.layer_num, len(shapes)
+    if found[0] == found[1] and found[2] == 1:
+        return None
+    return f"{found[0]} attention layers of {found[2]} shapes over {found[1]} cached layers"
 
 
 def _graphs(scheduler: Any) -> str | None:
@@ -128,6 +144,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("MLA", "no", "one latent per token; no keys per head to score", _pool),
     Capability("quantised KV", "no", "scoring would need the scales", _quantised_kv),
     Capability("sliding window", "no", "the window counts row entries", _sliding_window),
+    Capability("layers of different shapes", "no", "one ring holds all queries", _uniform_layers),
     Capability(
         "hybrid / mamba",
         "no",

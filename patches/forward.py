@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from sgl_skipkv.patches.binding import binding_of, state_of
-from sgl_skipkv.recorder import Recording
+from sgl_skipkv.recorder import Recording, device_tensor
 from sgl_skipkv.runtime import CallState, Runtime
 
 
@@ -65,9 +63,9 @@ def _prefill_recording(
         return None
     device = runtime.recorder.device
     return Recording(
-        torch.tensor(slots, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(tokens, device=device),
+        device_tensor(slots, device),
+        device_tensor(positions, device),
+        device_tensor(tokens, device),
         tuple(replay),
     )
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+import torch
+
 from sgl_skipkv.call import CallSettings, check_server_defaults, resolve_call, take_keys
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches import seams
@@ -28,15 +30,17 @@ logger = logging.getLogger(__name__)
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
     config = config_of(scheduler.server_args)
-    reasons = [*seams.problems(), *missing_capabilities(scheduler)]
-    trace = None
+    # The checks read this SGLang's attributes; in another one they might not exist.
+    reasons = seams.problems() or missing_capabilities(scheduler)
+    runtime = None
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
-    except SettingError as error:
+        if not reasons:
+            runtime = _build_runtime(config, scheduler, trace)
+    except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)
-    runtime = None if reasons else _build_runtime(config, scheduler, trace)
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     binding = Binding(config, readiness, runtime, scheduler, Metrics(collector, readiness))
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
@@ -69,6 +73,8 @@ def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | No
         delimiters=delimiters,
         like=runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer),
     )
+    if config.asked:
+        recorder.reserve()
     return Runtime(
         config,
         delimiters,
@@ -106,10 +112,18 @@ def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
             return
         settings.check_prompt(len(req.origin_input_ids))
         _check_request_kind(settings, recv_req)
+        req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
     except ValueError as error:
         req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
         return
-    req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
+    except torch.OutOfMemoryError as error:
+        req.set_finish_with_abort(
+            f"kv_budget: no device memory for the recording buffers ({error}); lower "
+            "max_tracked_calls or --mem-fraction-static",
+            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            err_type="ServiceUnavailableError",
+        )
+        return
     if req.skipkv.keeps_prompt_private:
         req.skip_radix_cache_insert = True
 

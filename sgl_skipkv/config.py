@@ -76,7 +76,7 @@ class ServerConfig(Settings):
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
     query_window: int = Field(
-        16, ge=1, le=1024, description="recent queries kept per call; the largest `window`"
+        8, ge=1, le=1024, description="recent queries kept per call; the largest `window`"
     )
     max_sentences: int = Field(
         256, ge=8, le=65536, description="sentences compared per call; older ones are not"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from torch import Tensor
 from sgl_skipkv.kernels.reference import sentence_similarity, sentence_step
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
+
+
+def device_tensor(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [len(values)] on the device, without waiting for it."""
+    pinned = device.type != "cpu"
+    return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class SlotTable:
@@ -43,11 +50,18 @@ class QueryRing:
     """
 
     def __init__(
-        self, layers: int, slots: int, window: int, heads: int, head_dim: int, like: Tensor
+        self,
+        layers: int,
+        slots: int,
+        window: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.window = window
         shape = (layers, slots + 1, window, heads, head_dim)
-        self.data = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, q: Tensor) -> None:
         """Store one query per token. slots, positions: int64 [B]; q: float [B, Hq, d]."""
@@ -56,7 +70,7 @@ class QueryRing:
     def read(self, slot: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
         entries = [(last_position - i) % self.window for i in range(count)]
-        return self.data[:, slot, torch.tensor(entries, device=self.data.device)]
+        return self.data[:, slot, device_tensor(entries, self.data.device)]
 
 
 class SentenceTable:
@@ -111,7 +125,7 @@ class SentenceTable:
                 newest entry.
         """
         count = len(entries)
-        chosen = torch.tensor(entries, dtype=torch.int64, device=self.vectors.device)
+        chosen = device_tensor(entries, self.vectors.device)
         self.vectors[slot, :count] = self.vectors[slot, chosen]
         self.redundancy[slot, :count] = self.redundancy[slot, chosen]
         self.redundancy[slot, count:] = -1.0
@@ -125,7 +139,8 @@ class SentenceTable:
             spans: logical span of each entry, in the table's order.
         """
         count, device = len(spans), self.vectors.device
-        bounds = torch.tensor(spans, dtype=torch.int64, device=device).view(-1, 2)
+        flat = [bound for span in spans for bound in span]
+        bounds = device_tensor(flat, device).view(-1, 2)
         redundancy = self.redundancy[slot, :count]
         if count > 1:
             similarity = sentence_similarity(self.vectors[slot, :count])
@@ -165,7 +180,11 @@ class Recording:
 
 
 class Recorder:
-    """All recording buffers of one scheduler process."""
+    """All recording buffers of one scheduler process.
+
+    The large ones are allocated by ``reserve``: at start where the operator asked for eviction,
+    else with the first call that needs them, so that a server nobody asked holds no memory for us.
+    """
 
     def __init__(
         self,
@@ -180,12 +199,35 @@ class Recorder:
     ) -> None:
         self.device = like.device
         self.slots = SlotTable(rows, slots, like.device)
-        self.queries = QueryRing(
-            shape.layers, slots, query_window, shape.query_heads, shape.head_dim, like
+        self._new_queries = partial(
+            QueryRing,
+            shape.layers,
+            slots,
+            query_window,
+            shape.query_heads,
+            shape.head_dim,
+            like.dtype,
+            like.device,
         )
-        self.sentences = SentenceTable(
-            slots, max_sentences, shape.hidden_size, delimiters, like.device
+        self._new_sentences = partial(
+            SentenceTable, slots, max_sentences, shape.hidden_size, delimiters, like.device
         )
+
+    @cached_property
+    def queries(self) -> QueryRing:
+        return self._new_queries()
+
+    @cached_property
+    def sentences(self) -> SentenceTable:
+        return self._new_sentences()
+
+    def reserve(self) -> None:
+        """Allocate everything now.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room beside the KV pool.
+        """
+        _ = self.queries, self.sentences
 
     def start(self, row: int, slot: int, preset_bit: int) -> None:
         """A call begins its prefill: point its row at its slot and clear what was there.

@@ -152,11 +152,18 @@ class Runtime:
         return len(self._open)
 
     def open(self, rid: str, settings: CallSettings, prompt_ids: Sequence[int]) -> CallState:
-        """A call arrives. It holds nothing yet: no row, no slot."""
+        """A call arrives. It holds nothing yet: no row, no slot.
+
+        Raises:
+            torch.OutOfMemoryError: the first such call, and no room for the recording buffers.
+        """
         seed = zlib.crc32(array("q", prompt_ids).tobytes())
         tracker = SentenceTracker(self._delimiters, settings.policy.params.delimiters)
         self.opened_calls += 1
-        return CallState(self, rid, settings, len(prompt_ids), seed, tracker)
+        state = CallState(self, rid, settings, len(prompt_ids), seed, tracker)
+        if state.needs_slot:
+            self.recorder.reserve()
+        return state
 
     def fits_pool(self, tokens: int) -> bool:
         """Whether a request could hold this many tokens, decode one more and be admitted so.

@@ -25,6 +25,9 @@ LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 8, 12
 WORD, DELIMITER, COLON = 0, 1, 2
 TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
 VOCAB = 4
+# What the tests' usual call asks for.
+BUDGET, INTERVAL, PROMPT = 40, 12, 10
+KNOBS: dict[str, Any] = {"interval": INTERVAL, "delimiters": "paper"}
 
 
 @dataclass(eq=False)
@@ -101,7 +104,7 @@ class SyntheticServer:
         self,
         tokens: Sequence[int],
         *,
-        prompt: Sequence[int] = (3,) * 10,
+        prompt: Sequence[int] = (3,) * PROMPT,
         rid: str = "call",
         seed: int = 0,
         **keys: Any,
@@ -256,3 +259,15 @@ class SyntheticServer:
 def words(*lengths: int) -> list[int]:
     """Sentences of these lengths, each ending in a delimiter."""
     return [token for length in lengths for token in [WORD] * (length - 1) + [DELIMITER]]
+
+
+def served(
+    server: SyntheticServer, tokens: list[int] | None = None, *, prefill: bool = True, **call: Any
+) -> Call:
+    """The usual call; ``call`` changes what it asks for."""
+    knobs = {**KNOBS, **call.pop("kv_params", {})}
+    keys = {"kv_budget": BUDGET, "kv_params": knobs, **call}
+    opened = server.open(tokens or words(5, 3, 7, 4, 9) * 10, **keys)
+    if prefill:
+        server.prefill(opened)
+    return opened

@@ -1,0 +1,58 @@
+"""Rows: every number that README quotes is one line of a CSV file in ``bench/rows``."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROWS = Path(__file__).resolve().parent / "rows"
+
+
+def provenance() -> dict[str, str]:
+    """Where a number came from: date, commit, device, versions, command."""
+    import torch
+
+    device = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    git = ["git", "-C", str(ROWS), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    script = Path(sys.argv[0]).resolve()
+    folder = ROWS.parent.parent
+    name = script.relative_to(folder) if script.is_relative_to(folder) else script.name
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown",
+        "device": device,
+        "sglang": metadata.version("sglang"),
+        "torch": metadata.version("torch"),
+        "command": shlex.join(["python", str(name), *sys.argv[1:]]),
+    }
+
+
+def append_row(name: str, values: Mapping[str, Any]) -> None:
+    """Add one line to ``bench/rows/<name>.csv``; the first line of a new file is its header.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path, row = ROWS / f"{name}.csv", {**values, **provenance()}
+    if path.exists():
+        with path.open(newline="") as existing:
+            header = next(csv.reader(existing))
+        if header != list(row):
+            raise ValueError(f"{path.name}: expected columns {header}, got {list(row)}")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerow(row)

@@ -1,0 +1,61 @@
+"""An SGLang program in which every ``gen`` has a KV budget of its own.
+
+    python -m sglang.launch_server --model-path examples/reasoner --port 30000
+    python examples/quickstart.py --url http://127.0.0.1:30000
+
+It thinks about one problem within 256 KV tokens, answers within 32, and then lets three branches of
+a fork think again within 128 each; the branches share the prompt's KV cache, and only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import sglang as sgl
+
+import sgl_skipkv.frontend  # noqa: F401  # gives sgl.gen its kv_budget
+
+PROBLEMS = Path(__file__).parent / "reasoner" / "heldout.jsonl"
+
+
+@sgl.function
+def solve(s: Any, question: str) -> None:
+    s += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    branches = s.fork(3)
+    s += sgl.gen("thoughts", max_tokens=3000, temperature=0, stop="</think>", kv_budget=256)
+    s += "</think>\n"
+    s += sgl.gen("answer", max_tokens=8, temperature=0, kv_budget=32)
+    for branch in branches:
+        branch += sgl.gen("reply", max_tokens=3000, temperature=0.3, top_p=0.95, kv_budget=128)
+    s["votes"] = [branch["reply"].rpartition("Answer: ")[2].strip() for branch in branches]
+    s["branches"] = [branch.get_meta_info("reply")["skipkv"] for branch in branches]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--problem", type=int, default=0, help="line of the held-out hard problems")
+    arguments = parser.parse_args()
+    lines = (json.loads(line) for line in PROBLEMS.read_text().splitlines())
+    problem = [line for line in lines if line["level"] == "hard"][arguments.problem]
+
+    state = solve.run(problem["prompt"], backend=sgl.RuntimeEndpoint(arguments.url))
+    thought = state.get_meta_info("thoughts")["skipkv"]
+    print(f"question  {problem['prompt'][:90]}...")
+    print(f"right     Answer: {problem['answer']}")
+    print(
+        f"thought   {thought['full_kv_tokens']} tokens, never more than "
+        f"{thought['peak_kv_tokens']} of them cached (kv_budget {thought['kv_budget']})"
+    )
+    print(f"said      {state['answer'].strip()}")
+    peaks = ", ".join(str(branch["peak_kv_tokens"]) for branch in state["branches"])
+    (vote, count), *_ = Counter(state["votes"]).most_common()
+    print(f"branches  {count} of 3 say {vote}, with peaks of {peaks} KV tokens (kv_budget 128)")
+
+
+if __name__ == "__main__":
+    main()
