@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from sgl_skipkv.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import demo  # noqa: E402  # an example, not a package
+import demo
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
+from sgl_skipkv.recorder import device_tensor
 from sgl_skipkv.runtime import CallState, Runtime
 
 
@@ -48,7 +49,7 @@ def _compact(
     if batch.device != "cpu":
         # Keys, queries and hidden states of the running step are written on the forward stream.
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-    evicted_cpu = torch.zeros_like(batch.seq_lens_cpu)
+    evicted = [0] * len(batch.reqs)
     freed: list[Tensor] = []
     for i, state in due:
         req = batch.reqs[i]
@@ -60,15 +61,15 @@ def _compact(
         # logical length, stays.
         req.kv.kv_committed_len -= plan.evicted_tokens
         req.kv.kv_allocated_len -= plan.evicted_tokens
-        evicted_cpu[i] = plan.evicted_tokens
+        evicted[i] = plan.evicted_tokens
     allocator.free_group_begin()
     for slots in freed:
         allocator.free(slots)
     allocator.free_group_end()
-    binding.metrics.compacted(len(due), int(evicted_cpu.sum()))
+    binding.metrics.compacted(len(due), sum(evicted))
     # New tensors: the running step still holds the old ones.
-    batch.seq_lens = batch.seq_lens - evicted_cpu.to(batch.seq_lens.device, non_blocking=True)
-    batch.seq_lens_cpu = batch.seq_lens_cpu - evicted_cpu
+    batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
+    batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     batch.seq_lens_sum = None
     batch.batch_is_full = False
 

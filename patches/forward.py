@@ -9,8 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_skipkv.patches.binding import binding_of, state_of
-from sgl_skipkv.recorder import Recording, device_tensor
+from sgl_skipkv.recorder import Recorder, Recording, device_tensor
 from sgl_skipkv.runtime import CallState, Runtime
+
+
+def attach(model: Any, recorder: Recorder) -> None:
+    """Let the model's attention and logits layers find the recorder: what they are given changes.
+
+    A runner may copy the forward batch before the model sees it, so nothing can travel on that.
+    """
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention | LogitsProcessor):
+            module.skipkv = recorder
 
 
 def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -19,22 +32,21 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     A batch without budgeted requests is left as it came.
     """
     binding = binding_of(batch.req_to_token_pool)
-    if binding is None or binding.runtime is None or binding.runtime.open_calls == 0:
+    if binding is None or binding.runtime is None:
         return
-    states = [state_of(req) for req in batch.reqs]
+    recorder = binding.runtime.recorder
+    recorder.current = None  # the forward passes of one process come one after the other
+    states = [state_of(req) for req in batch.reqs] if binding.runtime.open_calls else []
     if not any(states):
         return
-    result.skipkv = None
     if result.forward_mode.is_decode():
         positions = result.orig_seq_lens - 1
         result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
         if any(state is not None and state.slot for state in states):
-            slots = binding.runtime.recorder.slots.of_row[result.req_pool_indices]
-            result.skipkv = (binding.runtime.recorder, Recording(slots, positions.long()))
+            slots = recorder.slots.of_row[result.req_pool_indices]
+            recorder.current = Recording(slots, positions.long())
     elif result.forward_mode.is_extend():
-        recording = _prefill_recording(binding.runtime, batch, states)
-        if recording is not None:
-            result.skipkv = (binding.runtime.recorder, recording)
+        recorder.current = _prefill_recording(binding.runtime, batch, states)
 
 
 def _prefill_recording(
@@ -70,27 +82,17 @@ def _prefill_recording(
     )
 
 
-def record_queries(
-    attention: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> None:
+def record_queries(attention: Any, q: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ``RadixAttention.forward``: q is rotated here, as the cached keys are."""
-    entry = getattr(forward_batch, "skipkv", None)
-    if entry is not None:
-        recorder, recording = entry
-        recorder.record_queries(recording, attention.layer_id, q)
+    recorder: Recorder | None = vars(attention).get("skipkv")
+    if recorder is not None and recorder.current is not None:
+        recorder.record_queries(recorder.current, attention.layer_id, q)
 
 
 def record_hidden(
-    processor: Any,
-    input_ids: Any,
-    hidden_states: Any,
-    lm_head: Any,
-    logits_metadata: Any,
-    *args: Any,
-    **kwargs: Any,
+    processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any
 ) -> None:
     """BEFORE ``LogitsProcessor.forward``: hidden states after the final norm, one per token."""
-    entry = getattr(logits_metadata, "skipkv", None)
-    if entry is not None:
-        recorder, recording = entry
-        recorder.record_hidden(recording, input_ids, hidden_states)
+    recorder: Recorder | None = vars(processor).get("skipkv")
+    if recorder is not None and recorder.current is not None:
+        recorder.record_hidden(recorder.current, input_ids, hidden_states)

@@ -16,6 +16,7 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
+from sgl_skipkv.patches.forward import attach
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
@@ -75,6 +76,7 @@ def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | No
     )
     if config.asked:
         recorder.reserve()
+    attach(runner.model, recorder)
     return Runtime(
         config,
         delimiters,

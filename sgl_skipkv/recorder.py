@@ -184,6 +184,9 @@ class Recorder:
 
     The large ones are allocated by ``reserve``: at start where the operator asked for eviction,
     else with the first call that needs them, so that a server nobody asked holds no memory for us.
+
+    Attributes:
+        current: where the forward pass that is being launched records; None for nowhere.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class Recorder:
         like: Tensor,
     ) -> None:
         self.device = like.device
+        self.current: Recording | None = None
         self.slots = SlotTable(rows, slots, like.device)
         self._new_queries = partial(
             QueryRing,

@@ -50,8 +50,7 @@ class Snapshot:
         self.logical_tokens = plan.logical_tokens
         self.before = plan.row_tokens
         self.settled = False
-        self._kept = plan.positions.to("cpu", non_blocking=True)
-        self._finite = plan.finite.to("cpu", non_blocking=True)
+        self._kept, self._finite = _copy_to_host(plan.positions), _copy_to_host(plan.finite)
         on_cpu = plan.positions.device.type == "cpu"
         self._copied = None if on_cpu else torch.Event(plan.positions.device)
         if self._copied is not None:
@@ -414,6 +413,14 @@ class Runtime:
             "evicted_sentences": state.evicted_sentences,
         }
         return {name: value for name, value in summary.items() if value is not None}
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Start a copy that does not wait; only pinned memory takes one."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:

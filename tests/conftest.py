@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,14 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-u
     """family -> folder of a small random model, made once."""
     from tiny_models import save_model
 
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = save_model(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return folder
+    return functools.cache(lambda family: save_model(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="session")
@@ -45,14 +39,15 @@ def oracle(model_folder):  # type: ignore[no-untyped-def]
     """family -> masking oracle of that model."""
     from oracle import MaskingOracle
 
-    made: dict[str, MaskingOracle] = {}
+    return functools.cache(lambda family: MaskingOracle(model_folder(family)))
 
-    def of(family: str) -> MaskingOracle:
-        if family not in made:
-            made[family] = MaskingOracle(model_folder(family))
-        return made[family]
 
-    return of
+@pytest.fixture(scope="session")
+def score_oracle(model_folder):  # type: ignore[no-untyped-def]
+    """family -> score oracle of that model."""
+    from score_oracle import ScoreOracle
+
+    return functools.cache(lambda family: ScoreOracle(model_folder(family)))
 
 
 @pytest.fixture(scope="session")

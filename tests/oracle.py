@@ -55,7 +55,7 @@ class MaskingOracle:
         ids = torch.tensor([*prompt_ids, *output_ids])
         logits = torch.empty(len(output_ids), self.model.config.vocab_size)
         for first, stop, phase in _phases(len(output_ids), events):
-            visible = _visible(len(prompt_ids), len(prompt_ids) + stop, phase)
+            visible = visible_keys(len(prompt_ids), len(prompt_ids) + stop, phase)
             mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
             fed = ids[: len(prompt_ids) + stop]
             with torch.no_grad():
@@ -91,11 +91,13 @@ def _phases(generated: int, events: Sequence[Event]) -> list[tuple[int, int, lis
     return [phase for phase in phases if phase[1] > phase[0]]
 
 
-def _visible(prompt_tokens: int, n: int, compactions: Sequence[Event]) -> Tensor:
-    """bool [n, n]: whether query p sees key j."""
+def visible_keys(prompt_tokens: int, n: int, compactions: Sequence[Event]) -> Tensor:
+    """bool [n, n]: whether query p sees key j; compactions past the n-th token do not count."""
     visible = torch.ones(n, n, dtype=torch.bool).tril()
     for event in compactions:
         evicted_before = prompt_tokens + event["generated"]
+        if evicted_before >= n:
+            continue
         gone = torch.ones(evicted_before, dtype=torch.bool)
         gone[torch.tensor(event["kept"])] = False
         visible[evicted_before:, :evicted_before] &= ~gone

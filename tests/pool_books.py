@@ -139,7 +139,7 @@ class Books:
             sampled.append(None if middle else next_token(row[-1].tag))
             req.fed_next = sampled[-1]
         self._store(batch.out_cache_loc.tolist(), written)
-        self._record(forward, tokens, written)
+        self._record(tokens, written)
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
 
@@ -149,11 +149,11 @@ class Books:
         buffer = self.token_to_kv_pool_allocator.get_kvcache().get_key_buffer(0)
         buffer[slots] = _KEYS[[entry.tag % len(_KEYS) for entry in written]]
 
-    def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
-        entry = getattr(forward, "skipkv", None)
-        if entry is None:
+    def _record(self, tokens: list[int], written: list[Entry]) -> None:
+        recorder = self.req_to_token_pool.skipkv.runtime.recorder
+        recording = recorder.current
+        if recording is None:
             return
-        recorder, recording = entry
         tags = [one.tag for one in written]
         recorder.record_queries(recording, 0, _QUERIES[[tag % len(_QUERIES) for tag in tags]])
         hidden = _HIDDENS[[tag % len(_HIDDENS) for tag in tags]]

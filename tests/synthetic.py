@@ -75,7 +75,7 @@ class SyntheticServer:
         trace: TraceWriter | None = None,
         **config: Any,
     ) -> None:
-        self.config = ServerConfig(**{"check_ledger": True, **config})
+        self.config = ServerConfig(**{"check_ledger": True, "query_window": 16, **config})
         self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32)
         self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM)
         self.free_rows = list(range(1, rows + 1))

@@ -12,7 +12,7 @@ from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, b
 from sgl_skipkv.policy import names
 
 LIMIT = 4096
-SERVER = ServerConfig(kv_budget_max=LIMIT)
+SERVER = ServerConfig(kv_budget_max=LIMIT, query_window=16)
 LONG = "x" * 100_000
 ASKED = {"kv_budget": 256}  # what makes the other keys meaningful
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from servers import Server, output_logprobs
-from tiny_models import VOCAB_SIZE
+from tiny_models import LINE_ENDS, PIECES, VOCAB_SIZE
 
 from sgl_skipkv.policy import make_policy, names
 
 pytestmark = pytest.mark.server
 
 LOGPROB_TOLERANCE = 2e-3
+SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
 INTERVAL = 16
 TOKENS = 150
 # The session's server covers ("qwen2", overlap on).
@@ -115,6 +116,26 @@ def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyp
                     assert event["after"] == len(event["kept"]) == prompt + call["kv_budget"]
                     assert event["before"] - event["after"] == INTERVAL
             assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+
+
+@pytest.mark.parametrize("key", [("qwen2", True), *OTHER_SERVERS], ids=str)
+def test_every_kept_set_is_the_one_with_the_best_scores(fleet, answers, score_oracle, key):  # type: ignore[no-untyped-def]
+    """Invariant 3 end to end: recorded queries and hidden states are the model's own."""
+    exact = compactions = 0
+    for call, answer in zip(make_calls("all"), answers[key], strict=True):
+        if call["kv_policy"] not in ("rkv", "skipkv"):
+            continue
+        events = [e for e in fleet[key].events(call["rid"]) if e["event"] == "compact"]
+        delimiters = [PIECES[token] in LINE_ENDS for token in answer["output_ids"]]
+        policy = make_policy(call["kv_policy"], **call["kv_params"])
+        sides = call["input_ids"], answer["output_ids"], events, delimiters, policy
+        for choice in score_oracle(key[0]).choices(*sides):
+            assert choice.inversion < SCORE_TOLERANCE, call["rid"]
+            exact += choice.inversion <= 0
+            compactions += 1
+            free = choice.scores[choice.scores.isfinite()]
+            assert free.std() > 100 * SCORE_TOLERANCE  # any other set would be seen
+    assert exact >= 0.9 * compactions > 20
 
 
 def test_overlap_changes_nothing(fleet, answers):  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import importance, redundancy
-from synthetic import DELIMITER, WORD, Call, SyntheticServer, words
+from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
 from torch import Tensor
 
 import sgl_skipkv.policy
@@ -26,7 +26,7 @@ from sgl_skipkv.policy.skipkv import sentence_penalty
 REPEATABLE = settings(deadline=None, derandomize=True)
 TOLERANCE = 2e-6
 
-# name, knobs that matter to its own path
+# name, knobs
 POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("skipkv", {}),
     ("skipkv", {"tau": 0.0, "window": 3, "sink": 0}),
@@ -39,7 +39,6 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("full", {}),
 ]
 EVICTING = [case for case in POLICIES if policy_class(case[0]).evicts]
-BUDGET, INTERVAL = 40, 12
 
 
 def case_id(case: tuple[str, dict[str, Any]]) -> str:
@@ -47,12 +46,7 @@ def case_id(case: tuple[str, dict[str, Any]]) -> str:
 
 
 def serve(server: SyntheticServer, case: tuple[str, dict[str, Any]], **call: Any) -> Call:
-    """A call under one policy, prefilled."""
-    name, knobs = case
-    keys = {"kv_budget": BUDGET, "kv_policy": name, "kv_params": {"interval": INTERVAL, **knobs}}
-    opened = server.open(call.pop("tokens", words(5, 3, 7, 4, 9) * 12), **{**keys, **call})
-    server.prefill(opened)
-    return opened
+    return served(server, kv_policy=case[0], kv_params=case[1], **call)
 
 
 # -- the registry
@@ -135,13 +129,8 @@ def test_every_compaction_keeps_its_promises(
     tokens, change = SCENES[scene]
     knobs = {name: value for name, value in PROMPTS[prompt].items() if name != "prompt"}
     server = SyntheticServer()
-    call = server.open(
-        tokens,
-        prompt=PROMPTS[prompt].get("prompt", [3] * 10),
-        kv_budget=BUDGET,
-        kv_policy=case[0],
-        kv_params={"interval": INTERVAL, **case[1], **knobs},
-    )
+    opening = {"prompt": PROMPTS[prompt].get("prompt", [3] * 10), "prefill": False}
+    call = served(server, tokens, kv_policy=case[0], kv_params={**case[1], **knobs}, **opening)
     change(call)
     server.prefill(call)
     params, settings = call.state.settings.policy.params, call.state.settings
@@ -323,6 +312,13 @@ def test_similarity_at_tau_is_not_redundant() -> None:
     assert sentence_penalty(positions, sentences, 0.5).tolist() == [0, 0, 0, 0.75, 0.75, 0.75]
 
 
+def test_a_sentence_of_one_token_is_never_penalised() -> None:
+    positions = torch.arange(4)
+    sentences = some_sentences((0, 1, 0.99), (1, 3, 0.98), (3, 4, 0.97))
+    found = sentence_penalty(positions, sentences, 0.9)
+    assert torch.equal(found, torch.tensor([0, 0.98, 0.98, 0]))
+
+
 def test_tokens_outside_every_sentence_are_not_penalised() -> None:
     positions = torch.tensor([0, 4, 5, 8, 9, 12])
     sentences = some_sentences((4, 6, 0.99), (9, 11, 0.98))
@@ -364,8 +360,18 @@ def test_random_keeps_the_same_set_for_the_same_prompt_whoever_asks() -> None:
     for call in (*same, other):
         server.run(call, 80)
     assert same[0].compactions == same[1].compactions != other.compactions
-    shares = [[p - 10 for p in kept] for kept in same[0].compactions]
-    assert shares[0] != shares[1]
+
+
+def test_random_draws_anew_at_every_compaction() -> None:
+    server = SyntheticServer()
+    call = serve(server, ("random", {}))
+    drawn = []  # row entries, which the same draw would choose again
+    for _ in range(100):
+        before, done = call.positions.copy(), len(call.compactions)
+        server.decode(call)
+        if len(call.compactions) > done:
+            drawn.append(tuple(before.index(p) for p in call.compactions[-1]))
+    assert len(set(drawn)) == len(drawn) == 4
 
 
 # -- logical positions against the paper's range monitoring (eqs 9-11)

@@ -38,7 +38,7 @@ def test_slots_are_lent_once_and_never_slot_zero() -> None:
 @given(st.integers(1, 9), st.integers(1, 30), st.data())
 def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.DataObject) -> None:
     """As a set, for every layer; older ones are overwritten."""
-    ring = QueryRing(2, 3, window, heads=2, head_dim=3, like=torch.zeros(1))
+    ring = QueryRing(2, 3, window, 2, 3, torch.float32, CPU)
     draw = torch.Generator().manual_seed(count)
     queries = torch.randn(2, count, 2, 3, generator=draw)
     for position in range(count):
@@ -54,14 +54,14 @@ def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.Data
 
 
 def test_ring_keeps_the_cache_precision() -> None:
-    ring = QueryRing(1, 1, 2, heads=1, head_dim=2, like=torch.zeros(1, dtype=torch.bfloat16))
+    ring = QueryRing(1, 1, 2, 1, 2, torch.bfloat16, CPU)
     ring.write(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([[[1.0, 1 / 3]]]))
     assert ring.data.dtype == torch.bfloat16
     assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
 
 
 def test_ring_takes_a_batch() -> None:
-    ring = QueryRing(1, 4, 3, heads=1, head_dim=1, like=torch.zeros(1))
+    ring = QueryRing(1, 4, 3, 1, 1, torch.float32, CPU)
     slots, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
     ring.write(0, slots, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
     assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
@@ -176,6 +176,16 @@ def test_redundancy_never_falls() -> None:
 
 
 # -- whole calls
+
+
+def test_nothing_is_allocated_before_a_call_needs_it() -> None:
+    """A server that nobody asked, or only for policies that score nothing, holds no memory."""
+    server = SyntheticServer()
+    for policy in ("streaming", "random", "full"):
+        server.open(words(4), kv_budget=64, kv_policy=policy)
+    assert not {"queries", "sentences"} & vars(server.recorder).keys()
+    server.open(words(4), kv_budget=64)
+    assert {"queries", "sentences"} <= vars(server.recorder).keys()
 
 
 def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:

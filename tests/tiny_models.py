@@ -39,7 +39,8 @@ LINE_ENDS = (
     ";\n",
     "]\n\n",
 )
-VOCAB_SIZE = 3 + 1 + len(LETTERS) + len(LINE_ENDS)
+PIECES = ("<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS)
+VOCAB_SIZE = len(PIECES)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -74,10 +75,8 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, plus the line ends."""
-    pieces = ["<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS]
-    tokenizer = Tokenizer(
-        models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<pad>")
-    )
+    vocabulary = {piece: i for i, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     longest_first = "|".join(
         piece.replace("?", r"\?").replace(".", r"\.").replace(")", r"\)").replace("]", r"\]")
         for piece in sorted(LINE_ENDS, key=len, reverse=True)

@@ -1,0 +1,197 @@
+"""Training batches: batch `k` of a run is a pure function of the seed and `k`.
+
+That makes a run restartable at any step without saving the state of a generator. Rows of one
+batch have about the same length, one problem to a row.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from problems import LEVELS, NAMES, heldout_problem, recall_drill, solution_text, training_problem
+from tokenizers import Tokenizer
+from torch import Tensor
+from vocabulary import END_OF_TEXT, TURN_END, prompt_text, token_id
+
+IGNORE = -100
+GROUP = 4
+"""Batches that are drawn together and sorted by length before they are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the run, up to the share `until` of it: problem size and share of drills."""
+
+    until: float
+    max_steps: int
+    drills: float
+
+
+# Recency answers most look-ups of short problems, and a model that starts with them stays there:
+# recall at every distance comes first.
+CURRICULUM: tuple[Phase, ...] = (
+    Phase(0.06, 8, 1.0),
+    Phase(0.25, 8, 0.25),
+    Phase(0.45, 14, 0.15),
+    Phase(1.00, 23, 0.05),
+)
+MIN_STEPS = 2
+LENGTH_STEP = 64
+TOKENS_PER_STEP = 75
+"""Prompt and solution tokens per relevant fact, about; only used to size batches."""
+DRILL_PASSAGES_PER_STEP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """ids int64 [B, T]; labels int64 [B, T], already shifted; IGNORE outside the solution."""
+
+    ids: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        return Batch(self.ids.to(device), self.labels.to(device))
+
+
+def phase_at(progress: float) -> Phase:
+    """The phase at this point (0..1) of the run."""
+    return next(phase for phase in CURRICULUM if progress < phase.until)
+
+
+class BatchMaker:
+    """Draws the problems of a run, encodes them and cuts them into batches."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int, batch_tokens: int, total: int) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.batch_tokens = batch_tokens
+        self.total = total
+        self.turn_end = token_id(tokenizer, TURN_END)
+        self.pad = token_id(tokenizer, END_OF_TEXT)
+        self.equals = token_id(tokenizer, " =")
+        self._group_rows = lru_cache(maxsize=1)(self._draw_group)
+
+    def batch(self, index: int) -> Batch:
+        """The `index`-th batch."""
+        group, place = divmod(index, GROUP)
+        rows, size, order = self._group_rows(group)
+        start = order[place] * size
+        return self._collate(rows[start : start + size])
+
+    def _draw_group(self, group: int) -> tuple[list[tuple[list[int], list[int]]], int, list[int]]:
+        """The rows of GROUP batches, sorted by length; rows per batch; order of the batches."""
+        rng = random.Random(f"group/{self.seed}/{group}")
+        phase = phase_at(group * GROUP / self.total)
+        low, high = MIN_STEPS, phase.max_steps
+        drill = rng.random() < phase.drills
+        # Long problems teach more per row, short ones more per second: take the longer of two
+        # draws half of the time.
+        steps = max(rng.randint(low, high), rng.randint(low, high) if rng.random() < 0.5 else 0)
+        size = max(1, self.batch_tokens // (TOKENS_PER_STEP * steps + 30))
+        rows = []
+        for row in range(size * GROUP):
+            count = min(high, max(low, steps + rng.choice((-1, 0, 1))))
+            encode = self._encode_drill if drill else self._encode
+            rows.append(encode(group * 100_000 + row, count))
+        rows.sort(key=lambda pair: len(pair[0]))
+        return rows, size, rng.sample(range(GROUP), GROUP)
+
+    def _encode(self, index: int, steps: int) -> tuple[list[int], list[int]]:
+        """One problem as (ids, ids that count, IGNORE elsewhere)."""
+        problem = training_problem(self.seed, index, steps)
+        attempt = 0
+        while problem.digest in heldout_digests():
+            attempt += 1
+            problem = training_problem(self.seed, index + attempt * 10**12, steps)
+        prompt = self.tokenizer.encode(prompt_text(problem.prompt)).ids
+        solution = [*self.tokenizer.encode(solution_text(problem)).ids, self.turn_end]
+        return [*prompt, *solution], [*[IGNORE] * len(prompt), *solution]
+
+    def _encode_drill(self, index: int, steps: int) -> tuple[list[int], list[int]]:
+        """One drill; what counts is the value of a person who was named before."""
+        seed = f"drill/{self.seed}/{index}"
+        passages = steps * DRILL_PASSAGES_PER_STEP
+        people = random.Random(seed).randint(3, min(60, 2 + 2 * passages))
+        ids = self.tokenizer.encode(recall_drill(seed, people, passages)).ids
+        wanted = [IGNORE] * len(ids)
+        named: set[int] = set()
+        for place in range(2, len(ids)):
+            if ids[place - 1] == self.equals:
+                if ids[place - 2] in named:
+                    wanted[place] = ids[place]
+                named.add(ids[place - 2])
+        return ids, wanted
+
+    def _collate(self, rows: list[tuple[list[int], list[int]]]) -> Batch:
+        """Pad on the right; a label is the next token."""
+        longest = max(len(ids) for ids, _ in rows) - 1
+        # Few different shapes: CPU matmuls keep a plan, with its memory, for each.
+        length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+        ids = torch.full((len(rows), length), self.pad)
+        labels = torch.full((len(rows), length), IGNORE)
+        for place, (row, wanted) in enumerate(rows):
+            ids[place, : len(row) - 1] = torch.tensor(row[:-1])
+            labels[place, : len(row) - 1] = torch.tensor(wanted[1:])
+        return Batch(ids, labels)
+
+
+@lru_cache(maxsize=1)
+def heldout_digests() -> frozenset[str]:
+    """Hashes of every prompt that the evaluation may use."""
+    return frozenset(heldout_problem(level, i).digest for level in LEVELS for i in range(1000))
+
+
+class Classifier:
+    """Tells what each predicted token is for: accuracy is read, and loss weighted, by that."""
+
+    KINDS = ("decision", "number", "reference", "lookup", "sum", "check", "other")
+    WEIGHTS = (1.0, 1.0, 1.0, 3.0, 3.0, 0.3, 0.5)
+    """Look-ups and sums are the hard part; a check mostly repeats the step before it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        size = tokenizer.get_vocab_size()
+
+        def those(pieces: list[str]) -> Tensor:
+            table = torch.zeros(size, dtype=torch.bool)
+            table[[token_id(tokenizer, piece) for piece in pieces]] = True
+            return table
+
+        self.is_name = those([f" {name}" for name in NAMES])
+        self.is_value = those([f" {number}" for number in range(100)])
+        self.is_number = those([str(number) for number in range(100)])
+        self.opens_check = those(["Wait", "Alternatively"])
+        self.before_reference = those([":", " and"])
+        self.equals, self.stop = token_id(tokenizer, " ="), token_id(tokenizer, ".\n\n")
+        self.so = token_id(tokenizer, " so")
+        self.weights = torch.tensor(self.WEIGHTS)
+
+    def to(self, device: torch.device) -> Classifier:
+        """Move the tables to another device."""
+        for name, table in list(vars(self).items()):
+            if isinstance(table, Tensor):
+                setattr(self, name, table.to(device))
+        return self
+
+    def kinds(self, batch: Batch) -> Tensor:
+        """int64 [B, T]: index into KINDS of the token that each position predicts."""
+        one, label = batch.ids, batch.labels.clamp(min=0)
+        two = torch.roll(one, 1, dims=1)  # one: the token read last; two: the one before it
+        three = torch.roll(one, 2, dims=1)
+        kind = torch.full_like(label, self.KINDS.index("other"))
+        after_equals = self.is_value[label] & (one == self.equals)
+        named = self.is_name[two]
+        kind[after_equals & ~named] = self.KINDS.index("sum")
+        kind[after_equals & named & (three != self.so)] = self.KINDS.index("lookup")
+        kind[self.is_name[label] & self.before_reference[one]] = self.KINDS.index("reference")
+        # A check can copy its step, so it is counted by itself.
+        place = torch.arange(one.shape[1], device=one.device).expand_as(one)
+        opening = torch.where(one == self.stop, place, -1).cummax(dim=1).values + 1
+        in_check = self.opens_check[one.gather(1, opening.clamp(max=one.shape[1] - 1))]
+        kind[in_check & (opening <= place)] = self.KINDS.index("check")
+        kind[one == self.stop] = self.KINDS.index("decision")
+        kind[self.is_number[label]] = self.KINDS.index("number")
+        return kind

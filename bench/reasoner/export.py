@@ -1,0 +1,88 @@
+"""Write a trained model as a folder that Transformers and SGLang load, and read it back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import Reasoner, Shape
+from problems import LEVELS, heldout_problem, solution_text
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from vocabulary import END_OF_TEXT, TURN_END, build_tokenizer, prompt_text, save_tokenizer, token_id
+
+MAX_BYTES = 10_000_000
+HELDOUT_PER_LEVEL = 200
+
+
+def save_model(model: Reasoner, folder: Path) -> None:
+    """Write weights, configuration and tokenizer; then check them against Transformers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    end = token_id(tokenizer, TURN_END)
+    pad = token_id(tokenizer, END_OF_TEXT)
+    generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
+    save_tokenizer(folder)
+    _write_json(folder / "config.json", model.shape.hf_config(end, pad, "float32"))
+    _write_json(folder / "generation_config.json", generation)
+    weights = folder / "model.safetensors"
+    partial = weights.with_suffix(".partial")
+    save_file(model.to_hf_state(), partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(weights)
+    assert weights.stat().st_size <= MAX_BYTES, f"{weights.stat().st_size} > {MAX_BYTES} bytes"
+    check_against_transformers(model, folder, tokenizer)
+
+
+def load_model(folder: Path) -> Reasoner:
+    """Read an exported folder into the lean model, fp32."""
+    config = json.loads((folder / "config.json").read_text())
+    model = Reasoner(Shape.from_hf_config(config))
+    model.load_hf_state(load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
+def check_against_transformers(model: Reasoner, folder: Path, tokenizer: Tokenizer) -> None:
+    """The exported folder computes the same logits in `LlamaForCausalLM`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    their_tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    problem = heldout_problem("medium", 0)
+    text = prompt_text(problem.prompt) + solution_text(problem)
+    ids = tokenizer.encode(text).ids
+    assert their_tokenizer.encode(text) == ids, "the tokenizer reads back differently"
+    chat = [{"role": "user", "content": problem.prompt}]
+    rendered = their_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert rendered == prompt_text(problem.prompt), "the chat template renders differently"
+    with torch.inference_mode():
+        mine = model.float().cpu()(torch.tensor([ids]))
+        gap = float((theirs(torch.tensor([ids])).logits - mine).abs().max())
+    assert gap < 1e-3, f"logits differ by {gap} from Transformers"
+
+
+def write_heldout(path: Path, count: int = HELDOUT_PER_LEVEL) -> None:
+    """Write the evaluation problems, one JSON object per line."""
+    rows = []
+    for level in LEVELS:
+        for index in range(count):
+            problem = heldout_problem(level, index)
+            row = {
+                "id": f"{level}-{index:03d}",
+                "level": level,
+                "prompt": problem.prompt,
+                "answer": problem.answer,
+            }
+            rows.append(json.dumps(row))
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a file in one step."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

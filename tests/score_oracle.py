@@ -1,0 +1,169 @@
+"""The score oracle: which tokens a policy had to keep, from a Hugging Face forward in float64.
+
+The masking oracle takes kept sets as given; this one checks them. Queries, keys and final hidden
+states come from a forward under the trace's own masks, the formulas are spelled out in float64, and
+nothing of the package's recording or scoring is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from oracle import Event, visible_keys
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One compaction as the oracle sees it.
+
+    Attributes:
+        scores: float64 [n], of each token in the row; protected ones infinite.
+        kept: bool [n], what the trace says stayed.
+    """
+
+    scores: Tensor
+    kept: Tensor
+
+    @property
+    def inversion(self) -> float:
+        """How far the best evicted token's score lies above the worst kept one's; <= 0 is right."""
+        return float(self.scores[~self.kept].max() - self.scores[self.kept].min())
+
+
+class ScoreOracle:
+    """One model in float64 that remembers what its attention saw."""
+
+    def __init__(self, model_path: Path | str) -> None:
+        AttentionInterface.register("remembering", _attend)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float64, attn_implementation="remembering"
+        ).eval()
+
+    def choices(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        events: Sequence[Event],
+        is_delimiter: Sequence[bool],
+        policy: Any,
+    ) -> list[Choice]:
+        """Score the row of every compaction of a call that was never recomputed.
+
+        Args:
+            prompt_ids, output_ids: the call's tokens.
+            events: its ``compact`` lines.
+            is_delimiter: of every output token.
+            policy: an ``rkv`` or ``skipkv`` policy of the package; only its settings are read.
+        """
+        prompt, params = len(prompt_ids), policy.params
+        fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
+        queries, keys, hidden = self._forward(fed, visible_keys(prompt, len(fed), events))
+        redundancy: dict[int, float] = {}  # by the first token of the sentence
+        row, found = [], []
+        for event in events:
+            first_new = row[-1] + 1 if row else 0
+            row += range(first_new, prompt + event["generated"])
+            positions = torch.tensor(row)
+            window = range(row[-1] + 1 - params.window, row[-1] + 1)
+            scores = _token_scores(queries[:, window], keys[:, positions], params)
+            tail = params.window
+            if policy.name == "skipkv":
+                spans = _sentences(is_delimiter[: event["generated"]], prompt)
+                live = [span for span in spans if not set(row).isdisjoint(range(*span))]
+                _compare(live, hidden, redundancy)
+                for start, stop in live:
+                    likeness = redundancy.get(start, -1.0)
+                    if likeness > params.tau and stop - start > 1:
+                        scores[(positions >= start) & (positions < stop)] -= likeness
+                opened = row[-1] + 1 - (spans[-1][1] if spans else prompt)
+                tail = max(tail, min(opened, (event["after"] - prompt) // 2))
+            scores[: max(prompt, params.sink)] = torch.inf
+            scores[-tail:] = torch.inf
+            found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
+            row = list(event["kept"])
+        return found
+
+    def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], hidden states [T, D]."""
+        mask = torch.zeros(1, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, -1e300)
+        _SEEN.clear()
+        with torch.no_grad():
+            hidden = self.model.model(
+                input_ids=ids[None],
+                attention_mask=mask,
+                position_ids=torch.arange(len(ids))[None],
+            ).last_hidden_state[0]
+        queries = torch.stack([q for q, _ in _SEEN])
+        return queries, torch.stack([k for _, k in _SEEN]), hidden
+
+
+_SEEN: list[tuple[Tensor, Tensor]] = []
+
+
+def _attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Plain attention that remembers what it was given: q [1, Hq, T, d], k and v [1, Hkv, T, d]."""
+    _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1)))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    weights = (q @ k.transpose(2, 3) * scaling + mask).softmax(dim=-1)
+    return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+def _token_scores(queries: Tensor, keys: Tensor, params: Any) -> Tensor:
+    """``sigma I - (1 - sigma) R``, mean over KV heads and layers; queries [L, W, Hq, d]."""
+    layers, window, query_heads, size = queries.shape
+    n, kv_heads = keys.shape[1:3]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer in range(layers):
+        for head in range(kv_heads):
+            group = query_heads // kv_heads
+            q = queries[layer, :, head * group : (head + 1) * group]
+            k = keys[layer, :, head]
+            logits = (q @ k[: n - window].T / size**0.5).amax(dim=1)
+            attention = logits.softmax(dim=1).mean(dim=0)
+            pooled = F.max_pool1d(
+                attention[None], params.kernel, stride=1, padding=params.kernel // 2
+            )
+            cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
+            for row in range(n):
+                similar = (cosine[row] > params.threshold).nonzero().flatten()
+                if len(similar):
+                    cosine[row, similar[-1]] = 0.0
+            repeats = cosine.mean(dim=0).softmax(dim=0)
+            total[: n - window] += params.sigma * pooled[0]
+            total -= (1.0 - params.sigma) * repeats
+    return total / (layers * kv_heads)
+
+
+def _sentences(is_delimiter: Sequence[bool], offset: int) -> list[Span]:
+    """Closed sentences: up to a delimiter, with the delimiters that follow it at once."""
+    spans: list[Span] = []
+    start = 0
+    for place, closes in enumerate(is_delimiter):
+        if closes:
+            if spans and spans[-1][1] == offset + place:
+                spans[-1] = (spans[-1][0], offset + place + 1)
+            else:
+                spans.append((offset + start, offset + place + 1))
+            start = place + 1
+    return spans
+
+
+def _compare(live: Sequence[Span], hidden: Tensor, redundancy: dict[int, float]) -> None:
+    """Raise each sentence's redundancy to its best cosine with a later live one."""
+    means = [hidden[start:stop].mean(dim=0) for start, stop in live]
+    for i, (start, _) in enumerate(live):
+        for later in means[i + 1 :]:
+            likeness = float(F.cosine_similarity(means[i], later, dim=0))
+            redundancy[start] = max(redundancy.get(start, -1.0), likeness)
