@@ -335,3 +335,10 @@ def missing_capabilities(scheduler: Any) -> list[str]:
         if reason is not None:
             reasons.append(reason)
     return reasons
+
+
+def platform_name() -> str:
+    """SGLang's platform object and its device, in words."""
+    from sglang.srt.platforms import current_platform
+
+    return f"{type(current_platform).__name__} ({current_platform.device_name})"

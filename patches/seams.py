@@ -342,6 +342,13 @@ def problems_before() -> list[str]:
     return list(_problems_before)
 
 
+def load() -> None:
+    """Let SGLang load its plugins, as it does at the start of a server."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
 def problems() -> list[str]:
     """Every seam that is not as it should be, after SGLang applied the hooks."""
     if _problems_before:

@@ -91,12 +91,7 @@ def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings 
     """
     _check_steering(keys.get("steering"))
     kv_budget = keys.get("kv_budget", server.kv_budget)
-    name = keys.get("kv_policy", server.kv_policy)
-    cls = policy_class(name)
-    knobs = _knobs(keys.get("kv_params"), name, server)
-    if all(knob in cls.Params.model_fields for knob in knobs):
-        knobs = {**_server_knobs(server), **knobs}  # an unknown knob is reported as it was written
-    policy = cls(build(cls.Params, knobs, prefix="kv_params."))
+    policy = _resolve_policy(keys, server)
     if kv_budget is None:
         if not {"kv_policy", "kv_params"} & keys.keys():
             return None
@@ -110,6 +105,15 @@ def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings 
         return CallSettings(policy, None)
     _check_budget(kv_budget, policy, server)
     return CallSettings(policy, kv_budget)
+
+
+def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
+    name = keys.get("kv_policy", server.kv_policy)
+    cls = policy_class(name)
+    knobs = _knobs(keys.get("kv_params"), name, server)
+    if all(knob in cls.Params.model_fields for knob in knobs):
+        knobs = {**_server_knobs(server), **knobs}  # an unknown knob is reported as it was written
+    return cls(build(cls.Params, knobs, prefix="kv_params."))
 
 
 def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> None:
@@ -148,8 +152,26 @@ def check_server_defaults(server: ServerConfig) -> None:
             server.steering_vector,
             "leave it out",
         )
-    budget = {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}
-    resolve_call(budget, server)
+    try:
+        policy = _resolve_policy({}, server)
+    except SettingError as error:
+        knob = error.field.removeprefix("kv_params.")
+        setting = _SERVER_DEFAULTS.get(knob)
+        if setting is None or knob in server.kv_params:
+            raise
+        # The operator wrote the setting that became this knob.
+        raise SettingError(setting, error.expected, error.got, error.choices) from None
+    if policy.evicts and server.kv_budget_max < policy.min_budget_tokens:
+        raise SettingError(
+            "kv_budget_max",
+            f"an integer in [{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}], room for the "
+            f"smallest budget of policy {policy.name}",
+            server.kv_budget_max,
+            "any integer in that range, or leave it out",
+        )
+    resolve_call(
+        {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}, server
+    )
 
 
 def _server_knobs(server: ServerConfig) -> dict[str, Any]:

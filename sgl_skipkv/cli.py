@@ -56,18 +56,16 @@ def _versions() -> Table:
             table.add_row(name, "not installed")
     table.add_row("python", platform.python_version())
     table.add_row("SGLANG_PLATFORM", os.environ.get("SGLANG_PLATFORM") or "not set")
-    from sglang.srt.platforms import current_platform
+    from sgl_skipkv.patches.capabilities import platform_name
 
-    table.add_row("platform", f"{type(current_platform).__name__} ({current_platform.device_name})")
+    table.add_row("platform", platform_name())
     return table
 
 
 def _seams(console: Console) -> list[str]:
-    from sglang.srt.plugins import load_plugins
-
     from sgl_skipkv.patches import seams
 
-    load_plugins()
+    seams.load()
     table = Table("seam", "hook", "state", "why", title="seams", title_justify="left")
     problems = seams.problems()
     for seam in seams.SEAMS:

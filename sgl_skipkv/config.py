@@ -40,7 +40,10 @@ class SettingError(ValueError):
 
 def brief(value: object) -> str:
     """The value as it goes into a message: never more than 80 characters of a caller's input."""
-    text = _repr.repr(value)
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python does not print an integer of more than 4,300 digits
+        text = "a longer integer than can be printed"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -146,8 +149,10 @@ def _read_config_file(field: str, name: str) -> dict[str, Any]:
         if path.stat().st_size > CONFIG_FILE_LIMIT_BYTES:
             raise SettingError(field, expected, f"{name} ({path.stat().st_size} bytes)", choices)
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(field, expected, f"{name} ({error})", choices) from error
+    except OSError as error:
+        raise SettingError(field, expected, f"{error.strerror}: {name}", choices) from error
+    except UnicodeDecodeError as error:
+        raise SettingError(field, expected, f"not UTF-8: {name}", choices) from error
     return _parse_json(f"{field} ({name})", text)
 
 
@@ -165,6 +170,10 @@ def _parse_json(field: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"{error.msg} at line {error.lineno} column {error.colno}"
         raise SettingError(field, "a JSON object", where, "see docs/settings.md") from error
+    except SettingError:
+        raise
+    except (RecursionError, ValueError) as error:  # nested too deep; a number too long
+        raise SettingError(field, "a JSON object", str(error), "see docs/settings.md") from error
     if not isinstance(values, dict):
         raise SettingError(field, "a JSON object", values, "see docs/settings.md")
     return values

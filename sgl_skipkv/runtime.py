@@ -349,15 +349,14 @@ class Runtime:
         grows until the next one.
         """
         policy, params = state.settings.policy, state.settings.policy.params
+        prompt = state.prompt_tokens if params.protect_prompt else 0
+        head = max(prompt, min(params.sink, row_tokens))
         tail = params.window
         if policy.protects_open_sentence:
-            assert state.settings.kv_budget is not None
-            generated_budget = state.settings.keep_tokens(state.prompt_tokens)
-            if params.protect_prompt:
-                generated_budget -= state.prompt_tokens
-            tail = max(tail, min(state.tracker.open_tokens, generated_budget // 2))
-        prompt = state.prompt_tokens if params.protect_prompt else 0
-        return [(0, prompt), (0, min(params.sink, row_tokens)), (row_tokens - tail, row_tokens)]
+            # Half of what generated tokens may keep, and never the last token to choose.
+            keep = state.settings.keep_tokens(state.prompt_tokens)
+            tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2, keep - head - 1))
+        return [(0, head), (row_tokens - tail, row_tokens)]
 
     def _settle(self, state: CallState) -> None:
         """Read what the last compaction kept: sentences that went whole, the trace line."""

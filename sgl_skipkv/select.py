@@ -41,7 +41,8 @@ def select(scores: Tensor, protected: Sequence[tuple[int, int]], keep_tokens: in
             f"keep_tokens: expected an integer in [{covered} protected, {n} cached], "
             f"got {keep_tokens}"
         )
-    keys = scores.to(torch.float32, copy=True)
+    # A score that is no number is lower than every other: what is protected may not be ours alone.
+    keys = torch.where(scores.isfinite(), scores.to(torch.float32), -torch.inf)
     for start, stop in protected:
         keys[start:stop] = torch.inf
     # A stable descending sort keeps the first of equals first; reversed input makes that the later.

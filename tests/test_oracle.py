@@ -39,6 +39,8 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
     calls = []
     for i, policy in enumerate(names()):
         for kv_budget in (make_policy(policy).min_budget_tokens, 40):
+            # Random models repeat themselves less than real ones: a low bar, so that it matters.
+            knobs = {"tau": 0.3} if (policy, kv_budget) == ("skipkv", 40) else {}
             calls.append(
                 {
                     "rid": f"{tag}-{policy}-{kv_budget}",
@@ -46,7 +48,7 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
                     "tokens": TOKENS,
                     "kv_budget": kv_budget,
                     "kv_policy": policy,
-                    "kv_params": {"interval": INTERVAL, "delimiters": "any-newline"},
+                    "kv_params": {"interval": INTERVAL, "delimiters": "any-newline", **knobs},
                 }
             )
     return calls
@@ -121,7 +123,7 @@ def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyp
 @pytest.mark.parametrize("key", [("qwen2", True), *OTHER_SERVERS], ids=str)
 def test_every_kept_set_is_the_one_with_the_best_scores(fleet, answers, score_oracle, key):  # type: ignore[no-untyped-def]
     """Invariant 3 end to end: recorded queries and hidden states are the model's own."""
-    exact = compactions = 0
+    exact = penalised = compactions = 0
     for call, answer in zip(make_calls("all"), answers[key], strict=True):
         if call["kv_policy"] not in ("rkv", "skipkv"):
             continue
@@ -132,10 +134,11 @@ def test_every_kept_set_is_the_one_with_the_best_scores(fleet, answers, score_or
         for choice in score_oracle(key[0]).choices(*sides):
             assert choice.inversion < SCORE_TOLERANCE, call["rid"]
             exact += choice.inversion <= 0
+            penalised += bool((choice.scores < -0.3).any())
             compactions += 1
             free = choice.scores[choice.scores.isfinite()]
             assert free.std() > 100 * SCORE_TOLERANCE  # any other set would be seen
-    assert exact >= 0.9 * compactions > 20
+    assert exact >= 0.9 * compactions > 20 and penalised >= 3
 
 
 def test_overlap_changes_nothing(fleet, answers):  # type: ignore[no-untyped-def]

@@ -280,7 +280,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "sequence lengths stay",
             compact,
-            "batch.seq_lens_cpu - evicted_cpu",
+            "batch.seq_lens_cpu - torch.tensor(evicted)",
             "batch.seq_lens_cpu",
         ),
         ("device lengths stay", compact, "batch.seq_lens = ", "_ = "),
