@@ -148,9 +148,10 @@ def heldout_digests() -> frozenset[str]:
 class Classifier:
     """Tells what each predicted token is for: accuracy is read, and loss weighted, by that."""
 
-    KINDS = ("decision", "number", "reference", "lookup", "sum", "check", "other")
-    WEIGHTS = (1.0, 1.0, 1.0, 3.0, 3.0, 0.3, 0.5)
-    """Look-ups and sums are the hard part; a check mostly repeats the step before it."""
+    KINDS = ("decision", "number", "verdict", "reference", "lookup", "sum", "check", "other")
+    WEIGHTS = (1.0, 1.0, 2.0, 1.0, 3.0, 3.0, 0.3, 0.5)
+    """A verdict is whose step comes next, or that the fact is not asked about. Look-ups and sums
+    are the hard part; a check mostly repeats the step before it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         size = tokenizer.get_vocab_size()
@@ -164,6 +165,7 @@ class Classifier:
         self.is_value = those([f" {number}" for number in range(100)])
         self.is_number = those([str(number) for number in range(100)])
         self.opens_check = those(["Wait", "Alternatively"])
+        self.dot = token_id(tokenizer, ".")
         self.before_reference = those([":", " and"])
         self.equals, self.stop = token_id(tokenizer, " ="), token_id(tokenizer, ".\n\n")
         self.so = token_id(tokenizer, " so")
@@ -187,6 +189,7 @@ class Classifier:
         kind[after_equals & ~named] = self.KINDS.index("sum")
         kind[after_equals & named & (three != self.so)] = self.KINDS.index("lookup")
         kind[self.is_name[label] & self.before_reference[one]] = self.KINDS.index("reference")
+        kind[(one == self.dot) & self.is_number[two]] = self.KINDS.index("verdict")
         # A check can copy its step, so it is counted by itself.
         place = torch.arange(one.shape[1], device=one.device).expand_as(one)
         opening = torch.where(one == self.stop, place, -1).cummax(dim=1).values + 1

@@ -62,16 +62,17 @@ class Fact:
     amount: int
     value: int
 
-    def sentence(self) -> str:
-        """The fact as the prompt states it. The value is stated only where it is given."""
+    def sentence(self, *, aside: bool = False) -> str:
+        """The fact as the prompt states it; `aside` puts another item than the asked one first."""
+        opening, item = (f"As for {self.item}, ", "") if aside else ("", f" {self.item}")
         match self.kind:
-            case "given":
-                return f"{self.name} has {self.value} {self.item}."
+            case "given":  # only here is the value itself stated
+                has = f"{self.value}{item}"
             case "more" | "fewer":
-                return f"{self.name} has {self.amount} {self.kind} {self.item} than {self.refs[0]}."
+                has = f"{self.amount} {self.kind}{item} than {self.refs[0]}"
             case "plus" | "minus":
-                first, second = self.refs
-                return f"{self.name} has as many {self.item} as {first} {self.kind} {second}."
+                has = f"as many{item} as {self.refs[0]} {self.kind} {self.refs[1]}"
+        return f"{opening}{self.name} has {has}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class Problem:
     def prompt(self) -> str:
         """The user message. The question comes first, so each fact can be judged as it is read."""
         question = f"How many {self.item} does {self.facts[-1].name} have?"
-        numbered = (f"{i}. {fact.sentence()}" for i, fact in enumerate(self.facts, start=1))
+        sentences = (fact.sentence(aside=fact.item != self.item) for fact in self.facts)
+        numbered = (f"{i}. {sentence}" for i, sentence in enumerate(sentences, start=1))
         return "\n".join([question, *numbered])
 
     @property

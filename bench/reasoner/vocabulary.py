@@ -28,7 +28,7 @@ SPLIT = (
 )
 
 _WORDS = (
-    "How many does have has as plus minus more fewer than and it is given so This not about "
+    "How many does have has as plus minus more fewer than and it is given so This not about As for "
     "Wait let me check again Alternatively redo Answer system user assistant You are a the helpful"
 )
 _DELIMITERS = (".\n", ".\n\n", "\n\n", "\n", "?\n", "?\n\n", ")\n", ")\n\n", ":\n", ",\n")

@@ -1,0 +1,152 @@
+"""The bundled model is what its card says: files, problems, and answers through the real server.
+
+A sample here; ``bench/heldout.py`` measures all 200 problems of each level.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server
+from transformers import AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples" / "reasoner"
+SAMPLE = 8
+HELDOUT = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
+
+
+def heldout(level: str) -> list[dict[str, Any]]:
+    return [problem for problem in HELDOUT if problem["level"] == level]
+
+
+@pytest.fixture(scope="module")
+def generator(monkeypatch_module: pytest.MonkeyPatch) -> Any:
+    """``bench/reasoner/problems.py``, a script folder and no package."""
+    monkeypatch_module.syspath_prepend(str(ROOT / "bench" / "reasoner"))
+    import problems
+
+    return problems
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+        sys.modules.pop("problems", None)
+
+
+def test_weights_are_small_and_the_log_belongs_to_them() -> None:
+    assert (MODEL / "model.safetensors").stat().st_size <= 10_000_000
+    rows = list(csv.DictReader((MODEL / "training_log.csv").open()))
+    command = (MODEL / "README.md").read_text()
+    assert f"{int(rows[-1]['step']):,} steps" in command and "--seed 1" in command
+    assert float(rows[-1]["seconds"]) < 7200
+
+
+def test_heldout_problems_come_from_the_generator(generator: Any) -> None:
+    assert {problem["level"] for problem in HELDOUT} == set(generator.LEVELS)
+    for level in generator.LEVELS:
+        shipped = heldout(level)
+        assert len(shipped) == 200
+        for i, problem in enumerate(shipped):
+            made = generator.heldout_problem(level, i)
+            assert (problem["prompt"], problem["answer"]) == (made.prompt, made.answer)
+
+
+def test_problems_have_distractors_far_references_and_redundancy(generator: Any) -> None:
+    problems = [generator.heldout_problem("hard", i) for i in range(50)]
+    assert all(len(problem.facts) > len(problem.steps) for problem in problems)
+    spans = [
+        len(problem.steps) - 1 - [f.name for f in problem.steps].index(ref)
+        for problem in problems
+        for ref in problem.steps[-1].refs
+    ]
+    assert max(spans) >= 15 and sum(spans) / len(spans) > 5
+    text = "".join(generator.solution_text(problem) for problem in problems)
+    assert text.count("Wait,") > 200 and text.count("Alternatively,") > 200
+
+
+def test_a_conversation_keeps_its_prefix(generator: Any) -> None:
+    """The second turn's prompt starts with the first turn's prompt and reply, token by token."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    problem = generator.heldout_problem("easy", 0)
+    chat = [{"role": "user", "content": problem.prompt}]
+    first = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    reply = generator.solution_text(problem)
+    chat += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And now?"}]
+    second = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert first.endswith("<think>\n")
+    assert tokenizer.encode(second)[: len(tokenizer.encode(first + reply))] == tokenizer.encode(
+        first + reply
+    )
+
+
+@pytest.fixture(scope="module")
+def reasoner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("reasoner")
+    running = Server(MODEL, folder, ["--max-total-tokens", "40960", "--max-running-requests", "64"])
+    try:
+        yield running.wait_ready(400)
+        running.assert_clean()
+    finally:
+        running.stop()
+
+
+def answers(server: Server, problems: list[dict[str, Any]], **params: Any) -> list[dict[str, Any]]:
+    """Replies through the chat API; ``right`` tells whether the answer is."""
+
+    def solve(problem: dict[str, Any]) -> dict[str, Any]:
+        body = {
+            "model": "reasoner",
+            "messages": [{"role": "user", "content": problem["prompt"]}],
+            "max_tokens": 2500,
+            "temperature": 0,
+            "return_meta_info": True,
+            **params,
+        }
+        choice: dict[str, Any] = server.post("/v1/chat/completions", body)["choices"][0]
+        said = re.search(r"</think>\nAnswer: (\d+)$", choice["message"]["content"])
+        choice["right"] = said is not None and int(said[1]) == problem["answer"]
+        return choice
+
+    with ThreadPoolExecutor(len(problems)) as pool:
+        return list(pool.map(solve, problems))
+
+
+def right(replies: list[dict[str, Any]]) -> float:
+    return sum(reply["right"] for reply in replies) / len(replies)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
+def test_full_cache_solves_what_was_held_out(reasoner: Server, level: str) -> None:
+    assert right(answers(reasoner, heldout(level)[:SAMPLE])) >= 0.75  # one sample; the bar is 0.9
+
+
+@pytest.mark.server
+def test_the_cache_matters(reasoner: Server) -> None:
+    """A window of 64 tokens forgets what later steps need."""
+    replies = answers(reasoner, heldout("hard")[:SAMPLE], kv_budget=64, kv_policy="streaming")
+    assert right(replies) <= 0.5
+    for reply in replies:
+        assert reply["meta_info"]["skipkv"]["peak_kv_tokens"] <= 64 + 128 + 1
+
+
+@pytest.mark.server
+def test_skipkv_drops_repetitions_and_keeps_the_answer(reasoner: Server) -> None:
+    params = {"kv_budget": 512, "kv_params": {"tau": 0.85, "interval": 32}}
+    replies = answers(reasoner, heldout("hard")[:SAMPLE], **params)
+    reports = [reply["meta_info"]["skipkv"] for reply in replies]
+    assert right(replies) >= 0.5
+    assert all(report["peak_kv_tokens"] <= 512 + 32 + 1 for report in reports)
+    # Whole sentences go: that is what this policy is for.
+    assert sum(report["evicted_sentences"] for report in reports) > 10 * SAMPLE
