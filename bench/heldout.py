@@ -2,6 +2,7 @@
 
     python bench/heldout.py                                    # FullKV, 200 problems per level
     python bench/heldout.py --levels hard --policy streaming --kv-budget 64
+    python bench/heldout.py --policy skipkv --kv-budget 512 --kv-params '{"tau": 0.85}'
 
 Greedy, all levels in one server. Appends one row per level to bench/rows/heldout.csv.
 """
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=200, help="per level")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--kv-budget", type=int)
-    parser.add_argument("--interval", type=int, default=128)
+    parser.add_argument("--kv-params", type=json.loads, default={}, help="JSON object")
     parser.add_argument("--max-new-tokens", type=int, default=3000)
     parser.add_argument("--parallel", type=int, default=16)
     arguments = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
         "temperature": 0,
         "kv_policy": arguments.policy,
         "kv_budget": arguments.kv_budget,
-        "kv_params": {"interval": arguments.interval},
+        "kv_params": arguments.kv_params,
     }
 
     def solve(problem: dict[str, Any]) -> dict[str, Any]:
@@ -79,13 +80,15 @@ def main() -> None:
                 is_right(answer["text"], problem["answer"])
                 for answer, problem in zip(answers, chosen, strict=True)
             )
-            tokens = [answer["meta_info"]["completion_tokens"] for answer in answers]
+            infos = [answer["meta_info"] for answer in answers]
+            tokens = [info["completion_tokens"] for info in infos]
+            peaks = [info["skipkv"]["peak_kv_tokens"] for info in infos]
             low, high = wilson(right, len(chosen))
             row = {
                 "level": level,
                 "policy": arguments.policy,
                 "kv_budget": arguments.kv_budget or "",
-                "interval": arguments.interval,
+                "kv_params": json.dumps(arguments.kv_params),
                 "problems": len(chosen),
                 "right": right,
                 "accuracy": round(right / len(chosen), 4),
@@ -93,6 +96,7 @@ def main() -> None:
                 "wilson_high": round(high, 4),
                 "output_tokens_mean": round(sum(tokens) / len(tokens), 1),
                 "output_tokens_max": max(tokens),
+                "peak_kv_tokens_max": max(peaks),
             }
             append_row("heldout", row)
             print(row)

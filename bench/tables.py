@@ -66,6 +66,7 @@ def demo() -> str:
 def heldout() -> str:
     found = rows("heldout")
     header = ["level", "policy", "`kv_budget`", "right", "95% interval", "mean output tokens"]
+    header += ["peak KV tokens"]
     lines = [
         [
             row["level"],
@@ -74,6 +75,7 @@ def heldout() -> str:
             f"{row['right']} of {row['problems']}",
             f"{100 * float(row['wilson_low']):.1f}-{100 * float(row['wilson_high']):.1f}%",
             row["output_tokens_mean"],
+            f"{int(row['peak_kv_tokens_max']):,}",
         ]
         for row in found
     ]

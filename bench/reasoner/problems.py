@@ -8,6 +8,8 @@ The solution goes through the list, one passage per fact:
 
     8. This is not about pens.
 
+    9. Answer.
+
 and after some steps checks them, in words that mostly repeat the step:
 
     plus        "Wait, let me check Carl again."        the same words once more
@@ -37,6 +39,8 @@ NAMES: tuple[str, ...] = tuple(
 ITEMS: tuple[str, ...] = ("coins", "shells", "cards", "beads", "stamps", "books", "apples", "pens")
 
 MAX_VALUE = 24
+LAST_LINE = "Answer."
+"""Ends the list of facts, in the prompt and in the trace."""
 
 Kind = Literal["given", "more", "fewer", "plus", "minus"]
 Check = Literal["again", "redo"]
@@ -113,7 +117,7 @@ class Problem:
         question = f"How many {self.item} does {self.facts[-1].name} have?"
         sentences = (fact.sentence(aside=fact.item != self.item) for fact in self.facts)
         numbered = (f"{i}. {sentence}" for i, sentence in enumerate(sentences, start=1))
-        return "\n".join([question, *numbered])
+        return "\n".join([question, *numbered, f"{len(self.facts) + 1}. {LAST_LINE}"])
 
     @property
     def digest(self) -> str:
@@ -195,6 +199,7 @@ def solution_passages(problem: Problem) -> Iterator[str]:
         yield _passage(number, fact, value, None)
         for check in CHECKS[fact.kind]:
             yield _passage(number, fact, value, check)
+    yield f"{len(problem.facts) + 1}. {LAST_LINE}\n\n"
 
 
 def _passage(number: int, fact: Fact, value: dict[str, int], check: Check | None) -> str:
