@@ -100,6 +100,7 @@ class Problem:
 
     item: str
     facts: tuple[Fact, ...]
+    last_line: bool = True
 
     @property
     def steps(self) -> tuple[Fact, ...]:
@@ -114,15 +115,18 @@ class Problem:
     @property
     def prompt(self) -> str:
         """The user message. The question comes first, so each fact can be judged as it is read."""
-        question = f"How many {self.item} does {self.facts[-1].name} have?"
-        sentences = (fact.sentence(aside=fact.item != self.item) for fact in self.facts)
-        numbered = (f"{i}. {sentence}" for i, sentence in enumerate(sentences, start=1))
-        return "\n".join([question, *numbered, f"{len(self.facts) + 1}. {LAST_LINE}"])
+        lines = self._lines()
+        return "\n".join([*lines, f"{len(lines)}. {LAST_LINE}"] if self.last_line else lines)
 
     @property
     def digest(self) -> str:
-        """A hash of the prompt, to keep held-out problems out of training."""
-        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
+        """A hash of the question and the facts, to keep held-out problems out of training."""
+        return hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
+
+    def _lines(self) -> list[str]:
+        question = f"How many {self.item} does {self.facts[-1].name} have?"
+        sentences = (fact.sentence(aside=fact.item != self.item) for fact in self.facts)
+        return [question, *(f"{i}. {sentence}" for i, sentence in enumerate(sentences, start=1))]
 
 
 def make_problem(seed: str, steps: int) -> Problem:
@@ -199,7 +203,8 @@ def solution_passages(problem: Problem) -> Iterator[str]:
         yield _passage(number, fact, value, None)
         for check in CHECKS[fact.kind]:
             yield _passage(number, fact, value, check)
-    yield f"{len(problem.facts) + 1}. {LAST_LINE}\n\n"
+    if problem.last_line:
+        yield f"{len(problem.facts) + 1}. {LAST_LINE}\n\n"
 
 
 def _passage(number: int, fact: Fact, value: dict[str, int], check: Check | None) -> str:

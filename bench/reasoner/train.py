@@ -198,7 +198,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--state", type=Path, help="file of the training state [OUT/state.pt]")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1800, help="optimiser steps")
+    parser.add_argument("--steps", type=int, default=2400, help="optimiser steps")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--embed-lr", type=float, default=3e-3)
     parser.add_argument("--matrix-lr", type=float, default=4e-3)
