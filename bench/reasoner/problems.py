@@ -42,6 +42,8 @@ MAX_VALUE = 24
 LAST_LINE = "Answer."
 """Ends the list of facts, in the prompt and in the trace."""
 
+MOST_DRAWS = 1000
+
 Kind = Literal["given", "more", "fewer", "plus", "minus"]
 Check = Literal["again", "redo"]
 
@@ -53,6 +55,10 @@ CHECKS: dict[Kind, tuple[Check, ...]] = {
     "minus": ("again", "redo"),
 }
 """The checks that follow a step, in order. What a step is can be read in its own passage."""
+
+
+class DeadEndError(Exception):
+    """No next fact: every sum of what is known is too large, every difference 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class Level:
 LEVELS: dict[str, Level] = {
     "easy": Level("easy", (5, 7)),
     "medium": Level("medium", (9, 12)),
-    "hard": Level("hard", (20, 23)),
+    "hard": Level("hard", (18, 20)),
 }
 
 
@@ -129,11 +135,18 @@ class Problem:
         return [question, *(f"{i}. {sentence}" for i, sentence in enumerate(sentences, start=1))]
 
 
-def make_problem(seed: str, steps: int) -> Problem:
-    """Draw a problem with `steps` relevant facts; the same seed gives the same problem."""
+def make_problem(seed: str, steps: int, *, amounts: bool) -> Problem:
+    """Draw a problem with `steps` relevant facts; the same seed gives the same problem.
+
+    With `amounts` some of them say how many more or fewer; without, all but the given ones are sums
+    and differences of two earlier counts.
+    """
     rng = random.Random(seed)
     item, *others = rng.sample(ITEMS, 3)
-    relevant = _draw_chain(rng, item, rng.sample(NAMES, steps))
+    try:
+        relevant = _draw_chain(rng, item, rng.sample(NAMES, steps), amounts)
+    except DeadEndError:
+        return make_problem(f"{seed}/again", steps, amounts=amounts)
     facts = list(relevant)
     for _ in range(rng.randint(steps // 4, steps // 2)):
         # Before the last fact, which is the one that the question asks about.
@@ -141,7 +154,7 @@ def make_problem(seed: str, steps: int) -> Problem:
     return Problem(item=item, facts=tuple(facts))
 
 
-def _draw_chain(rng: random.Random, item: str, names: list[str]) -> list[Fact]:
+def _draw_chain(rng: random.Random, item: str, names: list[str], amounts: bool) -> list[Fact]:
     """Facts about `item` for each of `names`, each from earlier ones only.
 
     Half of the references go to results that nothing used yet, so that most steps matter for the
@@ -150,12 +163,12 @@ def _draw_chain(rng: random.Random, item: str, names: list[str]) -> list[Fact]:
     facts: list[Fact] = []
     value: dict[str, int] = {}
     unused: list[str] = []
-    given = 1 if len(names) < 8 else 2
+    given = 1 if amounts and len(names) < 8 else 2
     for name in names:
         if len(facts) < given:
             fact = Fact(name, item, "given", (), 0, rng.randint(2, MAX_VALUE))
         else:
-            fact = _draw_step(rng, item, name, value, unused)
+            fact = _draw_step(rng, item, name, value, unused, amounts)
         facts.append(fact)
         value[name] = fact.value
         unused = [other for other in unused if other not in fact.refs] + [name]
@@ -163,13 +176,18 @@ def _draw_chain(rng: random.Random, item: str, names: list[str]) -> list[Fact]:
 
 
 def _draw_step(
-    rng: random.Random, item: str, name: str, value: dict[str, int], unused: list[str]
+    rng: random.Random,
+    item: str,
+    name: str,
+    value: dict[str, int],
+    unused: list[str],
+    amounts: bool,
 ) -> Fact:
     """One derived fact whose value lies in 1..MAX_VALUE."""
     known = list(value)
-    while True:
+    for _ in range(MOST_DRAWS):
         first = rng.choice(unused if rng.random() < 0.5 else known)
-        if len(known) == 1 or rng.random() < 0.3:
+        if amounts and (len(known) == 1 or rng.random() < 0.3):
             kind: Kind = rng.choice(("more", "fewer"))
             amount = rng.randint(2, 9)
             result = value[first] + (amount if kind == "more" else -amount)
@@ -183,6 +201,7 @@ def _draw_step(
             result = value[refs[0]] + value[refs[1]] * (1 if kind == "plus" else -1)
         if 1 <= result <= MAX_VALUE:
             return Fact(name, item, kind, refs, amount, result)
+    raise DeadEndError
 
 
 def _draw_distractor(rng: random.Random, item: str) -> Fact:
@@ -255,9 +274,10 @@ def recall_drill(seed: str, people: int, passages: int) -> str:
 def heldout_problem(level: str, index: int) -> Problem:
     """The `index`-th evaluation problem of a level. These seeds are never used in training."""
     seed = f"heldout/{level}/{index}"
-    return make_problem(seed, random.Random(f"{seed}/steps").randrange(*LEVELS[level].steps))
+    steps = random.Random(f"{seed}/steps").randrange(*LEVELS[level].steps)
+    return make_problem(seed, steps, amounts=False)
 
 
 def training_problem(seed: int, index: int, steps: int) -> Problem:
     """The `index`-th training problem of a run."""
-    return make_problem(f"train/{seed}/{index}/{steps}", steps)
+    return make_problem(f"train/{seed}/{index}/{steps}", steps, amounts=True)
