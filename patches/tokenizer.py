@@ -17,6 +17,11 @@ from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
 
 
+# Tokenizer managers of refused starts. One that the garbage collector finds before the process has
+# ended takes its ZeroMQ context along, which then waits for ever for sockets that went with it.
+_kept: list[Any] = []
+
+
 @dataclass(frozen=True)
 class Gate:
     """What the main process knows: the operator's settings and the schedulers' answer."""
@@ -46,6 +51,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         reasons += missing if answer is None else answer["reasons"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.asked)
     if readiness.state == "refused":
+        _kept.append(manager)
         raise SystemExit(readiness.message())
     manager.skipkv = Gate(config, readiness)
 

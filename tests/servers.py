@@ -45,6 +45,7 @@ class Server(ServerProcess):
         super().__init__(model, folder, arguments, environment)
 
     def wait_exit(self) -> int:
+        """The exit status of a server that ends by itself."""
         return self.process.wait(timeout=400)
 
     def generate(self, input_ids: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def test_checkout_does_not_hide_the_kernels_of_pypi() -> None:
     assert importlib.metadata.version("kernels")
     find = "from importlib.util import find_spec as find; "
     theirs = run_fresh(find + "print(find('kernels').origin)")
-    assert theirs.endswith("__init__.py") and not Path(theirs).is_relative_to(ROOT), theirs
+    assert theirs.endswith("__init__.py") and Path(theirs).parent != ROOT / "kernels", theirs
     ours = run_fresh(find + "print(find('sgl_skipkv.kernels.reference').origin)")
     assert Path(ours).resolve() == ROOT / "kernels" / "reference.py"
 
@@ -218,8 +218,8 @@ def test_nothing_is_swallowed_and_no_data_is_run(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "try: f()\nexcept: pass",
-        "try: f()\nexcept (ValueError, Exception): pass",
+        "try: f()\nexcept: g()",
+        "try: f()\nexcept (ValueError, Exception): g()",
         "try: f()\nexcept BaseException as e: raise",
         "eval('1')",
         "import torch\ntorch.load('x')",
