@@ -17,7 +17,7 @@ setup:
 
 $(READY): pyproject.toml .ci/constraints.txt | $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[bench,dev]'
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[bench,dev]'
 	touch $@
 
 .uv/bin/uv:

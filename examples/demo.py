@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -161,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=16, help="hard problems per round")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
     console = Console(width=None if sys.stdout.isatty() else 110)
     problems = hard_problems(arguments.problems)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

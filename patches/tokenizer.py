@@ -16,7 +16,6 @@ from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
 
-
 # Tokenizer managers of refused starts. One that the garbage collector finds before the process has
 # ended takes its ZeroMQ context along, which then waits for ever for sockets that went with it.
 _kept: list[Any] = []

@@ -110,13 +110,29 @@ class ServerProcess:
             time.sleep(0.3)
         raise TimeoutError(f"the server is not ready after {timeout_s} s:\n{self.log[-3000:]}")
 
-    def stop(self) -> None:
-        """End the server and everything it started, and wait until all of it is gone."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._signal_group(number):
-                self._wait_for_group(20)
+    def stop(self, grace_s: float = 30) -> None:
+        """End the server and everything it started, and wait until all of it is gone.
+
+        Args:
+            grace_s: how long SGLang may take to shut down by itself before it is killed.
+        """
+        if grace_s > 0:
+            self.process.terminate()
+            self.wait_gone(grace_s)
+        if self._signal_group(signal.SIGKILL):
+            self.wait_gone(20)
         self.process.wait(timeout=20)
         self._log.close()
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Block until none of the server's processes is left; whether that is so."""
+        deadline = time.monotonic() + timeout_s
+        while there := self._signal_group(0):
+            self.process.poll()  # a child that nobody waits for stays in its group
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return not there
 
     def _signal_group(self, number: int) -> bool:
         """Signal the server's processes; whether there were any."""
@@ -125,12 +141,6 @@ class ServerProcess:
         except ProcessLookupError:
             return False
         return True
-
-    def _wait_for_group(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._signal_group(0) and time.monotonic() < deadline:
-            self.process.poll()  # a child that nobody waits for stays in its group
-            time.sleep(0.1)
 
     def __enter__(self) -> Self:
         return self

@@ -400,25 +400,24 @@ class World(Books):
             if req.inflight_middle_chunks > 0:
                 req.inflight_middle_chunks -= 1
                 continue
-            req.output_ids.append(token)
-            req.update_finish_state()
-            if req.finished():
-                common.release_kv_cache(req, self.tree_cache, checkpoint=True)
-                self._forget(req)
-            else:
+            self._take_token(req, token)
+            if not req.finished():
                 common.checkpoint_kv_cache(req, self.tree_cache)
 
     def _finish_decode(self, batch: Any, tokens: list[int | None]) -> None:
+        for req, token in zip(batch.reqs, tokens, strict=True):
+            if not (self.overlap and (req.finished() or req.is_retracted)):
+                self._take_token(req, token)
+
+    def _take_token(self, req: Any, token: int | None) -> None:
+        """A sampled token; the last one gives the request's KV back."""
         from sglang.srt.mem_cache import common
 
-        for req, token in zip(batch.reqs, tokens, strict=True):
-            if self.overlap and (req.finished() or req.is_retracted):
-                continue
-            req.output_ids.append(token)
-            req.update_finish_state()
-            if req.finished():
-                common.release_kv_cache(req, self.tree_cache, checkpoint=True)
-                self._forget(req)
+        req.output_ids.append(token)
+        req.update_finish_state()
+        if req.finished():
+            common.release_kv_cache(req, self.tree_cache, checkpoint=True)
+            self._forget(req)
 
     def _forget(self, req: Any) -> None:
         self.rows.pop(req.rid)

@@ -44,6 +44,10 @@ class Server(ServerProcess):
             arguments += ["--skipkv-trace", str(self.trace_path)]
         super().__init__(model, folder, arguments, environment)
 
+    def stop(self, grace_s: float = 0) -> None:
+        """At once: ``assert_clean`` has looked at what there is to see."""
+        super().stop(grace_s)
+
     def wait_exit(self) -> int:
         """The exit status of a server that ends by itself."""
         return self.process.wait(timeout=400)

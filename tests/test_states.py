@@ -51,8 +51,7 @@ def test_refused_when_asked(both: list[Server]) -> None:
     assert last.startswith("sgl_skipkv: refused: ")
     assert "page size 16" in last and "steering_vector" in last and "allocator" in last
     assert "fired up" not in refused.log
-    group = subprocess.run(["pgrep", "-g", str(refused.process.pid)], capture_output=True)
-    assert group.stdout == b""
+    assert refused.wait_gone(20)
 
 
 def test_unavailable_when_not_asked(both: list[Server]) -> None:

@@ -1,0 +1,125 @@
+"""The scores of each policy against its formula, written once more as loops over floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import importance, redundancy
+from score_inputs import score_input, some_sentences
+
+from sgl_skipkv.policy import make_policy
+from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.skipkv import sentence_penalty
+
+TOLERANCE = 2e-6
+
+
+def rkv_scores(
+    inputs: ScoreInput, sigma: float = 0.1, kernel: int = 7, threshold: float = 0.5
+) -> list[float]:
+    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window."""
+    assert inputs.queries is not None
+    n, window = len(inputs.positions), inputs.queries.shape[1]
+    total = [0.0] * n
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer)
+        important = importance(inputs.queries[layer], keys, kernel, inputs.scale)
+        redundant = redundancy(keys, threshold)
+        heads = len(important)
+        for i in range(n - window):
+            z = sum(sigma * important[h][i] - (1.0 - sigma) * redundant[h][i] for h in range(heads))
+            total[i] += z / heads / inputs.layers
+    return total
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "knobs", [{}, {"sigma": 0.0}, {"sigma": 1.0}, {"kernel": 1, "threshold": 0.2, "sigma": 0.5}]
+)
+def test_rkv_scores(seed: int, knobs: dict[str, Any]) -> None:
+    inputs = score_input(seed)
+    found = make_policy("rkv", **knobs).scores(inputs).double()
+    exact = torch.tensor(rkv_scores(inputs, **knobs), dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+    assert not found[-8:].any()
+
+
+def penalties(inputs: ScoreInput, tau: float) -> list[float]:
+    """lambda of the sentence that holds each token, where it is redundant and longer than one."""
+    assert inputs.sentences is not None
+    found = [0.0] * len(inputs.positions)
+    spans = zip(
+        inputs.sentences.starts.tolist(),
+        inputs.sentences.stops.tolist(),
+        inputs.sentences.redundancy.tolist(),
+        strict=True,
+    )
+    for start, stop, likeness in spans:
+        if likeness > tau and stop - start > 1:
+            for i, position in enumerate(inputs.positions.tolist()):
+                if start <= position < stop:
+                    found[i] = likeness
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tau", [0.95, 0.99, 0.0])
+def test_skipkv_scores(seed: int, tau: float) -> None:
+    sentences = some_sentences(
+        (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 160, -1.0)
+    )
+    inputs = score_input(seed, sentences=sentences)
+    found = make_policy("skipkv", tau=tau).scores(inputs).double()
+    parts = zip(rkv_scores(inputs), penalties(inputs, tau), strict=True)
+    exact = torch.tensor([z - lost for z, lost in parts], dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+    assert any(penalties(inputs, tau))
+
+
+def test_redundant_sentences_go_whole_and_first() -> None:
+    inputs = score_input(4, sentences=some_sentences((20, 60, 0.96), (60, 100, 0.3)))
+    scores = make_policy("skipkv").scores(inputs)
+    inside = (inputs.positions >= 20) & (inputs.positions < 60)
+    inside[-8:] = False
+    assert inside.any() and scores[inside].max() < -0.9
+    assert scores[~inside].abs().max() < 0.1
+
+
+def test_similarity_at_tau_is_not_redundant() -> None:
+    positions = torch.arange(6)
+    sentences = some_sentences((0, 3, 0.5), (3, 6, 0.75))
+    assert sentence_penalty(positions, sentences, 0.5).tolist() == [0, 0, 0, 0.75, 0.75, 0.75]
+
+
+def test_a_sentence_of_one_token_is_never_penalised() -> None:
+    positions = torch.arange(4)
+    sentences = some_sentences((0, 1, 0.99), (1, 3, 0.98), (3, 4, 0.97))
+    found = sentence_penalty(positions, sentences, 0.9)
+    assert torch.equal(found, torch.tensor([0, 0.98, 0.98, 0]))
+
+
+def test_tokens_outside_every_sentence_are_not_penalised() -> None:
+    positions = torch.tensor([0, 4, 5, 8, 9, 12])
+    sentences = some_sentences((4, 6, 0.99), (9, 11, 0.98))
+    found = sentence_penalty(positions, sentences, 0.9)
+    assert torch.equal(found, torch.tensor([0, 0.99, 0.99, 0, 0.98, 0]))
+
+
+def test_streaming_scores_are_positions() -> None:
+    inputs = score_input(5)
+    found = make_policy("streaming").scores(inputs)
+    assert found.tolist() == [float(p) for p in inputs.positions.tolist()]
+
+
+def test_random_draws() -> None:
+    """By prompt, compaction and seed; not by content, order of calls or the global generator."""
+    first = make_policy("random").scores(score_input(1))
+    torch.manual_seed(99)
+    assert torch.equal(first, make_policy("random").scores(score_input(2)))
+    again = make_policy("random").scores(score_input(1, compaction_seed=12))
+    seeded = make_policy("random", seed=1).scores(score_input(1))
+    assert not torch.equal(first, again) and not torch.equal(first, seeded)
+    assert not torch.equal(again, seeded)
+    assert (first >= 0).all() and (first < 1).all() and first.unique().numel() > 55
