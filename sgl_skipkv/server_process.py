@@ -113,9 +113,13 @@ class ServerProcess:
     def stop(self, grace_s: float = 30) -> None:
         """End the server and everything it started, and wait until all of it is gone.
 
+        Doing it again does nothing.
+
         Args:
             grace_s: how long SGLang may take to shut down by itself before it is killed.
         """
+        if self._log.closed:
+            return
         if grace_s > 0:
             self.process.terminate()
             self.wait_gone(grace_s)

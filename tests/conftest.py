@@ -50,21 +50,29 @@ def score_oracle(model_folder):  # type: ignore[no-untyped-def]
     return functools.cache(lambda family: ScoreOracle(model_folder(family)))
 
 
-@pytest.fixture(scope="session")
-def server(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
-    """The session's server: plugin loaded, no default budget, overlap on, strict checks on."""
-    from servers import Server
+@pytest.fixture(scope="session", autouse=True)
+def fleet(request, model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """The servers of this session's tests; the first of them starts with the first test."""
+    from fleet import Fleet
 
-    running = Server(
-        model_folder("qwen2"),
-        tmp_path_factory.mktemp("server"),
-        ["--chunked-prefill-size", "64", "--enable-metrics", "--max-running-requests", "64"],
-    )
+    files = {
+        item.path.stem.removeprefix("test_")
+        for item in request.session.items
+        if item.get_closest_marker("server")
+    }
+    running = Fleet(files, model_folder, tmp_path_factory.mktemp)
     try:
-        yield running.wait_ready(400)
-        running.assert_clean()
+        yield running
     finally:
-        running.stop()
+        running.stop_all()
+
+
+@pytest.fixture(scope="session")
+def server(fleet) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """The session's server: plugin loaded, no default budget, overlap on, strict checks on."""
+    running = fleet.ready("main")
+    yield running
+    running.assert_clean()
 
 
 @pytest.fixture(scope="session")

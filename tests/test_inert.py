@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from fleet import Fleet
 from servers import Server, output_logprobs
 from tiny_models import VOCAB_SIZE
 
@@ -14,18 +14,10 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
-def plain_server(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same server, and SGLang never loads the plugin."""
-    server = Server(
-        model_folder("qwen2"),
-        tmp_path_factory.mktemp("plain"),
-        ["--chunked-prefill-size", "64", "--max-running-requests", "64"],
-        plugin=False,
-    )
-    try:
-        yield server.wait_ready()
-    finally:
-        server.stop()
+def plain_server(fleet: Fleet) -> Iterator[Server]:
+    """The session's server, and SGLang never loads the plugin."""
+    yield fleet.ready("plain")
+    fleet.stop("plain")
 
 
 def test_the_plain_server_has_no_plugin(plain_server: Server) -> None:

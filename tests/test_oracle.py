@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fleet import Fleet
 from servers import Server, output_logprobs
 from tiny_models import LINE_ENDS, PIECES, VOCAB_SIZE
 
@@ -23,11 +23,12 @@ LOGPROB_TOLERANCE = 2e-3
 SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
 INTERVAL = 16
 TOKENS = 150
-# The session's server covers ("qwen2", overlap on).
-OTHER_SERVERS = {
-    ("qwen2", False): ("--disable-overlap-schedule",),
-    ("llama", True): (),
-    ("qwen3", False): ("--disable-overlap-schedule",),
+# (family, overlap) -> name in the fleet
+SERVERS = {
+    ("qwen2", True): "main",
+    ("qwen2", False): "qwen2, no overlap",
+    ("llama", True): "llama",
+    ("qwen3", False): "qwen3, no overlap",
 }
 
 
@@ -55,36 +56,25 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def fleet(server: Server, model_folder, tmp_path_factory) -> Iterator[dict[Any, Server]]:  # type: ignore[no-untyped-def]
-    """(family, overlap) -> server; the others start side by side and end with this file."""
-    others = {
-        key: Server(
-            model_folder(key[0]),
-            tmp_path_factory.mktemp(f"{key[0]}-{key[1]}"),
-            ["--chunked-prefill-size", "64", *args],
-        )
-        for key, args in OTHER_SERVERS.items()
-    }
-    try:
-        with ThreadPoolExecutor(len(others)) as pool:
-            list(pool.map(Server.wait_ready, others.values()))
-        yield {("qwen2", True): server, **others}
-        for other in others.values():
-            other.assert_clean()
-    finally:
-        for other in others.values():
-            other.stop()
+def families(fleet: Fleet, server: Server) -> Iterator[dict[tuple[str, bool], Server]]:
+    """(family, overlap) -> server; all but the session's end with this file."""
+    others = {key: name for key, name in SERVERS.items() if name != "main"}
+    found = {key: fleet.ready(name) for key, name in others.items()}
+    yield {("qwen2", True): server, **found}
+    for other in found.values():
+        other.assert_clean()
+    fleet.stop(*others.values())
 
 
 @pytest.fixture(scope="module")
-def answers(fleet) -> dict[Any, list[dict[str, Any]]]:  # type: ignore[no-untyped-def]
+def answers(families) -> dict[Any, list[dict[str, Any]]]:  # type: ignore[no-untyped-def]
     """Each server's answers to the same calls, sent all at once (so in batches of up to ten)."""
-    return {key: server.generate_all(make_calls("all")) for key, server in fleet.items()}
+    return {key: server.generate_all(make_calls("all")) for key, server in families.items()}
 
 
-@pytest.mark.parametrize("key", [("qwen2", True), *OTHER_SERVERS], ids=str)
-def test_every_greedy_token_is_the_argmax_under_the_trace_masks(fleet, answers, oracle, key):  # type: ignore[no-untyped-def]
-    server, judge = fleet[key], oracle(key[0]).judge
+@pytest.mark.parametrize("key", SERVERS, ids=str)
+def test_every_greedy_token_is_the_argmax_under_the_trace_masks(families, answers, oracle, key):  # type: ignore[no-untyped-def]
+    server, judge = families[key], oracle(key[0]).judge
     compactions = 0
     for call, answer in zip(make_calls("all"), answers[key], strict=True):
         events = server.events(call["rid"])
@@ -103,8 +93,8 @@ def test_the_masks_matter(server, answers, oracle):  # type: ignore[no-untyped-d
     assert oracle("qwen2").judge(call["input_ids"], answer["output_ids"], []).wrong
 
 
-def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyped-def]
-    for key, server in fleet.items():
+def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-untyped-def]
+    for key, server in families.items():
         for call, answer in zip(make_calls("all"), answers[key], strict=True):
             info, prompt = answer["meta_info"]["skipkv"], len(call["input_ids"])
             if call["kv_policy"] == "full":
@@ -120,14 +110,14 @@ def test_budgets_hold_and_prompts_stay(fleet, answers):  # type: ignore[no-untyp
             assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
 
 
-@pytest.mark.parametrize("key", [("qwen2", True), *OTHER_SERVERS], ids=str)
-def test_every_kept_set_is_the_one_with_the_best_scores(fleet, answers, score_oracle, key):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("key", SERVERS, ids=str)
+def test_every_kept_set_is_the_one_with_the_best_scores(families, answers, score_oracle, key):  # type: ignore[no-untyped-def]
     """Invariant 3 end to end: recorded queries and hidden states are the model's own."""
     exact = penalised = compactions = 0
     for call, answer in zip(make_calls("all"), answers[key], strict=True):
         if call["kv_policy"] not in ("rkv", "skipkv"):
             continue
-        events = [e for e in fleet[key].events(call["rid"]) if e["event"] == "compact"]
+        events = [e for e in families[key].events(call["rid"]) if e["event"] == "compact"]
         delimiters = [PIECES[token] in LINE_ENDS for token in answer["output_ids"]]
         policy = make_policy(call["kv_policy"], **call["kv_params"])
         sides = call["input_ids"], answer["output_ids"], events, delimiters, policy
@@ -141,12 +131,12 @@ def test_every_kept_set_is_the_one_with_the_best_scores(fleet, answers, score_or
     assert exact >= 0.9 * compactions > 20 and penalised >= 3
 
 
-def test_overlap_changes_nothing(fleet, answers):  # type: ignore[no-untyped-def]
+def test_overlap_changes_nothing(families, answers):  # type: ignore[no-untyped-def]
     """Invariant 5: the same tokens and kept sets with the overlap scheduler and without."""
     with_overlap, without = answers["qwen2", True], answers["qwen2", False]
     for call, one, other in zip(make_calls("all"), with_overlap, without, strict=True):
         assert one["output_ids"] == other["output_ids"]
-        kept = [_kept_sets(fleet["qwen2", on], call["rid"]) for on in (True, False)]
+        kept = [_kept_sets(families["qwen2", on], call["rid"]) for on in (True, False)]
         assert kept[0] == kept[1]
 
 

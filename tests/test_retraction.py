@@ -6,46 +6,28 @@ compaction.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet import RETRACT_POOL_TOKENS, Fleet
 from servers import Server, output_logprobs
 from tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
-POOL_TOKENS, EVERY_STEPS = 4096, 200
 TOKENS = 1000
 KEYS: dict[str, Any] = {"kv_params": {"interval": 16}}
 
 
 @pytest.fixture(scope="module")
-def small_server(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("retract")
-    config = folder / "skipkv.json"
-    config.write_text(json.dumps({"check_ledger": True, "kv_interval": 16}))
-    server = Server(
-        model_folder("llama"),
-        folder,
-        [
-            *("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256"),
-            *("--skipkv-config", str(config)),
-        ],
-        env={
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": str(EVERY_STEPS),
-        },
-    )
-    try:
-        yield server.wait_ready()
-        server.assert_clean()
-    finally:
-        server.stop()
+def small_server(fleet: Fleet) -> Iterator[Server]:
+    running = fleet.ready("retracting")
+    yield running
+    running.assert_clean()
+    fleet.stop("retracting")
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
@@ -90,12 +72,12 @@ def test_a_trace_longer_than_the_pool_finishes_in_its_budget(small_server: Serve
     assert info["peak_kv_tokens"] == 128 and answer["meta_info"]["num_retractions"] == 0
 
 
-def test_without_a_budget_sglang_cuts_the_trace_to_the_pool(small_server: Server) -> None:
-    answer = small_server.generate(prompt_ids(51, 60), 20_000)
-    assert len(answer["output_ids"]) < POOL_TOKENS
-
-
 LONG_PROMPT = prompt_ids(52, 3900)  # with it, a trace outgrows the pool after 193 tokens
+
+
+def test_without_a_budget_sglang_cuts_the_trace_to_the_pool(small_server: Server) -> None:
+    answer = small_server.generate(LONG_PROMPT, 20_000)
+    assert len(LONG_PROMPT) + len(answer["output_ids"]) <= RETRACT_POOL_TOKENS
 
 
 def test_who_cannot_come_back_never_gives_way(small_server: Server) -> None:
@@ -111,4 +93,4 @@ def test_who_cannot_come_back_never_gives_way(small_server: Server) -> None:
         answer = long_call.result()
     assert len(answer["output_ids"]) == 2500 and retractions > 0
     events = [event for event in small_server.events("long") if event["event"] == "recompute"]
-    assert all(len(LONG_PROMPT) + event["generated"] + 2 < POOL_TOKENS for event in events)
+    assert all(len(LONG_PROMPT) + event["generated"] + 2 < RETRACT_POOL_TOKENS for event in events)

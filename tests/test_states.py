@@ -7,45 +7,19 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet import Fleet
 from servers import HTTPFailure, Server
 
 pytestmark = pytest.mark.server
 
-# Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
-UNSUPPORTED = ["--page-size", "16"]
 
-
-@pytest.fixture(scope="module")
-def both(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """The same unsupported configuration, side by side: nobody asked, and the operator asked."""
-    servers = [
-        Server(
-            model_folder("qwen2"),
-            tmp_path_factory.mktemp("unavailable"),
-            [*UNSUPPORTED, "--enable-metrics"],
-            trace=False,
-        ),
-        Server(
-            model_folder("qwen2"),
-            tmp_path_factory.mktemp("refused"),
-            [*UNSUPPORTED, "--kv-budget", "64", "--steering-vector", "v.safetensors"],
-        ),
-    ]
-    try:
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
-
-
-def test_refused_when_asked(both: list[Server]) -> None:
+def test_refused_when_asked(fleet: Fleet) -> None:
     """The process ends at start, non-zero, with every reason, and leaves no process behind."""
-    refused = both[1]
+    refused = fleet.started("refused")
     assert refused.wait_exit() != 0
     last = refused.log.strip().splitlines()[-1]
     assert last.startswith("sgl_skipkv: refused: ")
@@ -54,9 +28,9 @@ def test_refused_when_asked(both: list[Server]) -> None:
     assert refused.wait_gone(20)
 
 
-def test_unavailable_when_not_asked(both: list[Server]) -> None:
+def test_unavailable_when_not_asked(fleet: Fleet) -> None:
     """It starts and serves; a call with one of our keys gets 400 with the reason."""
-    unavailable = both[0].wait_ready()
+    unavailable = fleet.ready("unavailable")
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
     for keys in ({"kv_budget": 64}, {"kv_policy": "rkv"}, {"kv_params": {}}, {"steering": 1.0}):
         with pytest.raises(HTTPFailure) as caught:

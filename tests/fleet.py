@@ -1,0 +1,134 @@
+"""Every server that the tests use, and who starts it when.
+
+A start costs half a minute of a core, and most tests keep only one core busy. So the servers of the
+next file start while the tests of this one run, in the order of the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from servers import Server
+
+REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
+# Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
+UNSUPPORTED = ("--page-size", "16")
+CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
+WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
+ONE_BATCH = ("--max-running-requests", "64")
+RETRACT_POOL_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One server.
+
+    Attributes:
+        files: the test files that use it, the first of them first.
+        model: family of ``tiny_models``, or a folder.
+        config: written to a file that ``--skipkv-config`` names.
+        options: of ``Server``.
+    """
+
+    files: tuple[str, ...]
+    model: str | Path
+    arguments: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+SPECS: dict[str, Spec] = {
+    # Plugin loaded, no default budget, overlap on, strict checks on: the session's server.
+    "main": Spec(
+        ("bad_input", "capacity", "inert", "life", "oracle", "ways_in"),
+        "qwen2",
+        (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
+    ),
+    # The same, and SGLang never loads the plugin.
+    "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
+    "qwen2, no overlap": Spec(("oracle",), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
+    "llama": Spec(("oracle",), "llama", CHUNKS_OF_64),
+    "qwen3, no overlap": Spec(("oracle",), "qwen3", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
+    "reasoner": Spec(("reasoner",), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
+    # A small pool in which SGLang's own test switch retracts requests every 200 steps.
+    "retracting": Spec(
+        ("retraction",),
+        "llama",
+        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
+        {"check_ledger": True, "kv_interval": 16},
+        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
+    ),
+    # The same unsupported configuration: nobody asked, and the operator asked.
+    "unavailable": Spec(
+        ("states",), "qwen2", (*UNSUPPORTED, "--enable-metrics"), options={"trace": False}
+    ),
+    "refused": Spec(
+        ("states",),
+        "qwen2",
+        (*UNSUPPORTED, "--kv-budget", "64", "--steering-vector", "v.safetensors"),
+    ),
+}
+
+
+class Fleet:
+    """Servers by name, each started once: when asked for, or ahead of that.
+
+    Args:
+        files: the test files of this session, without ``test_`` and ``.py``.
+        model_folder: family -> folder.
+        folder: name -> new folder of a server.
+    """
+
+    def __init__(
+        self,
+        files: Set[str],
+        model_folder: Callable[[str], Path],
+        folder: Callable[[str], Path],
+    ) -> None:
+        self._files, self._model_folder, self._folder = frozenset(files), model_folder, folder
+        self._started: dict[str, Server] = {}
+        self._start_ahead()
+
+    def started(self, name: str) -> Server:
+        """The server, perhaps not ready yet."""
+        if name not in self._started:
+            spec = SPECS[name]
+            folder, arguments = self._folder(name.replace(", ", "-").replace(" ", "-")), []
+            if spec.config is not None:
+                config = folder / "skipkv.json"
+                config.write_text(json.dumps(spec.config))
+                arguments = ["--skipkv-config", str(config)]
+            model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
+            self._started[name] = Server(
+                model, folder, [*spec.arguments, *arguments], **spec.options
+            )
+        return self._started[name]
+
+    def ready(self, name: str) -> Server:
+        """The server, ready; those of the next file start meanwhile."""
+        server = self.started(name).wait_ready(400)
+        self._start_ahead()
+        return server
+
+    def stop(self, *names: str) -> None:
+        """End servers that no later test uses."""
+        for name in names:
+            self._started[name].stop()
+
+    def stop_all(self) -> None:
+        self.stop(*self._started)
+
+    def _start_ahead(self) -> None:
+        """Start what the next file needs."""
+        waiting = [
+            name
+            for name, spec in SPECS.items()
+            if name not in self._started and self._files.intersection(spec.files)
+        ]
+        for name in waiting:
+            if SPECS[name].files[0] == SPECS[waiting[0]].files[0]:
+                self.started(name)
