@@ -4,7 +4,7 @@
 
 Two servers of the same configuration run side by side, one with the plugin and one where SGLang
 never loads it; the same load goes to the one and the other in turn, so both see the same machine.
-The row holds the median of the paired ratios.
+The row holds the median of the paired ratios and its 95% bootstrap interval.
 """
 
 from __future__ import annotations
@@ -38,10 +38,17 @@ def load(server: ServerProcess, seed: int, calls: int, tokens: int, parallel: in
     return calls * tokens / (time.perf_counter() - start)
 
 
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(10_000))
+    return medians[249], medians[9749]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", required=True)
-    parser.add_argument("--rounds", type=int, default=11, help="pairs of rounds after a warm-up")
+    parser.add_argument("--rounds", type=int, default=41, help="pairs of rounds after a warm-up")
     parser.add_argument("--calls", type=int, default=32)
     parser.add_argument("--parallel", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
@@ -63,11 +70,12 @@ def main() -> None:
                 if i > 0:
                     rates[name].append(rate)
     ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
+    low, high = median_interval(ratios)
     row = {
         "metric": "throughput with the plugin loaded and no budget over without the plugin",
         "ratio_p50": round(statistics.median(ratios), 4),
-        "ratio_min": round(min(ratios), 4),
-        "ratio_max": round(max(ratios), 4),
+        "ratio_low": round(low, 4),
+        "ratio_high": round(high, 4),
         "with_tokens_per_s_p50": round(statistics.median(rates["with"])),
         "without_tokens_per_s_p50": round(statistics.median(rates["without"])),
         "rounds": arguments.rounds,

@@ -84,9 +84,12 @@ def heldout() -> str:
 
 def off_cost() -> str:
     found = rows("off_cost")[-1:]
-    header = ["throughput with the plugin and no budget, over SGLang without it", "min", "max"]
+    header = ["throughput with the plugin and no budget, over SGLang without it", "95% interval"]
     header += ["paired rounds"]
-    lines = [[row["ratio_p50"], row["ratio_min"], row["ratio_max"], row["rounds"]] for row in found]
+    lines = [
+        [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]]
+        for row in found
+    ]
     return table(header, lines, found, "off_cost")
 
 
