@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -135,14 +136,15 @@ def run_round(
 
 def results_table(rounds: list[Round]) -> Table:
     table = Table(
-        title=f"{rounds[0].problems} hard problems at once, a KV pool of {POOL_TOKENS} tokens",
+        title=f"{rounds[0].problems} hard problems at once, a KV pool of {POOL_TOKENS:,} tokens",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     for column in (
-        *("kv_budget", "right answers", "output tokens", "peak KV tokens of a call"),
-        *("compactions", "evicted sentences", "peak running calls", "retractions", "tokens/s"),
+        *("kv_budget", "right\nanswers", "output\ntokens", "peak KV\ntokens", "compac-\ntions"),
+        *("evicted\nsentences", "running\nat once", "tokens/s"),
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for one in rounds:
         table.add_row(
             "none" if one.kv_budget is None else str(one.kv_budget),
@@ -152,7 +154,6 @@ def results_table(rounds: list[Round]) -> Table:
             str(one.compactions),
             str(one.evicted_sentences),
             str(one.peak_running),
-            str(one.retractions),
             f"{one.output_tokens / one.seconds:,.0f}",
         )
     return table
@@ -160,7 +161,7 @@ def results_table(rounds: list[Round]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--problems", type=int, default=16, help="hard problems per round")
+    parser.add_argument("--problems", type=int, default=10, help="hard problems per round")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
     console = Console(width=None if sys.stdout.isatty() else 110)

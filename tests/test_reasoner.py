@@ -171,7 +171,7 @@ def test_skipkv_drops_repetitions_and_keeps_the_answer(
     hard: Replies,
 ) -> None:
     reports = [reply["meta_info"]["skipkv"] for reply in hard["skipkv"]]
-    assert right(hard["skipkv"]) >= 0.25
+    assert right(hard["skipkv"]) >= 0.6
     assert all(report["peak_kv_tokens"] <= 512 + 32 + 1 for report in reports)
     # Whole sentences go: that is what this policy is for.
     assert sum(report["evicted_sentences"] for report in reports) > 10 * SAMPLE
