@@ -41,20 +41,94 @@ def window_attention(
     Raises:
         ValueError: shapes that do not fit, or an even kernel.
     """
-    window, query_heads, head_dim = q.shape
-    n, kv_heads, _ = k.shape
-    if query_heads % kv_heads or k.shape[2] != head_dim or n <= window:
+    window, n = q.shape[0], k.shape[0]
+    if n <= window:
+        raise ValueError(f"q, k: expected fewer than {n} queries for {n} keys, got {window}")
+    if kernel % 2 == 0:
+        raise ValueError(f"kernel: expected an odd number of tokens, got {kernel}")
+    logits = _logits(q, k[: n - window], scale)
+    importance = logits.amax(dim=2).softmax(dim=-1).mean(dim=0)
+    return F.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
+    """Attention that each cached token received at each of the last T decode steps.
+
+    ``P[t, i] = mean over query heads of softmax over i of (q_t . k_i) * scale``, where step t sees
+    the first ``n - T + 1 + t`` tokens: what the model computed at that step, since rows only grow
+    between compactions.
+
+    Source: the windowed form of per-step attention statistics (H2O, arXiv 2306.14048; RaaS, arXiv
+    2502.11147; LazyEviction, arXiv 2506.15969).
+
+    Args:
+        q: float [T, Hq, d], rotated queries of the last T tokens, oldest first.
+        k: float [n, Hkv, d], rotated keys; n >= T.
+        scale: factor on the logits; default ``1 / sqrt(d)``.
+
+    Returns:
+        float32 [T, n]; each row sums to 1.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    steps, n = q.shape[0], k.shape[0]
+    if n < steps:
+        raise ValueError(f"q, k: expected no more than {n} queries for {n} keys, got {steps}")
+    logits = _logits(q, k, scale)
+    last_seen = torch.arange(n - steps, n, device=k.device)
+    unseen = torch.arange(n, device=k.device) > last_seen[:, None]
+    attention = logits.masked_fill(unseen[:, None, None, :], -torch.inf).softmax(dim=-1)
+    return attention.mean(dim=(1, 2))
+
+
+def selector_attention(
+    q: Tensor, k: Tensor, *, first: int = 0, kernel: int = 7, scale: float | None = None
+) -> Tensor:
+    """Attention of the most recent queries to the generated tokens before them.
+
+    ``A[i] = mean over query heads of sum over w of softmax over i in [first, n - W) of
+    (q_w . k_i) * scale``, then ``avg_pool1d(kernel, padding kernel // 2, stride 1)`` over i,
+    zero-padded edges counted.
+
+    Source: RPC (arXiv 2505.13866) section 3.4.
+
+    Args:
+        q: float [W, Hq, d], rotated queries of the last W tokens, any order.
+        k: float [n, Hkv, d], rotated keys.
+        first: first column, in [0, n - W).
+        kernel: odd width of the average, in tokens.
+        scale: factor on the logits; default ``1 / sqrt(d)``.
+
+    Returns:
+        float32 [n - W - first].
+
+    Raises:
+        ValueError: shapes that do not fit, an even kernel, or no column left.
+    """
+    columns = k[first : k.shape[0] - q.shape[0]]
+    if columns.shape[0] == 0 or first < 0:
         raise ValueError(
-            f"q, k: expected q [W, Hq, d] and k [n, Hkv, d] with n > W and Hq a multiple of Hkv, "
-            f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
+            f"first: expected an integer in [0, {k.shape[0] - q.shape[0]}), got {first}"
         )
     if kernel % 2 == 0:
         raise ValueError(f"kernel: expected an odd number of tokens, got {kernel}")
+    received = _logits(q, columns, scale).softmax(dim=-1).sum(dim=0).mean(dim=(0, 1))
+    return F.avg_pool1d(received[None], kernel, stride=1, padding=kernel // 2)[0]
+
+
+def _logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """float32 [W, Hkv, G, n], each query head against the keys of its KV head."""
+    queries, query_heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if query_heads % kv_heads or k.shape[2] != head_dim:
+        raise ValueError(
+            f"q, k: expected q [W, Hq, d] and k [n, Hkv, d] with Hq a multiple of Hkv, "
+            f"got q {tuple(q.shape)} and k {tuple(k.shape)}"
+        )
     scale = head_dim**-0.5 if scale is None else scale
-    grouped = q.float().view(window, kv_heads, query_heads // kv_heads, head_dim)
-    logits = torch.einsum("whgd,nhd->hwgn", grouped, k[: n - window].float()) * scale
-    importance = logits.amax(dim=2).softmax(dim=-1).mean(dim=1)
-    return F.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
+    grouped = q.float().view(queries, kv_heads, query_heads // kv_heads, head_dim)
+    return torch.einsum("whgd,nhd->whgn", grouped, k.float()) * scale
 
 
 def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:

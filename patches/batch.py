@@ -29,6 +29,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     if runtime.open_calls == 0:
         return
     due: list[tuple[int, CallState]] = []
+    untracked: list[tuple[int, CallState]] = []
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
@@ -36,8 +37,17 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         runtime.observe(state, req.kv.kv_allocated_len)
         # Before the first decode step the prefill may still be running and its prompt is not in the
         # tree yet.
-        if req.decode_batch_idx >= 1 and runtime.due(state, req.kv.kv_allocated_len):
+        if req.decode_batch_idx < 1:
+            continue
+        if runtime.due(state, req.kv.kv_allocated_len):
             due.append((i, state))
+        elif runtime.must_track(state, req.kv.kv_allocated_len):
+            untracked.append((i, state))
+    if (due or untracked) and batch.device != "cpu":
+        # Keys, queries and hidden states of the running step are written on the forward stream.
+        binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
+    for i, state in untracked:
+        runtime.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
     if due:
         _compact(batch, binding, runtime, due)
 
@@ -45,17 +55,13 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
 def _compact(
     batch: Any, binding: Binding, runtime: Runtime, due: list[tuple[int, CallState]]
 ) -> None:
-    scheduler, allocator = binding.scheduler, batch.token_to_kv_pool_allocator
-    if batch.device != "cpu":
-        # Keys, queries and hidden states of the running step are written on the forward stream.
-        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    allocator = batch.token_to_kv_pool_allocator
     evicted = [0] * len(batch.reqs)
     freed: list[Tensor] = []
     for i, state in due:
         req = batch.reqs[i]
         _check_lengths(req, state, int(batch.seq_lens_cpu[i]))
-        keys = _KeyReader(allocator.get_kvcache(), batch.req_to_token_pool.req_to_token, req.kv)
-        plan = runtime.plan(state, req.kv.kv_allocated_len, req.output_ids, keys)
+        plan = runtime.plan(state, req.kv.kv_allocated_len, req.output_ids, _keys_of(batch, i))
         freed.append(runtime.commit(state, plan, batch.req_to_token_pool.req_to_token))
         # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
         # logical length, stays.
@@ -86,6 +92,11 @@ def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:
         f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
     )
     assert kv.req_pool_idx == state.row, f"row: {kv.req_pool_idx} against {state.row} ({req.rid})"
+
+
+def _keys_of(batch: Any, i: int) -> _KeyReader:
+    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
+    return _KeyReader(kv_pool, batch.req_to_token_pool.req_to_token, batch.reqs[i].kv)
 
 
 class _KeyReader:

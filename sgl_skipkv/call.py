@@ -41,14 +41,22 @@ class CallSettings:
     def evicts(self) -> bool:
         return self.policy.evicts and self.kv_budget is not None
 
-    def keep_tokens(self, prompt_tokens: int) -> int:
-        """Cached tokens after a compaction, prompt included."""
+    def budget_after(self, compactions: int) -> int:
+        """The policy's budget after this many compactions."""
         assert self.kv_budget is not None
-        return self.kv_budget + (0 if self.policy.params.count_prompt else prompt_tokens)
+        return self.policy.budget_after(self.kv_budget, compactions)
+
+    def keep_tokens(self, prompt_tokens: int, compactions: int = 1) -> int:
+        """Cached tokens after this many compactions, prompt included."""
+        return self.budget_after(compactions) + self.prompt_on_top(prompt_tokens)
+
+    def prompt_on_top(self, prompt_tokens: int) -> int:
+        """Prompt tokens that do not count against the budget."""
+        return 0 if self.policy.params.count_prompt else prompt_tokens
 
     def own_tokens(self, row_tokens: int, prompt_tokens: int) -> int:
         """What counts against the budget, of a row with this many cached tokens."""
-        return row_tokens - (0 if self.policy.params.count_prompt else prompt_tokens)
+        return row_tokens - self.prompt_on_top(prompt_tokens)
 
     def peak_own_tokens(self) -> int:
         """Most that ever counts against the budget: ``kv_budget + interval + 1``."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sgl_skipkv.call import CallSettings
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_row
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
@@ -72,6 +73,8 @@ class CallState:
         last: the last compaction since the last prefill.
         recomputes: generated tokens that the coming prefill computes again, after a retraction.
         alive: indices into ``tracker.closed`` of sentences not known to be evicted.
+        statistics: what the policy tracks, name -> one value per row entry with a statistic.
+        tracked_tokens: logical tokens whose queries those have seen.
         table: sentence index of each entry of the device's sentence table, as of ``table_closed``
             closed sentences.
     """
@@ -90,6 +93,8 @@ class CallState:
     last: Snapshot | None = None
     alive: list[int] = field(default_factory=list)
     alive_closed: int = 0
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    tracked_tokens: int = 0
     table: list[int] = field(default_factory=list)
     table_closed: int = 0
     compactions: int = 0
@@ -102,7 +107,8 @@ class CallState:
     @property
     def needs_slot(self) -> bool:
         policy = self.settings.policy
-        return self.settings.evicts and (policy.needs_queries or policy.needs_sentences)
+        needs = policy.needs_queries or policy.needs_sentences or policy.needs_attention
+        return self.settings.evicts and needs
 
     @property
     def keeps_prompt_private(self) -> bool:
@@ -160,6 +166,7 @@ class Runtime:
         tracker = SentenceTracker(self._delimiters, settings.policy.params.delimiters)
         self.opened_calls += 1
         state = CallState(self, rid, settings, len(prompt_ids), seed, tracker)
+        state.tracked_tokens = state.prompt_tokens
         if state.needs_slot:
             self.recorder.reserve()
         return state
@@ -210,9 +217,42 @@ class Runtime:
         """Whether the call has grown ``interval`` past its budget."""
         if not state.settings.evicts or state.failure is not None:
             return False
-        assert state.settings.kv_budget is not None
-        limit = state.settings.kv_budget + state.settings.policy.params.interval
+        params = state.settings.policy.params
+        limit = state.settings.budget_after(state.compactions) + params.interval
         return state.own_tokens(row_tokens) >= limit
+
+    def must_track(self, state: CallState, row_tokens: int) -> bool:
+        """Whether the next decode step would overwrite a query that no statistic has seen."""
+        untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
+        policy = state.settings.policy
+        return policy.needs_attention and untracked >= self.recorder.queries.window
+
+    def track(self, state: CallState, row_tokens: int, keys: Callable[[int], Tensor]) -> None:
+        """Bring the policy's statistics up to date: replay the decode steps since the last time.
+
+        The row has only grown since then, so every step's attention can be computed once more from
+        its query and the keys it saw.
+
+        Args:
+            state, row_tokens, keys: as for ``plan``.
+        """
+        policy, device = state.settings.policy, self.recorder.device
+        logical_tokens = row_tokens + state.evicted_tokens
+        known = next((len(values) for values in state.statistics.values()), 0)
+        born = logical_tokens - (row_tokens - known)
+        statistics = policy.newborn(torch.arange(born, logical_tokens, device=device))
+        if known:
+            statistics = {
+                name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
+            }
+        steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
+        queries = self.recorder.queries.read(state.slot, logical_tokens - 1, steps.shape[0])
+        attention = torch.zeros(steps.shape[0], row_tokens, device=device)
+        for layer in range(self._layers):
+            oldest_first = queries[layer].flip(0)
+            attention += causal_attention(oldest_first, keys(layer), scale=self._scale)
+        state.statistics = policy.track(statistics, attention / self._layers, steps)
+        state.tracked_tokens = logical_tokens
 
     def plan(
         self,
@@ -236,9 +276,11 @@ class Runtime:
         state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
         state.alive_closed = len(state.tracker.closed)
 
+        if state.settings.policy.needs_attention:
+            self.track(state, row_tokens, keys)
         inputs = self._score_input(state, row_tokens, logical_tokens, keys)
         scores = state.settings.policy.scores(inputs)
-        keep_tokens = state.settings.keep_tokens(state.prompt_tokens)
+        keep_tokens = state.settings.keep_tokens(state.prompt_tokens, state.compactions + 1)
         selection = select(scores, self._protected(state, row_tokens), keep_tokens)
         kept_positions = inputs.positions[selection.kept]
         return Plan(selection, kept_positions, scores.isfinite().all(), row_tokens, logical_tokens)
@@ -254,6 +296,8 @@ class Runtime:
             check=self.config.check_ledger,
         )
         state.last = Snapshot(plan)
+        kept = plan.selection.kept
+        state.statistics = {name: values[kept] for name, values in state.statistics.items()}
         state.evicted_tokens += plan.evicted_tokens
         state.total_evicted_tokens += plan.evicted_tokens
         state.compactions += 1
@@ -269,6 +313,7 @@ class Runtime:
         state.tracker = SentenceTracker(self._delimiters, state.settings.policy.params.delimiters)
         state.alive, state.alive_closed = [], 0
         state.table, state.table_closed = [], 0
+        state.statistics, state.tracked_tokens = {}, state.prompt_tokens + generated
         state.recomputes = generated
 
     def close(
@@ -321,6 +366,7 @@ class Runtime:
             scale=self._scale,
             sentences=self._sentences(state) if policy.needs_sentences else None,
             seed=seed,
+            statistics=state.statistics,
         )
 
     def _sentences(self, state: CallState) -> Sentences:
@@ -351,11 +397,12 @@ class Runtime:
         policy, params = state.settings.policy, state.settings.policy.params
         prompt = state.prompt_tokens if params.protect_prompt else 0
         head = max(prompt, min(params.sink, row_tokens))
-        tail = params.window
-        if policy.protects_open_sentence:
-            # Half of what generated tokens may keep, and never the last token to choose.
-            keep = state.settings.keep_tokens(state.prompt_tokens)
-            tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2, keep - head - 1))
+        compactions = state.compactions + 1
+        keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
+        tail = policy.protected_tail(state.settings.budget_after(compactions))
+        if policy.protects_open_sentence:  # up to half of what generated tokens may keep
+            tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2))
+        tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
         return [(0, head), (row_tokens - tail, row_tokens)]
 
     def _settle(self, state: CallState) -> None:

@@ -66,3 +66,8 @@ def redundancy(k: Tensor, threshold: float = 0.5) -> Rows:
                 matrix[r][max(similar)] = 0.0
         result.append(softmax([math.fsum(matrix[r][i] for r in range(n)) / n for i in range(n)]))
     return result
+
+
+def attention(q: Sequence[float], k: Sequence[Sequence[float]], scale: float) -> list[float]:
+    """Softmax of one query over keys."""
+    return softmax([dot(q, key) * scale for key in k])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import ScoreInput, Sentences
+from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences
 
 
 def score_input(
@@ -43,3 +45,15 @@ def all_keys(inputs: ScoreInput) -> Tensor:
 def some_sentences(*spans: tuple[int, int, float]) -> Sentences:
     starts, stops, likeness = zip(*spans, strict=True)
     return Sentences(torch.tensor(starts), torch.tensor(stops), torch.tensor(likeness))
+
+
+def with_statistics(policy: Policy, inputs: ScoreInput) -> ScoreInput:
+    """The same after twenty steps of made-up attention."""
+    n = len(inputs.positions)
+    attention = torch.rand(20, n, generator=torch.Generator().manual_seed(n))
+    attention = attention.pow(4).tril(n - 20)
+    statistics = policy.newborn(inputs.positions)
+    statistics = policy.track(
+        statistics, attention / attention.sum(1, True), inputs.positions[-20:]
+    )
+    return dataclasses.replace(inputs, statistics=statistics)

@@ -7,7 +7,7 @@ the row, forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,7 +169,11 @@ class SyntheticServer:
     def compact_if_due(self, call: Call) -> Plan | None:
         """What happens before a decode step."""
         self.runtime.observe(call.state, len(call.slots))
-        if call.decoded < 1 or not self.runtime.due(call.state, len(call.slots)):
+        if call.decoded < 1:
+            return None
+        if not self.runtime.due(call.state, len(call.slots)):
+            if self.runtime.must_track(call.state, len(call.slots)):
+                self.runtime.track(call.state, len(call.slots), self.keys_of(call))
             return None
         plan = self.plan(call)
         freed = self.runtime.commit(call.state, plan, self.req_to_token).tolist()
@@ -185,10 +189,12 @@ class SyntheticServer:
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
+        return self.runtime.plan(call.state, len(call.slots), call.output_ids, self.keys_of(call))
+
+    def keys_of(self, call: Call) -> Callable[[int], Tensor]:
+        """layer -> cached keys in row order."""
         row = self.req_to_token[call.row, : len(call.slots)].long()
-        return self.runtime.plan(
-            call.state, len(call.slots), call.output_ids, lambda layer: self.pool_keys[layer][row]
-        )
+        return lambda layer: self.pool_keys[layer][row]
 
     def finish(self, call: Call, reason: str = "length") -> dict[str, Any]:
         """The call ends; its row and slots go back."""

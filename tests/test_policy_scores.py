@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
-from loops import importance, redundancy
+from loops import attention, importance, redundancy
 from score_inputs import score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
@@ -123,3 +125,80 @@ def test_random_draws() -> None:
     assert not torch.equal(first, again) and not torch.equal(first, seeded)
     assert not torch.equal(again, seeded)
     assert (first >= 0).all() and (first < 1).all() and first.unique().numel() > 55
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kernel", [1, 7])
+def test_snapkv_scores(seed: int, kernel: int) -> None:
+    """R-KV's score with sigma 1: importance alone."""
+    inputs = score_input(seed)
+    found = make_policy("snapkv", kernel=kernel).scores(inputs).double()
+    exact = torch.tensor(rkv_scores(inputs, sigma=1.0, kernel=kernel), dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tova_scores(seed: int) -> None:
+    inputs = score_input(seed)
+    assert inputs.queries is not None
+    exact = [0.0] * len(inputs.positions)
+    heads = inputs.queries.shape[2]
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double()
+        for head in range(heads):
+            query = inputs.queries[layer, 0, head].double().tolist()  # the newest
+            group = head * keys.shape[1] // heads
+            row = attention(query, keys[:, group].tolist(), inputs.scale)
+            exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
+    found = make_policy("tova").scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("protect_prompt", [True, False])
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
+    """Eq. 2, with the prompt left out of the softmax where it is pinned."""
+    inputs = score_input(6)
+    assert inputs.queries is not None
+    n, heads = len(inputs.positions), inputs.queries.shape[2]
+    first, last = inputs.prompt_tokens if protect_prompt else 0, n - 8
+    exact = [0.0] * n
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double()
+        received = [0.0] * n
+        for w in range(8):
+            for head in range(heads):
+                query = inputs.queries[layer, w, head].double().tolist()
+                columns = keys[first:last, head * keys.shape[1] // heads].tolist()
+                for i, got in enumerate(attention(query, columns, inputs.scale)):
+                    received[first + i] += got / heads
+        reach = kernel // 2
+        for i in range(first, last):
+            near = [received[j] for j in range(i - reach, i + reach + 1) if first <= j < last]
+            exact[i] += sum(near) / kernel / inputs.layers
+    policy = make_policy("rpc", kernel=kernel, protect_prompt=protect_prompt)
+    found = policy.scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= 8 * TOLERANCE
+
+
+def test_rpc_budget_grows_up_to_its_ceiling() -> None:
+    """P = 1024, R = 32, c = 4: the paper's cache after each compaction."""
+    policy = make_policy("rpc", interval=1024, window=32, ratio=4)
+    assert [policy.budget_after(4096, n) for n in range(4)] == [32, 288, 544, 800]
+    assert policy.budget_after(600, 3) == 600
+    assert make_policy("rkv").budget_after(600, 3) == 600
+
+
+def test_lazy_scores() -> None:
+    """H1 falls with overdue tokens, H2 with long gaps and is 0 for a token never active again."""
+    inputs = score_input(1, n=4, window=1)
+    now = inputs.positions[-1].float()
+    statistics = {
+        "last_active": torch.stack([now - 5, now - 5, now - 50, now]),
+        "longest_gap": torch.tensor([0.0, 5.0, 5.0, 0.0]),
+    }
+    inputs = dataclasses.replace(inputs, statistics=statistics)
+    found = make_policy("lazy", interval=10).scores(inputs).tolist()
+    half = 2 / (1 + math.exp(0.5))
+    expected = [2 / (1 + math.exp(5)), 2 / (1 + math.e) + half, 2 / (1 + math.exp(10)) + half, 1.0]
+    assert found == pytest.approx(expected, rel=1e-6)

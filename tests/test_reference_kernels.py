@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from loops import Rows, cosine_matrix, importance, redundancy
+from loops import Rows, attention, cosine_matrix, importance, redundancy
 from torch import Tensor
 
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.reference import (
+    causal_attention,
     key_redundancy,
+    selector_attention,
     sentence_similarity,
     sentence_step,
     window_attention,
@@ -40,6 +42,37 @@ def repetitive_keys(seed: int, n: int, heads: int, width: int) -> Tensor:
     centres = torch.randn(4, heads, width, generator=generator)
     noise = 0.4 * torch.randn(n, heads, width, generator=generator)
     return centres[torch.randint(4, (n,), generator=generator)] + noise
+
+
+# -- attention, step by step
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("group", [1, 3])
+def test_causal_attention(steps: int, group: int) -> None:
+    """Row t is the softmax over what was cached at step t, the mean over heads."""
+    n, kv_heads, width = 20, 2, 7
+    q, k = random(1, steps, kv_heads * group, width), random(2, n, kv_heads, width)
+    keys, exact = k.double(), []
+    for t in range(steps):
+        seen, row = n - steps + 1 + t, [0.0] * n
+        for head in range(kv_heads * group):
+            columns = keys[:seen, head // group].tolist()
+            for i, got in enumerate(attention(q[t, head].double().tolist(), columns, 0.3)):
+                row[i] += got / (kv_heads * group)
+        exact.append(row)
+    assert_near(causal_attention(q, k, scale=0.3), exact)
+
+
+def test_attention_refuses_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="no more than 3 queries"):
+        causal_attention(random(1, 4, 2, 8), random(2, 3, 2, 8))
+    with pytest.raises(ValueError, match="multiple of Hkv"):
+        causal_attention(random(1, 2, 3, 8), random(2, 3, 2, 8))
+    with pytest.raises(ValueError, match="odd number"):
+        selector_attention(random(1, 2, 2, 8), random(2, 9, 2, 8), kernel=4)
+    with pytest.raises(ValueError, match=r"first: expected an integer in \[0, 7\)"):
+        selector_attention(random(1, 2, 2, 8), random(2, 9, 2, 8), first=7)
 
 
 # -- importance

@@ -14,6 +14,12 @@ from sgl_skipkv.policy.base import Policy, PolicyParams
 _POLICIES: Final[Mapping[str, str]] = {
     "skipkv": "sgl_skipkv.policy.skipkv:SkipKV",
     "rkv": "sgl_skipkv.policy.rkv:RKV",
+    "snapkv": "sgl_skipkv.policy.snapkv:SnapKV",
+    "tova": "sgl_skipkv.policy.tova:TOVA",
+    "h2o": "sgl_skipkv.policy.h2o:H2O",
+    "raas": "sgl_skipkv.policy.raas:RaaS",
+    "lazy": "sgl_skipkv.policy.lazy:Lazy",
+    "rpc": "sgl_skipkv.policy.rpc:RPC",
     "streaming": "sgl_skipkv.policy.streaming:Streaming",
     "random": "sgl_skipkv.policy.random:Random",
     "full": "sgl_skipkv.policy.full:Full",

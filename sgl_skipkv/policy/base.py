@@ -8,14 +8,25 @@ input gives the same scores, alone or in a batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from sgl_skipkv.config import Settings
+from sgl_skipkv.config import SettingError, Settings
+
+
+def _odd(tokens: int) -> int:
+    if tokens % 2 == 0:
+        raise SettingError(
+            "kv_params.kernel", "an odd integer in [1, 255]", tokens, "1, 3, 5, 7, ..."
+        )
+    return tokens
+
+
+PoolWidth = Annotated[int, Field(ge=1, le=255), AfterValidator(_odd)]
 
 
 class PolicyParams(Settings):
@@ -61,11 +72,12 @@ class ScoreInput:
         prompt_tokens: length of the prompt.
         layers: number of attention layers.
         keys: layer -> float [n, Hkv, d], the cached rotated keys of that layer.
-        queries: float [layers, W, Hq, d], rotated queries of the last W tokens, in any order;
-            None for policies that did not ask for them.
+        queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest
+            first; None for policies that did not ask for them.
         scale: the model's factor on attention logits.
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
+        statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
     """
 
     positions: Tensor
@@ -76,15 +88,22 @@ class ScoreInput:
     scale: float
     sentences: Sentences | None
     seed: int
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Policy(ABC):
-    """Base of all policies: its knobs, what it needs recorded during decoding, and its scores."""
+    """Base of all policies: its knobs, what it needs recorded during decoding, and its scores.
+
+    A policy with ``needs_attention`` follows what each token received at every decode step. It says
+    how a token's statistics begin (``newborn``) and what a few steps do to them (``track``); the
+    call's state holds them, so the policy itself still holds none.
+    """
 
     name: ClassVar[str]
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     needs_queries: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
+    needs_attention: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
@@ -96,6 +115,37 @@ class Policy(ABC):
     def min_budget_tokens(self) -> int:
         """Smallest budget this policy can keep: sinks, window, and one token to choose."""
         return self.params.sink + self.params.window + 1
+
+    def budget_after(self, kv_budget: int, compactions: int) -> int:
+        """Budget after this many compactions, at most ``kv_budget``.
+
+        The next compaction is due ``interval`` tokens beyond it, the first beyond that of none.
+        """
+        return kv_budget
+
+    def protected_tail(self, kv_budget: int) -> int:
+        """Most recent tokens that stay whatever their score, where the budget has room."""
+        return self.params.window
+
+    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+        """Statistics of tokens that were just cached, name -> float32 [m].
+
+        Args:
+            positions: int64 [m], their logical positions.
+        """
+        return {}
+
+    def track(
+        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+    ) -> dict[str, Tensor]:
+        """Statistics after a few decode steps, name -> float32 [n].
+
+        Args:
+            statistics: before them, [n] each, those of newborn tokens included.
+            attention: float32 [T, n], mean over heads and layers, 0 for tokens of later steps.
+            steps: int64 [T], logical position of the query of each step, ascending.
+        """
+        return dict(statistics)
 
     @abstractmethod
     def scores(self, inputs: ScoreInput) -> Tensor:

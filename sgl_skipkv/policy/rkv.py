@@ -16,27 +16,17 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
 
 
 class RKVParams(PolicyParams):
     sigma: float = Field(0.1, ge=0.0, le=1.0, description="weight of importance over redundancy")
-    kernel: int = Field(7, ge=1, le=255, description="width of the max-pool in tokens, odd")
+    kernel: PoolWidth = Field(7, description="width of the max-pool in tokens, odd")
     threshold: float = Field(0.5, ge=-1.0, le=1.0, description="cosine of two similar keys")
-
-    @field_validator("kernel")
-    @classmethod
-    def _odd(cls, kernel: int) -> int:
-        if kernel % 2 == 0:
-            raise SettingError(
-                "kv_params.kernel", "an odd integer in [1, 255]", kernel, "1, 3, 5, 7, ..."
-            )
-        return kernel
 
 
 class RKV(Policy):

@@ -1,0 +1,39 @@
+"""H2O (arXiv 2306.14048, section 4): half for the most recent tokens, half for heavy hitters.
+
+The score of a token is the attention it received, summed over every decode step since it was
+generated: the mean over heads and layers. The most recent half of the budget is pinned.
+
+Deviations: one set for all layers and heads; eviction every ``interval`` tokens instead of one per
+step; attention within the prefill is not counted, and a recomputation after a retraction starts the
+sums anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.policy.base import Policy, ScoreInput
+
+
+class H2O(Policy):
+    name = "h2o"
+    needs_attention = True
+
+    def protected_tail(self, kv_budget: int) -> int:
+        """Half the budget."""
+        return max(self.params.window, kv_budget // 2)
+
+    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+        return {"received": torch.zeros_like(positions, dtype=torch.float32)}
+
+    def track(
+        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+    ) -> dict[str, Tensor]:
+        return {"received": statistics["received"] + attention.sum(dim=0)}
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """Attention received since birth."""
+        return inputs.statistics["received"]

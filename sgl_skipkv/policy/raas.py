@@ -1,0 +1,44 @@
+"""RaaS (arXiv 2502.11147, section 3): the tokens that were needed most recently.
+
+A token's timestamp is the last decode step at which its attention exceeded ``alpha``; a new token
+has its own step. The oldest timestamps go first.
+
+Deviations: attention is the mean over heads and layers, so one timestamp serves all of them; the
+paper works on pages of tokens, this on single ones; eviction every ``interval`` tokens instead of
+one per step; the prefill activates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+
+
+class RaaSParams(PolicyParams):
+    alpha: float = Field(1e-4, ge=0.0, le=1.0, description="attention that activates a token")
+
+
+class RaaS(Policy):
+    name = "raas"
+    Params: ClassVar[type[PolicyParams]] = RaaSParams
+    needs_attention = True
+    params: RaaSParams
+
+    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+        return {"last_active": positions.float()}
+
+    def track(
+        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+    ) -> dict[str, Tensor]:
+        active = torch.where(attention > self.params.alpha, steps[:, None].float(), -1.0)
+        return {"last_active": torch.maximum(statistics["last_active"], active.amax(dim=0))}
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """The timestamp, a logical position (exact in float32 up to 2**24 tokens)."""
+        return inputs.statistics["last_active"]

@@ -1,0 +1,74 @@
+"""RPC (arXiv 2505.13866, section 3): importance to a selector window, under a budget that grows.
+
+The score is ``selector_attention``: the attention of the last ``window`` queries to the generated
+tokens before them, the mean over all heads, an average pool, the mean over layers (eq. 2). The N-th
+compaction keeps ``window + N * interval / ratio`` generated tokens, so the cache grows with the
+output; the paper calls ``interval`` P (1,024 or 4,096), ``window`` R (32) and ``ratio`` c (4).
+
+``kv_budget`` is the ceiling of that growth, so its bound holds here as for every policy; for the
+paper's setting it is ``window + ceil(max_new_tokens / interval) * interval / ratio``.
+
+Deviations: one set for all layers, where the paper chooses in each; ``window`` is 8 by default, and
+the paper's 32 needs a server with ``query_window: 32``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.kernels.reference import selector_attention
+from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+
+
+class RPCParams(PolicyParams):
+    ratio: int = Field(4, ge=1, le=1024, description="compression: one token in this many stays")
+    kernel: PoolWidth = Field(7, description="width of the average pool in tokens, odd")
+
+    @field_validator("count_prompt")
+    @classmethod
+    def _generated_only(cls, count_prompt: bool) -> bool:
+        if count_prompt:
+            raise SettingError(
+                "kv_params.count_prompt",
+                "false, because the budget of rpc grows with the generated tokens",
+                count_prompt,
+                "false",
+            )
+        return count_prompt
+
+
+class RPC(Policy):
+    name = "rpc"
+    Params: ClassVar[type[PolicyParams]] = RPCParams
+    needs_queries = True
+    params: RPCParams
+
+    def budget_after(self, kv_budget: int, compactions: int) -> int:
+        """``window + compactions * interval / ratio``, at most ``kv_budget``."""
+        params = self.params
+        grown = params.window + compactions * params.interval // params.ratio
+        least = self.min_budget_tokens if compactions else 0
+        return min(max(grown, least), kv_budget)
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """Attention received from the selector window; prompt and window score 0."""
+        assert inputs.queries is not None
+        window = inputs.queries.shape[1]
+        n = inputs.positions.shape[0]
+        first = inputs.prompt_tokens if self.params.protect_prompt else 0
+        total = torch.zeros(n - window - first, device=inputs.positions.device)
+        for layer in range(inputs.layers):
+            total += selector_attention(
+                inputs.queries[layer],
+                inputs.keys(layer),
+                first=first,
+                kernel=self.params.kernel,
+                scale=inputs.scale,
+            )
+        return F.pad(total / inputs.layers, (first, window))

@@ -1,0 +1,46 @@
+"""SnapKV (arXiv 2404.14469) while decoding: importance to the most recent queries, nothing else.
+
+``I`` of ``window_attention``, the mean over KV heads and then over layers. The paper compresses the
+prompt once, after the prefill; this is its adaptation to generated tokens by R-KV (arXiv
+2505.24133, section 4.1), at every compaction.
+
+Deviation: one set for all layers and heads, because one slot holds the KV of all of them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from sgl_skipkv.kernels.reference import window_attention
+from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+
+
+class SnapKVParams(PolicyParams):
+    kernel: PoolWidth = Field(7, description="width of the max-pool in tokens, odd")
+
+
+class SnapKV(Policy):
+    name = "snapkv"
+    Params: ClassVar[type[PolicyParams]] = SnapKVParams
+    needs_queries = True
+    params: SnapKVParams
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """``I`` of every cached token; the last W, which are protected, score 0."""
+        assert inputs.queries is not None
+        window = inputs.queries.shape[1]
+        n = inputs.positions.shape[0]
+        total = torch.zeros(n - window, device=inputs.positions.device)
+        for layer in range(inputs.layers):
+            total += window_attention(
+                inputs.queries[layer],
+                inputs.keys(layer),
+                kernel=self.params.kernel,
+                scale=inputs.scale,
+            ).mean(dim=0)
+        return F.pad(total / inputs.layers, (0, window))

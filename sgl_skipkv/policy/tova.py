@@ -1,0 +1,30 @@
+"""TOVA (arXiv 2401.06104, section 3.2): what the last query attends to.
+
+The score is the attention of the most recent query, the mean over its heads and over layers.
+
+Deviations: the paper averages over heads and chooses in each layer by itself, evicts one token at
+each step, and pins nothing; here one set serves all layers, every compaction evicts ``interval``
+tokens, and prompt, sinks and window are pinned as for every policy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.reference import causal_attention
+from sgl_skipkv.policy.base import Policy, ScoreInput
+
+
+class TOVA(Policy):
+    name = "tova"
+    needs_queries = True
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """Attention of the last query to every cached token; sums to 1."""
+        assert inputs.queries is not None
+        total = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
+        for layer in range(inputs.layers):
+            last = inputs.queries[layer, :1]
+            total += causal_attention(last, inputs.keys(layer), scale=inputs.scale)[0]
+        return total / inputs.layers

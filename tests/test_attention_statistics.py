@@ -1,0 +1,136 @@
+"""Windowed replay: the statistics of h2o, raas and lazy are those of every decode step, exactly.
+
+The books here follow every step as it happens, in float64 and by position; the runtime sees a few
+queries at a time and rows that compact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from synthetic import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Call, SyntheticServer, served
+
+from sgl_skipkv.policy import make_policy
+
+ALPHA = 0.02
+KNOBS: dict[str, dict[str, Any]] = {"h2o": {}, "raas": {"alpha": ALPHA}, "lazy": {"alpha": ALPHA}}
+GROUP = QUERY_HEADS // KV_HEADS
+
+
+class Books:
+    """What each token has received, by position, one step after the other."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.received: dict[int, float] = {}
+        self.last_active: dict[int, float] = {}
+        self.longest_gap: dict[int, float] = {}
+
+    def step(self) -> None:
+        """The decode step that fed the row's last token."""
+        step = self.call.positions[-1]
+        for position in self.call.positions:
+            self.received.setdefault(position, 0.0)
+            self.last_active.setdefault(position, float(position))
+            self.longest_gap.setdefault(position, 0.0)
+        for position, got in zip(self.call.positions, self.attention(step), strict=True):
+            self.received[position] += got
+            if got > ALPHA and step > position:
+                gap = step - self.last_active[position]
+                self.longest_gap[position] = max(self.longest_gap[position], gap)
+                self.last_active[position] = step
+
+    def attention(self, step: int) -> list[float]:
+        """Mean over heads and layers of the softmax over what is cached now."""
+        total = torch.zeros(len(self.call.positions), dtype=torch.float64)
+        for layer in range(LAYERS):
+            keys = self.call.keys[layer, self.call.positions].double()
+            for head in range(QUERY_HEADS):
+                query = self.call.queries[layer, step, head].double()
+                logits = keys[:, head // GROUP] @ query / HEAD_DIM**0.5
+                total += logits.softmax(0) / QUERY_HEADS / LAYERS
+        return total.tolist()
+
+
+@pytest.mark.parametrize("query_window", [1, 3, 5, 12, 16])
+@pytest.mark.parametrize("name", KNOBS)
+def test_statistics_are_those_of_every_step(name: str, query_window: int) -> None:
+    server = SyntheticServer(query_window=query_window)
+    call = served(server, kv_policy=name, kv_params=KNOBS[name])
+    books, seen = Books(call), 0
+    for _ in range(150):
+        done = len(call.compactions)
+        server.compact_if_due(call)
+        for statistic, values in call.state.statistics.items():
+            expected = [getattr(books, statistic)[p] for p in call.positions[: len(values)]]
+            if call.state.tracked_tokens == call.positions[-1] + 1:
+                assert values.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6), statistic
+                seen += 1
+        assert len(call.compactions) - done <= 1
+        server.decode(call)
+        books.step()
+    assert len(call.compactions) >= 5 and seen >= 10
+    assert call.state.tracked_tokens >= call.positions[-1] + 1 - query_window
+    server.finish(call)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_what_was_needed_least_goes(name: str) -> None:
+    """Every kept set is the best by the books' own scores, ties and pinned tokens aside."""
+    server = SyntheticServer(query_window=6)
+    call = served(server, kv_policy=name, kv_params=KNOBS[name])
+    books, policy = Books(call), call.state.settings.policy
+    for _ in range(120):
+        before = call.positions.copy()
+        server.compact_if_due(call)
+        if call.positions != before:
+            now, kept = before[-1], set(call.positions)
+            scores = {p: score_of(name, books, p, now, policy.params.interval) for p in before}
+            gone = [scores[p] for p in before if p not in kept]
+            tail = policy.protected_tail(40)
+            free = [scores[p] for p in before[call.prompt_tokens : -tail] if p in kept]
+            assert max(gone) <= min(free, default=float("inf")) + 1e-6
+        server.decode(call)
+        books.step()
+    assert len(call.compactions) >= 5
+
+
+def score_of(name: str, books: Books, position: int, now: int, interval: int) -> float:
+    """The papers' scores, from the books."""
+    if name == "h2o":
+        return books.received[position]
+    if name == "raas":
+        return books.last_active[position]
+    sigmoid = lambda x: float(torch.sigmoid(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
+    gap = books.longest_gap[position]
+    likely = 2 * sigmoid(-(now - books.last_active[position]) / max(gap, 1.0))
+    return likely + (2 * sigmoid(-gap / interval) if gap else 0.0)
+
+
+def test_a_recomputation_starts_the_statistics_anew() -> None:
+    server = SyntheticServer(query_window=4)
+    call = served(server, kv_policy="h2o")
+    server.run(call, 60)
+    server.retract(call)
+    assert call.state.statistics == {}
+    server.prefill(call)
+    assert call.state.tracked_tokens == call.prompt_tokens + call.generated
+    server.run(call, 60)
+    assert call.state.failure is None and len(call.state.statistics["received"]) > 0
+    server.finish(call)
+    server.assert_idle()
+
+
+def test_h2o_keeps_the_most_recent_half() -> None:
+    assert make_policy("h2o").protected_tail(100) == 50
+    assert make_policy("h2o", window=30).protected_tail(40) == 30
+    server = SyntheticServer()
+    call = served(server, kv_policy="h2o")
+    for _ in range(100):
+        before, done = call.positions.copy(), len(call.compactions)
+        server.decode(call)
+        if len(call.compactions) > done:
+            assert set(before[-20:]) <= set(call.compactions[-1])
