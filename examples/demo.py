@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from sgl_skipkv.server_process import ServerProcess
 from sgl_skipkv.trace import read_trace
-from sgl_skipkv.viewer import legend, render
+from sgl_skipkv.viewer import show
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "reasoner"
@@ -139,6 +139,8 @@ def results_table(rounds: list[Round]) -> Table:
         title=f"{rounds[0].problems} hard problems at once, a KV pool of {POOL_TOKENS:,} tokens",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
     )
     for column in (
         *("kv_budget", "right\nanswers", "output\ntokens", "peak KV\ntokens", "compac-\ntions"),
@@ -188,8 +190,7 @@ def main() -> None:
             console.print(results_table(rounds))
             events = [event for event in read_trace(trace) if event["rid"] == f"{BUDGETS[-1]}-0"]
     console.rule(f"one trace, kv_budget {BUDGETS[-1]}: evicted text is struck through")
-    console.print(render(events, tokenizer))
-    console.print(legend(events[-1]))
+    show(console, events, tokenizer)
     none, small = rounds[0], rounds[-1]
     console.rule()
     console.print(

@@ -48,7 +48,7 @@ def main() -> None:
 
     state = solve.run(problem["prompt"], backend=sgl.RuntimeEndpoint(arguments.url))
     thought = state.get_meta_info("thoughts")["skipkv"]
-    print(f"question  {problem['prompt'][:90]}...")
+    print(f"question  {' '.join(problem['prompt'].split())[:90]}...")
     print(f"right     Answer: {problem['answer']}")
     print(
         f"thought   {thought['full_kv_tokens']} tokens, never more than "

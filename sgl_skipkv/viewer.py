@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +25,15 @@ def show_trace(console: Console, path: str, model_path: str, rid: str | None) ->
 
     finish = chosen[-1]
     own = [event for event in events if event["rid"] == finish["rid"]]
-    console.print(render(own, AutoTokenizer.from_pretrained(model_path)))
-    console.print(legend(finish))
+    show(console, own, AutoTokenizer.from_pretrained(model_path))
     return 0
+
+
+def show(console: Console, events: Sequence[dict[str, Any]], tokenizer: Any) -> None:
+    """Print one request's text and what it came to."""
+    styled = console.is_terminal and not console.no_color
+    console.print(render(events, tokenizer, marks=("", "") if styled else ("~~", "~~")))
+    console.print(legend(events[-1]))
 
 
 def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
@@ -41,13 +48,26 @@ def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
     return gone
 
 
-def render(events: Sequence[dict[str, Any]], tokenizer: Any) -> Text:
-    """The generated text of one request: evicted tokens dim and struck through."""
+def render(
+    events: Sequence[dict[str, Any]], tokenizer: Any, *, marks: tuple[str, str] = ("", "")
+) -> Text:
+    """The generated text of one request: evicted tokens dim and struck through.
+
+    Args:
+        events: its trace lines.
+        tokenizer: of Transformers.
+        marks: around every evicted stretch, for output that has no styles.
+    """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     gone = evicted_positions(events)
     text = Text()
-    for i, token_id in enumerate(finish["output_ids"]):
-        text.append(tokenizer.decode([token_id]), style="dim strike" if i in gone else "")
+    for is_gone, stretch in groupby(enumerate(finish["output_ids"]), lambda at: at[0] in gone):
+        # Token by token: what a stretch decodes to may depend on its neighbours.
+        words = "".join(tokenizer.decode([token_id]) for _, token_id in stretch)
+        if is_gone:
+            text.append(marks[0] + words + marks[1], style="dim strike")
+        else:
+            text.append(words)
     return text
 
 

@@ -1,0 +1,53 @@
+"""``skipkv doctor``: versions, platform, every seam's state, every capability, one verdict."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from sgl_skipkv.patches.capabilities import CAPABILITIES
+from sgl_skipkv.patches.seams import SEAMS
+
+
+@pytest.fixture(scope="module")
+def doctor() -> subprocess.CompletedProcess[str]:
+    command = "import sys; from sgl_skipkv.cli import main; sys.exit(main(['doctor']))"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", command],
+        env={**os.environ, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
+    assert doctor.returncode == 0, doctor.stderr[-2000:]
+    for package in ("sglang", "torch", "transformers"):
+        assert metadata.version(package) in doctor.stdout
+    assert "skipkv_cpu" in doctor.stdout
+    lines = doctor.stdout.splitlines()
+    for seam in SEAMS:
+        line = next(line for line in lines if seam.target in line)
+        assert " ok " in line and seam.why in line
+    for row in CAPABILITIES:
+        line = next(line for line in lines if row.name in line and row.why in line)
+        assert f" {row.supported} " in line
+    assert "ready" in doctor.stdout
+
+
+def test_the_matrix_covers_what_sglang_offers() -> None:
+    names = " ".join(row.name.lower() for row in CAPABILITIES)
+    for feature in (
+        *("backend", "page size", "mla", "sliding window", "hybrid / mamba", "speculative"),
+        *("mixed chunk", "pipeline", "dp attention", "disaggregation", "hicache", "lmcache"),
+        *("hisparse", "session", "beam", "canary", "quantised kv"),
+    ):
+        assert feature in names, feature
+    assert all(row.why for row in CAPABILITIES)
+    assert {row.supported for row in CAPABILITIES} == {"yes", "no", "per call"}
