@@ -7,6 +7,8 @@ nothing of the package's recording or scoring is used.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +64,13 @@ class ScoreOracle:
             prompt_ids, output_ids: the call's tokens.
             events: its ``compact`` lines.
             is_delimiter: of every output token.
-            policy: an ``rkv`` or ``skipkv`` policy of the package; only its settings are read.
+            policy: a scored policy of the package; only its settings are read.
         """
         prompt, params = len(prompt_ids), policy.params
         fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
-        queries, keys, hidden = self._forward(fed, visible_keys(prompt, len(fed), events))
+        visible = visible_keys(prompt, len(fed), events)
+        queries, keys, hidden = self._forward(fed, visible)
+        attention = _attention(queries, keys, visible)
         redundancy: dict[int, float] = {}  # by the first token of the sentence
         row, found = [], []
         for event in events:
@@ -74,8 +78,18 @@ class ScoreOracle:
             row += range(first_new, prompt + event["generated"])
             positions = torch.tensor(row)
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
-            scores = _token_scores(queries[:, window], keys[:, positions], params)
+            scores = _scores(
+                policy.name,
+                params,
+                prompt,
+                positions,
+                queries[:, window],
+                keys[:, positions],
+                attention[prompt : row[-1] + 1, positions],
+            )
             tail = params.window
+            if policy.name == "h2o":
+                tail = max(tail, (event["after"] - prompt) // 2)
             if policy.name == "skipkv":
                 spans = _sentences(is_delimiter[: event["generated"]], prompt)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
@@ -120,7 +134,84 @@ def _attend(
     return (weights @ v).transpose(1, 2).contiguous(), None
 
 
-def _token_scores(queries: Tensor, keys: Tensor, params: Any) -> Tensor:
+def _attention(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """What each token gave each other, mean over heads and layers: [T, T]."""
+    groups = queries.shape[2] // keys.shape[2]
+    logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
+    logits = (logits / queries.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
+    return logits.softmax(dim=-1).mean(dim=(0, 1))
+
+
+def _scores(
+    name: str,
+    params: Any,
+    prompt: int,
+    positions: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+) -> Tensor:
+    """Scores of one row.
+
+    Args:
+        queries: [L, W, Hq, d] of the window. keys: [L, n, Hkv, d] of the row. steps: [T, n],
+            attention of every decode step to the row; 0 for what came later.
+    """
+    if name in ("skipkv", "rkv"):
+        return _importance_and_redundancy(
+            queries, keys, params.kernel, params.sigma, params.threshold
+        )
+    if name == "snapkv":
+        return _importance_and_redundancy(queries, keys, params.kernel, 1.0, 0.5)
+    if name == "rpc":
+        return _selected(queries, keys, prompt, params.kernel)
+    if name == "tova":
+        return steps[-1]
+    if name == "h2o":
+        return steps.sum(dim=0)
+    return _recurrence(name, params, prompt, positions, steps)
+
+
+def _recurrence(name: str, params: Any, prompt: int, positions: Tensor, steps: Tensor) -> Tensor:
+    """The last activation (raas), or whether the next one is overdue (lazy), token by token."""
+    found = []
+    now = prompt + len(steps) - 1
+    for column, position in enumerate(positions.tolist()):
+        active = [
+            prompt + t
+            for t in range(len(steps))
+            if steps[t, column] > params.alpha and prompt + t > position
+        ]
+        last = max([position, *active])
+        if name == "raas":
+            found.append(float(last))
+            continue
+        times = [position, *active]
+        gap = max([b - a for a, b in itertools.pairwise(times)], default=0)
+        likely = 2 / (1 + math.exp((now - last) / max(gap, 1)))
+        found.append(likely + (2 / (1 + math.exp(gap / params.interval)) if gap else 0.0))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _selected(queries: Tensor, keys: Tensor, prompt: int, kernel: int) -> Tensor:
+    """RPC: attention among generated tokens before the window, summed, averaged over neighbours."""
+    layers, window, query_heads, size = queries.shape
+    n, kv_heads = keys.shape[1:3]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer in range(layers):
+        received = torch.zeros(n - window - prompt, dtype=torch.float64)
+        for head in range(query_heads):
+            k = keys[layer, prompt : n - window, head // (query_heads // kv_heads)]
+            logits = queries[layer, :, head] @ k.T / size**0.5
+            received += logits.softmax(dim=1).sum(dim=0) / query_heads
+        padded = F.pad(received, (kernel // 2, kernel // 2))
+        total[prompt : n - window] += padded.unfold(0, kernel, 1).mean(dim=1) / layers
+    return total
+
+
+def _importance_and_redundancy(
+    queries: Tensor, keys: Tensor, kernel: int, sigma: float, threshold: float
+) -> Tensor:
     """``sigma I - (1 - sigma) R``, mean over KV heads and layers; queries [L, W, Hq, d]."""
     layers, window, query_heads, size = queries.shape
     n, kv_heads = keys.shape[1:3]
@@ -132,17 +223,15 @@ def _token_scores(queries: Tensor, keys: Tensor, params: Any) -> Tensor:
             k = keys[layer, :, head]
             logits = (q @ k[: n - window].T / size**0.5).amax(dim=1)
             attention = logits.softmax(dim=1).mean(dim=0)
-            pooled = F.max_pool1d(
-                attention[None], params.kernel, stride=1, padding=params.kernel // 2
-            )
+            pooled = F.max_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)
             cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
             for row in range(n):
-                similar = (cosine[row] > params.threshold).nonzero().flatten()
+                similar = (cosine[row] > threshold).nonzero().flatten()
                 if len(similar):
                     cosine[row, similar[-1]] = 0.0
             repeats = cosine.mean(dim=0).softmax(dim=0)
-            total[: n - window] += params.sigma * pooled[0]
-            total -= (1.0 - params.sigma) * repeats
+            total[: n - window] += sigma * pooled[0]
+            total -= (1.0 - sigma) * repeats
     return total / (layers * kv_heads)
 
 

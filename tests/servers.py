@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.server_process import HTTPFailure, ServerProcess
-from sgl_skipkv.trace import read_trace
 
 __all__ = ["HTTPFailure", "Server", "output_logprobs"]
 
@@ -36,6 +37,8 @@ class Server(ServerProcess):
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.trace_path = folder / "trace.jsonl"
+        self._trace_bytes = 0
+        self._events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         environment = {**STRICT, **(env or {})}
         arguments = ["--max-total-tokens", "8192", "--decode-log-interval", "1", *arguments]
         if not plugin:
@@ -66,8 +69,15 @@ class Server(ServerProcess):
             return list(pool.map(lambda call: self.generate(**call), calls))
 
     def events(self, rid: str) -> list[dict[str, Any]]:
-        """The trace lines of one request."""
-        return [event for event in read_trace(self.trace_path) if event["rid"] == rid]
+        """The trace lines of one request; of the file, only what is new is read."""
+        with self.trace_path.open("rb") as file:
+            file.seek(self._trace_bytes)
+            lines, end, _ = file.read().rpartition(b"\n")
+        self._trace_bytes += len(lines + end)
+        for line in lines.splitlines():
+            event = json.loads(line)
+            self._events[event["rid"]].append(event)
+        return list(self._events[rid])
 
     def wait_idle(self) -> None:
         """Until nothing runs, so that SGLang's idle checks have run."""

@@ -119,23 +119,26 @@ def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-un
 
 @pytest.mark.parametrize("key", SERVERS, ids=str)
 def test_every_kept_set_is_the_one_with_the_best_scores(families, answers, score_oracle, key):  # type: ignore[no-untyped-def]
-    """Invariant 3 end to end: recorded queries and hidden states are the model's own."""
+    """Recorded queries and hidden states, and every step's attention, are the model's own."""
     exact = penalised = compactions = 0
     for call, answer in zip(make_calls("all"), answers[key], strict=True):
-        if call["kv_policy"] not in ("rkv", "skipkv"):
+        if call["kv_policy"] in ("streaming", "random", "full"):
             continue
         events = [e for e in families[key].events(call["rid"]) if e["event"] == "compact"]
         delimiters = [PIECES[token] in LINE_ENDS for token in answer["output_ids"]]
         policy = make_policy(call["kv_policy"], **call["kv_params"])
         sides = call["input_ids"], answer["output_ids"], events, delimiters, policy
         for choice in score_oracle(key[0]).choices(*sides):
-            assert choice.inversion < SCORE_TOLERANCE, call["rid"]
+            # Sums over a hundred steps carry more of float32's error.
+            tolerance = SCORE_TOLERANCE * (10 if call["kv_policy"] in ("h2o", "lazy") else 1)
+            assert choice.inversion < tolerance, call["rid"]
             exact += choice.inversion <= 0
-            penalised += bool((choice.scores < -0.3).any())
+            penalised += call["kv_policy"] == "skipkv" and bool((choice.scores < -0.3).any())
             compactions += 1
             free = choice.scores[choice.scores.isfinite()]
-            assert free.std() > 100 * SCORE_TOLERANCE  # any other set would be seen
-    assert exact >= 0.9 * compactions > 20 and penalised >= 3
+            if call["kv_budget"] == 40:  # in the smallest budgets everything may be as recent
+                assert free.std() > 100 * SCORE_TOLERANCE  # any other set would be seen
+    assert exact >= 0.9 * compactions > 80 and penalised >= 3
 
 
 def test_overlap_changes_nothing(families, answers):  # type: ignore[no-untyped-def]
