@@ -1,15 +1,20 @@
-"""``skipkv doctor`` and ``skipkv trace``."""
+"""``skipkv doctor``, ``skipkv trace`` and ``skipkv report``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from sgl_skipkv.config import SettingError
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 
@@ -22,13 +27,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.add_argument("file", help="written by --skipkv-trace")
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
+    reports = commands.add_parser("report", help="what a budget means before anything runs")
+    kinds = reports.add_subparsers(dest="kind", required=True)
+    padding = kinds.add_parser("padding", help="what padding leaves of a budget in static batches")
+    padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
+    padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
+    padding.add_argument("--field", default="problem", help="for .jsonl: the prompt's field")
+    padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
+    padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
+    capacity = kinds.add_parser("capacity", help="how many requests fit a KV pool")
+    capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
+    capacity.add_argument("--kv-memory-gib", type=float, required=True, help="memory of the pool")
+    capacity.add_argument("--kv-budget", type=int, nargs="+", required=True)
+    capacity.add_argument("--interval", type=int, default=128)
+    capacity.add_argument("--prompt-tokens", type=int, default=0, help="per request, not shared")
+    capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
+    capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
     arguments = parser.parse_args(argv)
     console = Console(soft_wrap=False)
     if arguments.command == "doctor":
         return doctor(console)
+    if arguments.command == "report":
+        show = {"padding": report_padding, "capacity": report_capacity}[arguments.kind]
+        try:
+            console.print(show(arguments))
+        except SettingError as error:
+            parser.error(str(error))
+        return 0
     from sgl_skipkv.viewer import show_trace
 
     return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
+
+
+def report_padding(arguments: argparse.Namespace) -> Table:
+    """Valid budgets of static batches, in file order and sorted by length."""
+    from sgl_skipkv import report
+
+    tokens = report.read_prompt_tokens(arguments.file, arguments.tokenizer, arguments.field)
+    found = report.padding(tokens, arguments.batch)
+    table = Table(
+        *("kv_budget", "in file order", "sorted by length", "paged (no padding)"),
+        title=f"{found.prompts} prompts, batches of {arguments.batch}: mean padding "
+        f"{found.unsorted_tokens:.2f} tokens in file order, {found.sorted_tokens:.2f} sorted",
+        title_justify="left",
+    )
+    for kv_budget in arguments.kv_budget:
+        valid = map(str, found.valid_budgets(kv_budget))
+        table.add_row(str(kv_budget), *valid, str(kv_budget))
+    return table
+
+
+def report_capacity(arguments: argparse.Namespace) -> Table:
+    """Requests that fit at once, for each budget and without one."""
+    from sgl_skipkv import report
+
+    path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
+    config = read_config(path)
+    token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)
+    pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
+    prompt = arguments.prompt_tokens
+    table = Table(
+        *("kv_budget", "KV tokens of a request", "requests at once"),
+        title=f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
+        title_justify="left",
+    )
+    own = {str(b): b + arguments.interval + 1 for b in arguments.kv_budget}
+    for name, own_tokens in {**own, "none": arguments.output_tokens}.items():
+        fit = report.capacity(pool_tokens, prompt, own_tokens)
+        table.add_row(name, f"{prompt + own_tokens:,}", f"{fit:,}")
+    return table
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's ``config.json``."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise SettingError("model", "a readable config.json", f"{path} ({error})", "") from error
+    if not isinstance(config, dict):
+        raise SettingError("model", "a JSON object", config, "a model's config.json")
+    return config
 
 
 def doctor(console: Console) -> int:
