@@ -26,7 +26,7 @@ LINKED = ("kernels", "patches")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
     frozenset({"policy", "select", "sentences", "steering", "trace"}),
-    frozenset({"call", "page_table", "recorder", "server_process", "viewer"}),
+    frozenset({"call", "page_table", "recorder", "report", "server_process", "viewer"}),
     frozenset({"runtime"}),
     frozenset({"patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),
