@@ -19,6 +19,10 @@ REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
 UNSUPPORTED = ("--page-size", "16")
 CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
+DEFAULTS_BY_FLAG = (
+    *("--kv-budget", "96", "--kv-policy", "rkv", "--kv-interval", "32"),
+    *("--kv-budget-max", "512"),
+)
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS = 4096
 
@@ -52,7 +56,10 @@ SPECS: dict[str, Spec] = {
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(("oracle",), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
     "llama": Spec(("oracle",), "llama", CHUNKS_OF_64),
-    "qwen3, no overlap": Spec(("oracle",), "qwen3", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
+    # Every default by flag; calls that bring their own keys must not notice.
+    "qwen3, no overlap": Spec(
+        ("oracle",), "qwen3", (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG)
+    ),
     "reasoner": Spec(("reasoner",), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps.
     "retracting": Spec(

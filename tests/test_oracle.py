@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
-from servers import Server, output_logprobs
+from servers import HTTPFailure, Server, output_logprobs
 from tiny_models import LINE_ENDS, PIECES, VOCAB_SIZE
 
 from sgl_skipkv.policy import make_policy, names
@@ -157,6 +157,20 @@ def test_alone_is_as_in_a_batch(server, answers):  # type: ignore[no-untyped-def
         assert alone["output_ids"] == together["output_ids"], call["rid"]
         rid = call["rid"].replace("all", "alone")
         assert _kept_sets(server, rid) == _kept_sets(server, call["rid"])
+
+
+def test_flags_set_the_default_of_calls_without_keys(families, oracle):  # type: ignore[no-untyped-def]
+    server = families["qwen3", False]
+    prompt = make_calls("all")[0]["input_ids"]
+    answer = server.generate(prompt, TOKENS, rid="default")
+    info = answer["meta_info"]["skipkv"]
+    assert (info["policy"], info["kv_budget"]) == ("rkv", 96)
+    assert info["compactions"] == (TOKENS - 1 - 96) // 32 == 1
+    verdict = oracle("qwen3").judge(prompt, answer["output_ids"], server.events("default"))
+    assert verdict.wrong == []
+    with pytest.raises(HTTPFailure, match=r"kv_budget: expected an integer in \[13, 512\]"):
+        server.generate(prompt, 4, kv_budget=513)
+    assert "skipkv" in server.generate(prompt, 4, kv_policy="full")["meta_info"]
 
 
 def _kept_sets(server: Server, rid: str) -> list[list[int]]:
