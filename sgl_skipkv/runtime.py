@@ -13,55 +13,21 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.call import CallSettings
+from sgl_skipkv.compaction import Plan, Snapshot
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_row
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
-from sgl_skipkv.select import Selection, select
+from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.trace import TraceWriter
-
-
-class Plan(NamedTuple):
-    """A compaction that is decided and not yet done."""
-
-    selection: Selection
-    positions: Tensor
-    finite: Tensor
-    row_tokens: int
-    logical_tokens: int
-
-    @property
-    def evicted_tokens(self) -> int:
-        return self.selection.evicted.shape[0]
-
-
-class Snapshot:
-    """What a compaction kept, on its way to the CPU."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.positions = plan.positions
-        self.logical_tokens = plan.logical_tokens
-        self.before = plan.row_tokens
-        self.settled = False
-        self._kept, self._finite = _copy_to_host(plan.positions), _copy_to_host(plan.finite)
-        on_cpu = plan.positions.device.type == "cpu"
-        self._copied = None if on_cpu else torch.Event(plan.positions.device)
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> tuple[list[int], bool]:
-        """Kept positions and whether all scores were finite. Long since copied when called."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._kept.tolist(), bool(self._finite)
 
 
 @dataclass(eq=False)
@@ -459,14 +425,6 @@ class Runtime:
             "evicted_sentences": state.evicted_sentences,
         }
         return {name: value for name, value in summary.items() if value is not None}
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Start a copy that does not wait; only pinned memory takes one."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.call import resolve_call
+from sgl_skipkv.compaction import Plan
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.recorder import ModelShape, Recorder, Recording
-from sgl_skipkv.runtime import CallState, Plan, Runtime
+from sgl_skipkv.runtime import CallState, Runtime
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.trace import TraceWriter
 

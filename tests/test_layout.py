@@ -26,7 +26,9 @@ LINKED = ("kernels", "patches")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
     frozenset({"policy", "select", "sentences", "steering", "trace"}),
-    frozenset({"call", "page_table", "recorder", "report", "server_process", "viewer"}),
+    frozenset(
+        {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
+    ),
     frozenset({"runtime"}),
     frozenset({"patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),
@@ -218,8 +220,7 @@ def test_nothing_is_swallowed_and_no_data_is_run(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "try: f()\nexcept: g()",
-        "try: f()\nexcept (ValueError, Exception): g()",
+        *(f"try: f()\nexcept{caught}: g()" for caught in ("", " (ValueError, Exception)")),
         "try: f()\nexcept BaseException as e: raise",
         "eval('1')",
         "import torch\ntorch.load('x')",

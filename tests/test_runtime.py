@@ -21,7 +21,7 @@ from synthetic import (
     words,
 )
 
-from sgl_skipkv.runtime import Plan
+from sgl_skipkv.compaction import Plan
 
 WINDOW = 8
 
