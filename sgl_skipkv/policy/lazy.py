@@ -17,21 +17,17 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-
-
-class LazyParams(PolicyParams):
-    alpha: float = Field(1e-4, ge=0.0, le=1.0, description="attention that activates a token")
+from sgl_skipkv.policy.raas import RaaSParams
 
 
 class Lazy(Policy):
     name = "lazy"
-    Params: ClassVar[type[PolicyParams]] = LazyParams
+    Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
-    params: LazyParams
+    params: RaaSParams
 
     def newborn(self, positions: Tensor) -> dict[str, Tensor]:
         born = positions.float()

@@ -20,12 +20,12 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.snapkv import SnapKVParams
 
 
-class RKVParams(PolicyParams):
+class RKVParams(SnapKVParams):
     sigma: float = Field(0.1, ge=0.0, le=1.0, description="weight of importance over redundancy")
-    kernel: PoolWidth = Field(7, description="width of the max-pool in tokens, odd")
     threshold: float = Field(0.5, ge=-1.0, le=1.0, description="cosine of two similar keys")
 
 
