@@ -44,6 +44,13 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         return False
 
     def init_backend(self) -> None:
+        # These ask which platform is active, so they can be imported only once one is.
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        from sgl_skipkv.cpu_attention import GroupedTorchAttnBackend
+
+        # Under the name that SGLang's own checks know.
+        register_attention_backend("torch_native")(GroupedTorchAttnBackend)
         # The environment variable is read when OpenMP loads; a worker that had torch loaded before
         # this module was asked would otherwise keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -67,6 +67,8 @@ class CallState:
     total_evicted_tokens: int = 0
     evicted_sentences: int = 0
     peak_own_tokens: int = 0
+    own_token_steps: int = 0
+    observed_steps: int = 0
     failure: str | None = None
     summary: dict[str, Any] | None = None
 
@@ -177,7 +179,10 @@ class Runtime:
 
     def observe(self, state: CallState, row_tokens: int) -> None:
         """Note the length of the call's row, at every decode step."""
-        state.peak_own_tokens = max(state.peak_own_tokens, state.own_tokens(row_tokens))
+        own_tokens = state.own_tokens(row_tokens)
+        state.peak_own_tokens = max(state.peak_own_tokens, own_tokens)
+        state.own_token_steps += own_tokens
+        state.observed_steps += 1
 
     def due(self, state: CallState, row_tokens: int) -> bool:
         """Whether the call has grown ``interval`` past its budget."""
@@ -420,6 +425,7 @@ class Runtime:
             "evicted_tokens": state.total_evicted_tokens,
             "kv_tokens": max(full - state.evicted_tokens, 0),
             "peak_kv_tokens": state.peak_own_tokens,
+            "mean_kv_tokens": round(state.own_token_steps / max(state.observed_steps, 1), 1),
             "full_kv_tokens": full,
             "sentences": len(state.tracker.closed),
             "evicted_sentences": state.evicted_sentences,

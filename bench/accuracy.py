@@ -1,0 +1,116 @@
+"""Accuracy against KV budget: levels x policies x budgets, through the real server.
+
+    python bench/accuracy.py                                  # the bundled model, everything
+    python bench/accuracy.py --levels hard --policies skipkv rkv random --sampling greedy
+    python bench/accuracy.py --model-path M --problem-file math500.jsonl \\
+        --suffix ' Put the final answer in \\boxed{}.' --max-new-tokens 16384
+
+Budgets are shares of the mean trace of FullKV, which runs first. One row per cell in
+bench/rows/accuracy.csv; a sweep that was stopped goes on where it was. ``bench/figures.py`` draws
+the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from serving import (
+    BUNDLED,
+    BUNDLED_PARAMS,
+    ROOT,
+    add_arguments,
+    bytes_per_token,
+    read_problems,
+    servers,
+)
+from sweep import Cell, Sweep, existing_rows
+
+from sgl_skipkv import policy
+
+#: the first are the ones that a figure needs most, should the sweep be stopped
+ORDER = ("skipkv", "rkv", "random", "streaming", "snapkv", "h2o", "tova", "raas", "lazy", "rpc")
+SHARES = (0.08, 0.15, 0.25, 0.35, 0.5)
+SEEDS = 3
+
+
+def params_of(policy: str, given: dict[str, dict[str, Any]]) -> str:
+    """Knobs of one policy: those of ``*``, then its own."""
+    return json.dumps({**given.get("*", {}), **given.get(policy, {})}, sort_keys=True)
+
+
+def full_cell(level: str, sampling: str, seeds: int) -> Cell:
+    return Cell(level, "full", sampling=sampling, seeds=seeds)
+
+
+def mean_traces(name: str, levels: list[str], labels: dict[str, str | int]) -> dict[str, float]:
+    """Level -> mean output tokens of FullKV, greedy."""
+    return {
+        row["level"]: float(row["output_tokens"])
+        for row in existing_rows(name)
+        if row["policy"] == "full"
+        and row["sampling"] == "greedy"
+        and row["level"] in levels
+        and all(row[key] == str(value) for key, value in labels.items())
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--policies", nargs="+", choices=policy.names(), default=list(ORDER))
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--sampling", nargs="+", default=["greedy", "sampled"])
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="answers per problem when sampled")
+    parser.add_argument("--kv-params", type=json.loads, help="JSON: policy, or *, to its knobs")
+    arguments = parser.parse_args()
+    name = arguments.rows or "accuracy"
+    problems = read_problems(arguments)
+    bundled = arguments.model_path == str(BUNDLED)
+    params = arguments.kv_params or (BUNDLED_PARAMS if bundled else {})
+    labels: dict[str, str | int] = {
+        "model": Path(arguments.model_path).name,
+        "problem_file": arguments.problem_file.name,
+        "kv_bytes_per_token": bytes_per_token(arguments.model_path),
+    }
+    scored = [one for one in arguments.policies if one != "full"]
+    with servers(arguments) as running:
+        sweep = Sweep(
+            name,
+            running,
+            arguments.parallel,
+            problems,
+            arguments.max_new_tokens,
+            log=ROOT / ".sweep" / f"{name}.jsonl",
+            labels=labels,
+        )
+        levels = list(problems)
+        sweep.run(full_cell(level, "greedy", 1) for level in levels)
+        traces = mean_traces(name, levels, labels)
+        sweep.expected_tokens = traces
+        for sampling in arguments.sampling:
+            seeds = arguments.seeds if sampling == "sampled" else 1
+            sweep.run(
+                [
+                    *(full_cell(level, sampling, seeds) for level in levels),
+                    *(
+                        Cell(
+                            level,
+                            one,
+                            round(share * traces[level]),
+                            params_of(one, params),
+                            sampling,
+                            seeds,
+                        )
+                        for level in levels
+                        for one in scored
+                        for share in arguments.shares
+                    ),
+                ]
+            )
+
+
+if __name__ == "__main__":
+    main()

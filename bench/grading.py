@@ -1,0 +1,30 @@
+"""Whether an answer is right, and how sure a share of right answers is."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import math_verify
+
+_NUMBER = re.compile(r"Answer: (-?\d+)")
+
+
+def is_right(text: str, answer: str | int) -> bool:
+    """Whether the final part of an output states the answer.
+
+    A bundled problem's answer stands behind ``Answer:``; any other is compared as mathematics, so
+    that ``\\frac12`` equals ``0.5``. What a model wrote while thinking does not count.
+    """
+    final = text.rpartition("</think>")[2]
+    if isinstance(answer, int) and (found := _NUMBER.search(final)):
+        return int(found[1]) == answer
+    gold = math_verify.parse(f"${answer}$")
+    return bool(gold) and bool(math_verify.verify(gold, math_verify.parse(final)))
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """95% Wilson score interval of a proportion."""
+    z, p = 1.959964, right / n
+    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)

@@ -1,0 +1,116 @@
+"""The servers and the problems of an accuracy experiment, and the flags that choose them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep import Problem
+from transformers import AutoConfig, AutoTokenizer
+
+from sgl_skipkv.report import kv_bytes_per_token
+from sgl_skipkv.server_process import ServerProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+BUNDLED = ROOT / "examples" / "reasoner"
+#: knobs for the bundled model: its traces are a tenth of a real model's, so compactions come more
+#: often, and ``tau`` is where its repetitions begin (bench/rows/similarity.csv)
+BUNDLED_PARAMS: dict[str, dict[str, Any]] = {"*": {"interval": 32}, "skipkv": {"tau": 0.85}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that every experiment shares."""
+    parser.add_argument("--model-path", default=str(BUNDLED), help="folder or name of a model")
+    parser.add_argument(
+        "--problem-file",
+        type=Path,
+        default=BUNDLED / "heldout.jsonl",
+        help="JSONL: prompt (or problem), answer, and perhaps id and level",
+    )
+    parser.add_argument("--suffix", default="", help="put after every prompt")
+    parser.add_argument("--levels", nargs="+", help="of the problem file; default: all of them")
+    parser.add_argument("--problems", type=int, default=200, help="at most, per level")
+    parser.add_argument("--max-new-tokens", type=int, default=2000)
+    parser.add_argument("--parallel", type=int, default=64, help="calls in flight per server")
+    parser.add_argument("--servers", type=int, default=1, help="processes, each with the model")
+    parser.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
+    parser.add_argument("--url", nargs="+", help="running servers to use instead")
+    parser.add_argument("--rows", help="file of rows; default: this script's name")
+
+
+def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
+    """Problems by level, as prompts of the model's chat template.
+
+    Raises:
+        ValueError: a level that the file does not have.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_path)
+    levels: dict[str, list[Problem]] = defaultdict(list)
+    for number, line in enumerate(arguments.problem_file.read_text().splitlines()):
+        record = json.loads(line)
+        level = str(record.get("level", arguments.problem_file.stem))
+        prompt = record.get("prompt") or record["problem"]
+        text = prompt + arguments.suffix
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        identity = str(record.get("id", record.get("unique_id", number)))
+        if len(levels[level]) < arguments.problems:
+            levels[level].append(Problem(identity, level, text, record["answer"]))
+    chosen = arguments.levels or sorted(levels)
+    if missing := set(chosen) - set(levels):
+        raise ValueError(f"--levels: expected some of {sorted(levels)}, got {sorted(missing)}")
+    return {level: levels[level] for level in chosen}
+
+
+def bytes_per_token(model_path: str) -> int:
+    """KV cache of one token on this machine, in bytes."""
+    config = AutoConfig.from_pretrained(model_path)
+    # Without a GPU the servers of these scripts run in float32 (sgl_skipkv.server_process).
+    value_bytes = config.dtype.itemsize if torch.cuda.is_available() else 4
+    return kv_bytes_per_token(config.to_dict(), value_bytes)
+
+
+class RunningServer(ServerProcess):
+    """A server that somebody else started."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+
+@contextlib.contextmanager
+def servers(arguments: argparse.Namespace) -> Iterator[Sequence[ServerProcess]]:
+    """The servers that the flags name, ready."""
+    if arguments.url:
+        yield [RunningServer(url) for url in arguments.url]
+        return
+    given = dict(flag.split("=", 1) for flag in arguments.server_flags)
+    flags = {"max-running-requests": str(arguments.parallel), **given}
+    if arguments.model_path == str(BUNDLED):
+        flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
+    command = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = [
+            stack.enter_context(
+                ServerProcess(
+                    arguments.model_path,
+                    folder / str(number),
+                    [*command, "--random-seed", str(number)],
+                )
+            )
+            for number in range(arguments.servers)
+        ]
+        yield [server.wait_ready() for server in started]
