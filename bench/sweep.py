@@ -121,7 +121,7 @@ class Sweep:
                     running[pool.submit(self._ask, len(running), *task)] = task
             try:
                 for future in as_completed(running):
-                    cell, problem, seed = task = running[future]
+                    cell, problem, _ = task = running[future]
                     answer = {"key": self._identity(*task), **_digest(future.result(), problem)}
                     log.write(json.dumps(answer) + "\n")
                     log.flush()
