@@ -11,10 +11,11 @@ _NUMBER = re.compile(r"Answer: (-?\d+)")
 
 
 def is_right(text: str, answer: str | int) -> bool:
-    """Whether the final part of an output states the answer.
+    """Whether the final part of a finished output states the answer.
 
     A bundled problem's answer stands behind ``Answer:``; any other is compared as mathematics, so
-    that ``\\frac12`` equals ``0.5``. What a model wrote while thinking does not count.
+    that ``\\frac12`` equals ``0.5``. What a model wrote while thinking does not count. For the main
+    thread only: the library's time limit is a signal.
     """
     final = text.rpartition("</think>")[2]
     if isinstance(answer, int) and (found := _NUMBER.search(final)):

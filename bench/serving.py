@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -101,6 +103,8 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[ServerProcess]]:
     if arguments.model_path == str(BUNDLED):
         flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
     command = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    # A sweep that is told to end takes its servers with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started = [

@@ -114,9 +114,8 @@ class Sweep:
                 missing[cell] += 1
             running: dict[Future[dict[str, Any]], tuple[Cell, Problem, int]] = {}
             for task in tasks:
-                cell, problem, seed = task
                 if self._identity(*task) in answers:
-                    self._answered(cell, missing, answers, bar, weight)
+                    self._answered(task[0], missing, answers, bar, weight)
                 else:
                     running[pool.submit(self._ask, len(running), *task)] = task
             try:
@@ -183,11 +182,12 @@ class Sweep:
 def _digest(answer: Mapping[str, Any], problem: Problem) -> dict[str, Any]:
     """What a row needs of an answer."""
     info = answer["meta_info"]
+    cut_off = info["finish_reason"]["type"] == "length"
     return {
-        "right": is_right(answer["text"], problem.answer),
+        "right": not cut_off and is_right(answer["text"], problem.answer),
         "prompt_tokens": info["prompt_tokens"],
         "output_tokens": info["completion_tokens"],
-        "stopped": info["finish_reason"]["type"] == "length",
+        "cut_off": cut_off,
         **{
             name: info["skipkv"][name]
             for name in ("mean_kv_tokens", "peak_kv_tokens", "compactions", "evicted_sentences")
@@ -200,7 +200,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     KV tokens are the call's own, without the prompt; ``peak_kv_tokens`` is the mean over calls of
     each call's peak and ``peak_kv_tokens_max`` the largest. ``length_limited`` counts outputs that
-    ran into ``max_new_tokens``.
+    ran into ``max_new_tokens``; they are wrong.
     """
 
     def mean(name: str) -> float:
@@ -216,7 +216,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "wilson_high": round(high, 4),
         "prompt_tokens": mean("prompt_tokens"),
         "output_tokens": mean("output_tokens"),
-        "length_limited": sum(answer["stopped"] for answer in answers),
+        "length_limited": sum(answer["cut_off"] for answer in answers),
         "mean_kv_tokens": mean("mean_kv_tokens"),
         "peak_kv_tokens": mean("peak_kv_tokens"),
         "peak_kv_tokens_max": max(answer["peak_kv_tokens"] for answer in answers),
