@@ -1,15 +1,17 @@
-"""SkipKV+ (ours): SkipKV, but how a sentence ends goes last.
+"""SkipKV+ (ours): SkipKV, but what a sentence ends with outlives how it got there.
 
-``Z - lambda_s + e``, where ``Z - lambda_s`` is the score of ``skipkv`` and ``e = 1`` for the last
-``ending`` tokens of every closed sentence, else 0. Since ``|Z| << 0.1`` and ``tau < lambda_s <= 1``
-the order of eviction is: bodies of redundant sentences, bodies of the others, endings of redundant
-sentences, endings of the others.
+``Z - lambda_s + e``, where ``Z - lambda_s`` is the score of ``skipkv``. ``e = ending - r`` for the
+token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where that
+is negative, for the delimiter itself and in the open sentence. Since ``|Z| << 0.1`` and ``lambda_s
+<= 1``, eviction takes bodies first, those of redundant sentences before the others; then endings
+from their far side, so that the last token before the delimiter of every sentence is the last to
+go. The most recent ``recent`` tokens stay as well, as far as that is no more than half the budget.
 
-Why: a reasoning step states what it found at its end ("..., so Ann = 7."), and what later steps
-look up is that, not how it was found. SkipKV goes on to ``Z`` once the redundant sentences are
-gone, and ``Z`` looks at the last few queries: it cannot know what a step hundreds of tokens later
-needs. docs/results.md has the traces. That a segment's last tokens carry what the rest of the model
-needs of it is also what SepLLM (arXiv 2412.12094) builds on, for separators alone.
+Why: a reasoning step states its result where it ends ("..., so Ann = 7."), and later steps look up
+the result. Once the redundant sentences are gone, SkipKV goes by ``Z``, the attention of the last
+few queries: it cannot know what a step hundreds of tokens later needs, and it takes the sentence
+that the model is in the middle of using. docs/results.md has the measurements that led here.
+SepLLM (arXiv 2412.12094) keeps separators for a related reason.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from sgl_skipkv.policy.skipkv import SkipKV, SkipKVParams
 
 class SkipKVPlusParams(SkipKVParams):
     ending: int = Field(
-        4, ge=0, le=64, description="last tokens of a sentence that outlive its body"
+        4, ge=0, le=64, description="tokens before a sentence's delimiter that outlive its body"
+    )
+    recent: int = Field(
+        64, ge=0, le=65536, description="last tokens, always kept, up to half the budget"
     )
 
 
@@ -35,21 +40,25 @@ class SkipKVPlus(SkipKV):
     Params: ClassVar[type[PolicyParams]] = SkipKVPlusParams
     params: SkipKVPlusParams
 
+    def protected_tail(self, kv_budget: int) -> int:
+        """``recent`` tokens, at most half the budget, at least the window."""
+        return max(self.params.window, min(self.params.recent, kv_budget // 2))
+
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s + e`` of every cached token."""
         assert inputs.sentences is not None
-        return super().scores(inputs) + is_ending(
+        return super().scores(inputs) + ending_bonus(
             inputs.positions, inputs.sentences, self.params.ending
         )
 
 
-def is_ending(positions: Tensor, sentences: Sentences, ending: int) -> Tensor:
-    """1 for the last ``ending`` tokens of each closed sentence, delimiters included, else 0.
+def ending_bonus(positions: Tensor, sentences: Sentences, ending: int) -> Tensor:
+    """``e`` of every cached token: how near its sentence's closing delimiter it stands.
 
     Args:
         positions: int64 [n], logical positions, ascending.
         sentences: closed sentences with cached tokens.
-        ending: tokens.
+        ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1.
 
     Returns:
         float32 [n].
@@ -57,5 +66,7 @@ def is_ending(positions: Tensor, sentences: Sentences, ending: int) -> Tensor:
     if sentences.starts.shape[0] == 0:
         return torch.zeros(positions.shape[0], device=positions.device)
     owner = (torch.searchsorted(sentences.starts, positions, right=True) - 1).clamp_min(0)
-    inside = (positions >= sentences.starts[owner]) & (positions < sentences.stops[owner])
-    return (inside & (positions >= sentences.stops[owner] - ending)).float()
+    # The delimiter is the token at stop - 1; after the end this is negative.
+    to_delimiter = sentences.stops[owner] - 1 - positions
+    inside = (positions >= sentences.starts[owner]) & (to_delimiter > 0)
+    return torch.where(inside, (ending + 1 - to_delimiter).clamp_min(0), 0).float()
