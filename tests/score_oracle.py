@@ -90,7 +90,7 @@ class ScoreOracle:
             tail = params.window
             if policy.name == "h2o":
                 tail = max(tail, (event["after"] - prompt) // 2)
-            if policy.name == "skipkv":
+            if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
                 _compare(live, hidden, redundancy)
@@ -98,6 +98,13 @@ class ScoreOracle:
                     likeness = redundancy.get(start, -1.0)
                     if likeness > params.tau and stop - start > 1:
                         scores[(positions >= start) & (positions < stop)] -= likeness
+                if policy.name == "skipkv+":
+                    budget = event["after"] - prompt
+                    tail = max(tail, min(params.recent, budget // 2))
+                    for start, stop in live:
+                        for back in range(1, params.ending + 1):  # tokens before the delimiter
+                            if stop - 1 - back >= start:
+                                scores[positions == stop - 1 - back] += params.ending + 1 - back
                 opened = row[-1] + 1 - (spans[-1][1] if spans else prompt)
                 tail = max(tail, min(opened, (event["after"] - prompt) // 2))
             scores[: max(prompt, params.sink)] = torch.inf
@@ -157,7 +164,7 @@ def _scores(
         queries: [L, W, Hq, d] of the window. keys: [L, n, Hkv, d] of the row. steps: [T, n],
             attention of every decode step to the row; 0 for what came later.
     """
-    if name in ("skipkv", "rkv"):
+    if name in ("skipkv", "skipkv+", "rkv"):
         return _importance_and_redundancy(
             queries, keys, params.kernel, params.sigma, params.threshold
         )

@@ -26,6 +26,7 @@ TOKENS = 150
 # Random models repeat themselves less than real ones, and attend to everything a little.
 KNOBS: dict[tuple[str, int], dict[str, Any]] = {
     ("skipkv", 40): {"tau": 0.3},
+    ("skipkv+", 40): {"tau": 0.3, "ending": 2, "recent": 12},
     ("raas", 40): {"alpha": 0.01},
     ("lazy", 40): {"alpha": 0.01},
 }

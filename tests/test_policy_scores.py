@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -78,6 +79,35 @@ def test_skipkv_scores(seed: int, tau: float) -> None:
     exact = torch.tensor([z - lost for z, lost in parts], dtype=torch.float64)
     assert (found - exact).abs().max() <= TOLERANCE
     assert any(penalties(inputs, tau))
+
+
+@pytest.mark.parametrize("ending", [0, 1, 4, 30])
+def test_skipkv_plus_scores(ending: int) -> None:
+    """``e`` counts down from the delimiter, in every closed sentence and nowhere else."""
+    spans = (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 150, -1.0)
+    inputs = score_input(1, sentences=some_sentences(*spans))
+    found = make_policy("skipkv+", ending=ending).scores(inputs).double()
+    exact = make_policy("skipkv").scores(inputs).double()
+    for start, stop, _ in spans:
+        for back in range(1, ending + 1):  # tokens before the delimiter
+            if stop - 1 - back >= start:
+                exact[inputs.positions == stop - 1 - back] += ending + 1 - back
+    assert (found - exact).abs().max() <= ending * 2**-23 + TOLERANCE
+
+
+def test_endings_go_after_bodies_and_from_their_far_side() -> None:
+    redundant, other = (10, 30, 0.96), (30, 50, 0.3)
+    inputs = score_input(4, sentences=some_sentences(redundant, other))
+    inputs = dataclasses.replace(inputs, positions=torch.arange(60))
+    scores = make_policy("skipkv+", ending=2).scores(inputs)
+    # Ends of a sentence: ..., far, near, delimiter. Each group is evicted before the next.
+    groups = [
+        [*range(10, 27), 29],
+        [*range(30, 47), 49],
+        *([27], [47], [28], [48]),
+    ]
+    for first, then in itertools.pairwise(groups):
+        assert scores[first].max() < scores[then].min()
 
 
 def test_redundant_sentences_go_whole_and_first() -> None:

@@ -1,0 +1,119 @@
+"""What each part of a policy is worth: one setting changed at a time, through the real server.
+
+    python bench/ablations.py                 # 100 hard problems of the bundled model
+    python bench/ablations.py --only interval
+
+One row per cell in bench/rows/ablations.csv; restartable like ``bench/accuracy.py``, whose FullKV
+row gives the mean trace. Which rows belong to which question is in ``ABLATIONS`` and in
+docs/results.md; the batch size, the layers and the peer have scripts of their own
+(``bench/batch_size.py``, ``bench/layers.py``, ``bench/peer.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accuracy import full_cell, mean_traces
+from serving import ROOT, add_arguments, bytes_per_token, read_problems, servers
+from sweep import Cell, Sweep, existing_rows
+
+TIGHT, LOOSE = 0.15, 0.25
+BASE = {"interval": 32}
+SENTENCES = {**BASE, "tau": 0.85}
+Setting = tuple[str, float, dict[str, Any]]
+"""Policy, budget as a share of the mean trace, knobs."""
+
+
+def components() -> list[Setting]:
+    """(a) tokens only, then sentences, then what skipkv+ adds, one by one."""
+    return [
+        (policy, share, params)
+        for share in (TIGHT, LOOSE)
+        for policy, params in (
+            ("random", BASE),
+            ("rkv", BASE),
+            ("skipkv", SENTENCES),
+            ("skipkv+", {**SENTENCES, "ending": 0}),
+            ("skipkv+", {**SENTENCES, "recent": 0}),
+            ("skipkv+", SENTENCES),
+        )
+    ]
+
+
+def prompt() -> list[Setting]:
+    """(b) the prompt pinned and on top of the budget, or evictable and inside it."""
+    free = {"protect_prompt": False, "count_prompt": True}
+    policies = (("random", BASE), ("rkv", BASE), ("skipkv", SENTENCES), ("skipkv+", SENTENCES))
+    return [
+        (policy, LOOSE, {**params, **extra}) for policy, params in policies for extra in ({}, free)
+    ]
+
+
+def thresholds() -> list[Setting]:
+    """(d) when two sentences are the same, and importance against redundancy."""
+    return [
+        *(("skipkv", LOOSE, {**BASE, "tau": tau}) for tau in (0.85, 0.90, 0.93, 0.96, 0.99)),
+        *(("skipkv", LOOSE, {**SENTENCES, "sigma": sigma}) for sigma in (0.0, 0.5, 1.0)),
+    ]
+
+
+def interval() -> list[Setting]:
+    """(e) how often a call compacts."""
+    return [
+        (policy, LOOSE, {**params, "interval": tokens})
+        for policy, params in (("skipkv", SENTENCES), ("skipkv+", SENTENCES))
+        for tokens in (32, 64, 128)
+    ]
+
+
+ABLATIONS: dict[str, Callable[[], list[Setting]]] = {
+    one.__name__: one for one in (components, prompt, thresholds, interval)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.set_defaults(problems=100, levels=["hard"])
+    parser.add_argument("--only", nargs="+", choices=list(ABLATIONS), default=list(ABLATIONS))
+    arguments = parser.parse_args()
+    name = arguments.rows or "ablations"
+    problems = read_problems(arguments)
+    labels: dict[str, str | int] = {
+        "model": Path(arguments.model_path).name,
+        "problem_file": arguments.problem_file.name,
+        "kv_bytes_per_token": bytes_per_token(arguments.model_path),
+    }
+    with servers(arguments) as running:
+        sweep = Sweep(
+            name,
+            running,
+            arguments.parallel,
+            problems,
+            arguments.max_new_tokens,
+            log=ROOT / ".sweep" / f"{name}.jsonl",
+            labels=labels,
+        )
+        sweep.run(full_cell(level, "greedy", 1) for level in problems)
+        traces = sweep.expected_tokens = mean_traces(name, list(problems), labels)
+        prompts = {
+            row["level"]: float(row["prompt_tokens"])
+            for row in existing_rows(name)
+            if row["policy"] == "full"
+        }
+        cells = []
+        for level in problems:
+            for policy, share, params in (s for one in arguments.only for s in ABLATIONS[one]()):
+                # An evictable prompt is counted; the cache holds the same number of tokens.
+                extra = prompts[level] if params.get("count_prompt") else 0.0
+                budget = round(share * traces[level] + extra)
+                cells.append(Cell(level, policy, budget, json.dumps(params, sort_keys=True)))
+        sweep.run(cells)
+
+
+if __name__ == "__main__":
+    main()
