@@ -56,7 +56,6 @@ def main() -> None:
 
         alone: list[Any] = []
         for size in SIZES:
-            started = time.monotonic()
             with ThreadPoolExecutor(size) as pool:
                 replies = list(
                     tqdm(
@@ -65,7 +64,6 @@ def main() -> None:
                         desc=f"batch {size}",
                     )
                 )
-            seconds = time.monotonic() - started
             kept: dict[str, list[list[int]]] = {}
             for event in read_trace(trace):
                 if event["event"] == "compact":
@@ -80,7 +78,6 @@ def main() -> None:
                 for reply, problem in zip(replies, problems, strict=True)
             )
             low, high = wilson(right, len(problems))
-            tokens = sum(len(ids) for ids, _ in found)
             pairs = list(zip(found, alone, strict=True))
             append_row(
                 "batch_size",
@@ -98,7 +95,6 @@ def main() -> None:
                     "compactions": sum(len(sets) for _, sets in found),
                     "same_kept_sets_as_alone": sum(one[1] == other[1] for one, other in pairs),
                     "same_outputs_as_alone": sum(one[0] == other[0] for one, other in pairs),
-                    "tokens_per_s": round(tokens / seconds),
                 },
             )
 

@@ -1,9 +1,10 @@
 """kvpress on the same problems: run by ``bench/peer.py``, in an environment that has kvpress 0.5.x.
 
 Reads one JSON object with ``model_path``, ``max_new_tokens`` and ``jobs`` (``press``,
-``kv_budget``, ``interval``, ``prompts``) from standard input; writes one JSON line per job: answers, generated
-tokens, seconds. kvpress generates one request at a time. Its cache size counts the prompt, so it
-gets ``kv_budget`` plus the length of each prompt; it may evict prompt tokens, we do not.
+``kv_budget``, ``interval``, ``prompts``) from standard input; writes one JSON line per job: its
+answers, generated tokens and seconds. kvpress generates one request at a time. Its cache size
+counts the prompt, so it gets ``kv_budget`` plus the length of each prompt; it may evict prompt
+tokens, we do not.
 """
 
 from __future__ import annotations
