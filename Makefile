@@ -2,6 +2,7 @@
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (under 15 minutes on 2 cores)
 # make lint    ruff and mypy --strict
+# make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint bench-quick
 
 setup:
 	rm -rf $(VENV)
@@ -34,3 +35,8 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench-quick: $(READY)
+	rm -f bench/rows/quick.csv .sweep/quick.jsonl
+	$(BIN)/python bench/accuracy.py --rows quick --levels medium --problems 32 --sampling greedy --servers 2 --parallel 32 --policies skipkv+ skipkv rkv random
+	$(BIN)/python bench/figures.py --rows quick --out .sweep/figures

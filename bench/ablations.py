@@ -1,6 +1,6 @@
 """What each part of a policy is worth: one setting changed at a time, through the real server.
 
-    python bench/ablations.py                 # 100 hard problems of the bundled model
+    python bench/ablations.py                 # 50 hard problems of the bundled model
     python bench/ablations.py --only interval
 
 One row per cell in bench/rows/ablations.csv; restartable like ``bench/accuracy.py``, whose FullKV
@@ -78,7 +78,7 @@ ABLATIONS: dict[str, Callable[[], list[Setting]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.set_defaults(problems=100, levels=["hard"])
+    parser.set_defaults(problems=50, levels=["hard"])
     parser.add_argument("--only", nargs="+", choices=list(ABLATIONS), default=list(ABLATIONS))
     arguments = parser.parse_args()
     name = arguments.rows or "ablations"

@@ -17,6 +17,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from serving import (
     BUNDLED,
     BUNDLED_PARAMS,
@@ -31,7 +34,19 @@ from sweep import Cell, Sweep, existing_rows
 from sgl_skipkv import policy
 
 #: the first are the ones that a figure needs most, should the sweep be stopped
-ORDER = ("skipkv", "rkv", "random", "streaming", "snapkv", "h2o", "tova", "raas", "lazy", "rpc")
+ORDER = (
+    "skipkv+",
+    "skipkv",
+    "rkv",
+    "random",
+    "streaming",
+    "snapkv",
+    "h2o",
+    "tova",
+    "raas",
+    "lazy",
+    "rpc",
+)
 SHARES = (0.08, 0.15, 0.25, 0.35, 0.5)
 SEEDS = 3
 
@@ -110,6 +125,18 @@ def main() -> None:
                     ),
                 ]
             )
+    show(name, labels)
+
+
+def show(name: str, labels: dict[str, str | int]) -> None:
+    """What the rows say, on the terminal."""
+    columns = ("level", "sampling", "policy", "kv_budget", "accuracy", "wilson_low", "wilson_high")
+    columns = (*columns, "answers", "output_tokens", "peak_kv_tokens", "evicted_sentences")
+    table = Table(*columns, title=f"bench/rows/{name}.csv", box=box.SIMPLE)
+    for row in existing_rows(name):
+        if all(row[key] == str(value) for key, value in labels.items()):
+            table.add_row(*(row[column] for column in columns))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ STYLE = {
     "streaming": ("#666666", "d"),
     "random": ("#000000", "x"),
 }
+STYLE_PARAMETERS = {"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9}
 Row = dict[str, str]
 
 
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--sampling", default="greedy", choices=["greedy", "sampled"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     arguments = parser.parse_args()
-    plt.rcParams.update({"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9})
+    plt.rcParams.update(STYLE_PARAMETERS)
     rows = selected(arguments.rows, arguments.model, arguments.sampling)
     stem = arguments.rows + ("" if arguments.sampling == "greedy" else "_sampled")
     budget = "KV budget, % of the mean FullKV trace"

@@ -57,7 +57,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             )
             return stock
         kv_heads = k_cache.shape[1]
-        grouped = query.unflatten(1, (kv_heads, -1))
+        grouped = query.reshape(query.shape[0], kv_heads, -1, query.shape[2])
         rows, lengths = req_pool_indices.tolist(), seq_lens.tolist()
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             slots = req_to_token[row, :length]

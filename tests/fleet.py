@@ -52,7 +52,9 @@ SPECS: dict[str, Spec] = {
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
     ),
-    # The same, and SGLang never loads the plugin.
+    # The bundled model.
+    "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
+    # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(("oracle",), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
     "llama": Spec(("oracle",), "llama", CHUNKS_OF_64),
@@ -60,7 +62,6 @@ SPECS: dict[str, Spec] = {
     "qwen3, no overlap": Spec(
         ("oracle",), "qwen3", (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG)
     ),
-    "reasoner": Spec(("reasoner",), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps.
     "retracting": Spec(
         ("retraction",),

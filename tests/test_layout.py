@@ -30,15 +30,16 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
     ),
     frozenset({"runtime"}),
-    frozenset({"patches"}),
+    frozenset({"cpu_attention", "patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),
 )
 # Who may import SGLang, and what below its root (``import sglang`` itself is free to them).
 SGLANG = {
-    "patches": "sglang.",
-    "cpu_platform": "sglang.srt.platforms.",
-    "frontend": "sglang.lang.",
-    "plugin": "sglang.",
+    "patches": ("sglang.",),
+    "cpu_attention": ("sglang.srt.layers.attention.",),
+    "cpu_platform": ("sglang.srt.platforms.", "sglang.srt.layers.attention."),
+    "frontend": ("sglang.lang.",),
+    "plugin": ("sglang.",),
 }
 
 

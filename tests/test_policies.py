@@ -15,7 +15,7 @@ from score_inputs import all_keys, score_input, with_statistics
 from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
 
 import sgl_skipkv.policy
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import Policy, make_policy, names, policy_class
 
 # name, knobs
@@ -59,7 +59,7 @@ def serve(server: SyntheticServer, case: tuple[str, dict[str, Any]], **call: Any
 
 def test_the_table_holds_every_policy_and_every_file_is_registered() -> None:
     assert set(names()) == {name for name, _ in POLICIES}
-    assert names()[0] == "skipkv"
+    assert names()[0] == ServerConfig().kv_policy == "skipkv"
     folder = Path(sgl_skipkv.policy.__file__).parent
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
     assert files == {name.replace("+", "_plus") for name in names()}

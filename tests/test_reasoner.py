@@ -1,6 +1,6 @@
 """The bundled model is what its card says: files, problems, and answers through the real server.
 
-A sample here; ``bench/heldout.py`` measures all 200 problems of each level.
+A sample here; ``bench/accuracy.py`` measures all 200 problems of each level.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def right(replies: list[dict[str, Any]]) -> float:
     return sum(reply["right"] for reply in replies) / len(replies)
 
 
-# One sample each; bench/heldout.py measures the bar of 0.9.
+# One sample each; bench/accuracy.py measures the bar of 0.9.
 
 
 @pytest.mark.server
