@@ -130,12 +130,17 @@ def main() -> None:
 
 def show(name: str, labels: dict[str, str | int]) -> None:
     """What the rows say, on the terminal."""
-    columns = ("level", "sampling", "policy", "kv_budget", "accuracy", "wilson_low", "wilson_high")
-    columns = (*columns, "answers", "output_tokens", "peak_kv_tokens", "evicted_sentences")
-    table = Table(*columns, title=f"bench/rows/{name}.csv", box=box.SIMPLE)
+    table = Table(title=f"bench/rows/{name}.csv", box=box.SIMPLE)
+    for heading in ("level", "sampling", "policy", "budget", "right, % [95%]", "output", "peak KV"):
+        table.add_column(heading, no_wrap=True)
     for row in existing_rows(name):
         if all(row[key] == str(value) for key, value in labels.items()):
-            table.add_row(*(row[column] for column in columns))
+            middle, low, high = (
+                100 * float(row[column]) for column in ("accuracy", "wilson_low", "wilson_high")
+            )
+            right = f"{middle:.1f} [{low:.0f}, {high:.0f}]"
+            setting = [row[column] for column in ("level", "sampling", "policy", "kv_budget")]
+            table.add_row(*setting, right, row["output_tokens"], row["peak_kv_tokens"])
     Console().print(table)
 
 
