@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +130,25 @@ def traces(arguments: argparse.Namespace, model: Any) -> list[tuple[int, list[in
         return [(len(prompt), prompt + output) for prompt, output in pairs]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_path)
     problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
-    chosen = [p for p in problems if p["level"] == "hard"][: arguments.problems]
-    found = []
-    for problem in tqdm(chosen, desc="traces"):
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem["prompt"]}],
+    prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
+    model.set_attn_implementation("sdpa")
+    found = list(greedy_traces(model, tokenizer, prompts))
+    model.set_attn_implementation("remembering")
+    return found
+
+
+def greedy_traces(
+    model: Any, tokenizer: Any, prompts: Sequence[str]
+) -> Iterator[tuple[int, list[int]]]:
+    """Prompt length and all tokens of each prompt's greedy trace."""
+    for prompt in tqdm(prompts, desc="traces"):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
             **{"add_generation_prompt": True, "return_dict": False},
         )
-        model.set_attn_implementation("sdpa")
         with torch.no_grad():
-            ids = model.generate(torch.tensor([prompt]), max_new_tokens=2000, do_sample=False)
-        model.set_attn_implementation("remembering")
-        found.append((len(prompt), ids[0].tolist()))
-    return found
+            trace = model.generate(torch.tensor([ids]), max_new_tokens=2000, do_sample=False)
+        yield len(ids), trace[0].tolist()
 
 
 if __name__ == "__main__":

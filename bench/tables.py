@@ -209,6 +209,15 @@ def layers() -> str:
     return table(header, lines, found, "layers")
 
 
+def needed_tokens() -> str:
+    found = rows("needed_tokens")
+    header = ["kept of old sentences", "tokens before the delimiter", "and the delimiter"]
+    header += ["recent tokens", "old tokens kept, per trace", "wrong next tokens, per trace"]
+    names = ("sentences", "tokens_before_delimiter", "with_delimiter", "recent_tokens")
+    lines = [[row[name] for name in (*names, "old_tokens", "wrong_tokens")] for row in found]
+    return table(header, lines, found, "needed_tokens")
+
+
 def peer() -> str:
     found = rows("peer")
     header = ["package", "policy", "`kv_budget`", "requests at once", "right", "output tokens"]
@@ -259,6 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "interval": interval,
     "batch_size": batch_size,
     "layers": layers,
+    "needed_tokens": needed_tokens,
     "peer": peer,
     "off_cost": off_cost,
     "similarity": similarity,
