@@ -4,7 +4,7 @@
     python bench/peer.py --peer-python peer/bin/python
 
 One row per cell in bench/rows/peer.csv. Every cell runs alone, one request at a time, because that
-is what kvpress does; one more cell of ours shows the same with 32 requests at once.
+is what kvpress does; one more cell of ours per budget shows the same with 16 requests at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tqdm import tqdm
 PRESSES = ("SnapKVPress", "KnormPress")
 OURS = (("snapkv", {}), ("skipkv", {"tau": 0.85}), ("skipkv+", {"tau": 0.85}))
 INTERVAL = 32
-BATCH = 32
+BATCH = 16
 
 
 def report(
@@ -65,7 +65,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.set_defaults(problems=24, levels=["easy"], parallel=BATCH, max_new_tokens=600)
+    parser.set_defaults(problems=16, levels=["easy"], parallel=BATCH, max_new_tokens=600)
     parser.add_argument("--peer-python", type=Path, required=True)
     parser.add_argument("--budgets", nargs="+", type=int, default=[77, 154])
     arguments = parser.parse_args()
