@@ -55,8 +55,9 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
 
 
 def levels_of(rows: Sequence[Row]) -> list[str]:
-    """Levels with a baseline, the bundled model's in order of length."""
+    """Levels with a baseline and something to compare, the bundled model's in order of length."""
     there = {row["level"] for row in rows if row["policy"] == "full"}
+    there &= {row["level"] for row in rows if row["policy"] != "full"}
     return [level for level in LEVELS if level in there] + sorted(there - set(LEVELS))
 
 
