@@ -181,7 +181,7 @@ class Runtime:
         """Note the length of the call's row, at every decode step."""
         own_tokens = state.own_tokens(row_tokens)
         state.peak_own_tokens = max(state.peak_own_tokens, own_tokens)
-        state.own_token_steps += own_tokens
+        state.own_token_steps += own_tokens  # their mean over decode steps is reported
         state.observed_steps += 1
 
     def due(self, state: CallState, row_tokens: int) -> bool:
@@ -291,7 +291,7 @@ class Runtime:
         self, state: CallState, row_tokens: int, output_ids: Sequence[int], reason: str | None
     ) -> None:
         """The call is over: give everything back and write down how it went."""
-        self.observe(state, row_tokens)
+        state.peak_own_tokens = max(state.peak_own_tokens, state.own_tokens(row_tokens))
         self._settle(state)
         self._release(state)
         generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed

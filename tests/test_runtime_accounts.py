@@ -22,6 +22,8 @@ def test_summary_counts() -> None:
     call = served(server, words(5) * 25, kv_policy="rkv")
     server.run(call, 100)
     summary = server.finish(call)
+    # Before each of 100 steps: 0 to 52, three times 41 to 52, and up to 51 again at the end.
+    held = [*range(53), *3 * [*range(41, 53)], *range(41, 52)]
     assert summary == {
         "policy": "rkv",
         "kv_budget": BUDGET,
@@ -29,6 +31,7 @@ def test_summary_counts() -> None:
         "evicted_tokens": 48,
         "kv_tokens": 52,
         "peak_kv_tokens": 52,
+        "mean_kv_tokens": round(sum(held) / 100, 1),
         "full_kv_tokens": 100,
         "sentences": 20,
         "evicted_sentences": summary["evicted_sentences"],
