@@ -3,8 +3,8 @@
     python bench/ablations.py                 # 50 hard problems of the bundled model
     python bench/ablations.py --only interval
 
-One row per cell in bench/rows/ablations.csv; restartable like ``bench/accuracy.py``, whose FullKV
-row gives the mean trace. Which rows belong to which question is in ``ABLATIONS`` and in
+One row per cell in bench/rows/ablations.csv; restartable like ``bench/accuracy.py``, and like there
+FullKV runs first. Which rows belong to which question is in ``ABLATIONS`` and in
 docs/results.md; the batch size, the layers and the peer have scripts of their own
 (``bench/batch_size.py``, ``bench/layers.py``, ``bench/peer.py``).
 """
@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from accuracy import full_cell, mean_traces
-from serving import ROOT, add_arguments, bytes_per_token, read_problems, servers
-from sweep import Cell, Sweep, existing_rows
+from serving import add_arguments, sweep_over
+from sweep import Cell
 
 TIGHT, LOOSE = 0.15, 0.25
 BASE = {"interval": 32}
@@ -81,36 +79,13 @@ def main() -> None:
     parser.set_defaults(problems=50, levels=["hard"])
     parser.add_argument("--only", nargs="+", choices=list(ABLATIONS), default=list(ABLATIONS))
     arguments = parser.parse_args()
-    name = arguments.rows or "ablations"
-    problems = read_problems(arguments)
-    labels: dict[str, str | int] = {
-        "model": Path(arguments.model_path).name,
-        "problem_file": arguments.problem_file.name,
-        "kv_bytes_per_token": bytes_per_token(arguments.model_path),
-    }
-    with servers(arguments) as running:
-        sweep = Sweep(
-            name,
-            running,
-            arguments.parallel,
-            problems,
-            arguments.max_new_tokens,
-            log=ROOT / ".sweep" / f"{name}.jsonl",
-            labels=labels,
-        )
-        sweep.run(full_cell(level, "greedy", 1) for level in problems)
-        traces = sweep.expected_tokens = mean_traces(name, list(problems), labels)
-        prompts = {
-            row["level"]: float(row["prompt_tokens"])
-            for row in existing_rows(name)
-            if row["policy"] == "full"
-        }
+    with sweep_over(arguments, "ablations") as sweep:
         cells = []
-        for level in problems:
+        for level, full in sweep.baseline().items():
             for policy, share, params in (s for one in arguments.only for s in ABLATIONS[one]()):
                 # An evictable prompt is counted; the cache holds the same number of tokens.
-                extra = prompts[level] if params.get("count_prompt") else 0.0
-                budget = round(share * traces[level] + extra)
+                extra = float(full["prompt_tokens"]) if params.get("count_prompt") else 0.0
+                budget = round(share * float(full["output_tokens"]) + extra)
                 cells.append(Cell(level, policy, budget, json.dumps(params, sort_keys=True)))
         sweep.run(cells)
 

@@ -14,22 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from serving import (
-    BUNDLED,
-    BUNDLED_PARAMS,
-    ROOT,
-    add_arguments,
-    bytes_per_token,
-    read_problems,
-    servers,
-)
-from sweep import Cell, Sweep, existing_rows
+from serving import BUNDLED, BUNDLED_PARAMS, add_arguments, sweep_over
+from sweep import Cell, existing_rows
 
 from sgl_skipkv import policy
 
@@ -56,22 +48,6 @@ def params_of(policy: str, given: dict[str, dict[str, Any]]) -> str:
     return json.dumps({**given.get("*", {}), **given.get(policy, {})}, sort_keys=True)
 
 
-def full_cell(level: str, sampling: str, seeds: int) -> Cell:
-    return Cell(level, "full", sampling=sampling, seeds=seeds)
-
-
-def mean_traces(name: str, levels: list[str], labels: dict[str, str | int]) -> dict[str, float]:
-    """Level -> mean output tokens of FullKV, greedy."""
-    return {
-        row["level"]: float(row["output_tokens"])
-        for row in existing_rows(name)
-        if row["policy"] == "full"
-        and row["sampling"] == "greedy"
-        and row["level"] in levels
-        and all(row[key] == str(value) for key, value in labels.items())
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
@@ -81,59 +57,45 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="answers per problem when sampled")
     parser.add_argument("--kv-params", type=json.loads, help="JSON: policy, or *, to its knobs")
     arguments = parser.parse_args()
-    name = arguments.rows or "accuracy"
-    problems = read_problems(arguments)
     bundled = arguments.model_path == str(BUNDLED)
     params = arguments.kv_params or (BUNDLED_PARAMS if bundled else {})
-    labels: dict[str, str | int] = {
-        "model": Path(arguments.model_path).name,
-        "problem_file": arguments.problem_file.name,
-        "kv_bytes_per_token": bytes_per_token(arguments.model_path),
-    }
-    scored = [one for one in arguments.policies if one != "full"]
-    with servers(arguments) as running:
-        sweep = Sweep(
-            name,
-            running,
-            arguments.parallel,
-            problems,
-            arguments.max_new_tokens,
-            log=ROOT / ".sweep" / f"{name}.jsonl",
-            labels=labels,
-        )
-        levels = list(problems)
-        sweep.run(full_cell(level, "greedy", 1) for level in levels)
-        traces = mean_traces(name, levels, labels)
-        sweep.expected_tokens = traces
+    with sweep_over(arguments, "accuracy") as sweep:
+        full = sweep.baseline()
         for sampling in arguments.sampling:
             seeds = arguments.seeds if sampling == "sampled" else 1
-            sweep.run(
-                [
-                    *(full_cell(level, sampling, seeds) for level in levels),
-                    *(
-                        Cell(
-                            level,
-                            one,
-                            round(share * traces[level]),
-                            params_of(one, params),
-                            sampling,
-                            seeds,
-                        )
-                        for level in levels
-                        for one in scored
-                        for share in arguments.shares
-                    ),
+            cells = [Cell(level, "full", sampling=sampling, seeds=seeds) for level in full]
+            for level, row in full.items():
+                trace_tokens = float(row["output_tokens"])
+                cells += [
+                    Cell(
+                        level,
+                        one,
+                        round(share * trace_tokens),
+                        params_of(one, params),
+                        sampling,
+                        seeds,
+                    )
+                    for one in arguments.policies
+                    if one != "full"
+                    for share in arguments.shares
                 ]
-            )
-    show(name, labels)
+            sweep.run(cells)
+    show(sweep.name, sweep.labels)
 
 
-def show(name: str, labels: dict[str, str | int]) -> None:
+def show(name: str, labels: Mapping[str, str | int]) -> None:
     """What the rows say, on the terminal."""
     table = Table(title=f"bench/rows/{name}.csv", box=box.SIMPLE)
     for heading in ("level", "sampling", "policy", "budget", "right, % [95%]", "output", "peak KV"):
         table.add_column(heading, no_wrap=True)
-    for row in existing_rows(name):
+    policies = ("full", *ORDER)
+    for row in sorted(
+        existing_rows(name),
+        key=lambda row: (
+            *(row["sampling"], row["level"], policies.index(row["policy"])),
+            int(row["kv_budget"] or 0),
+        ),
+    ):
         if all(row[key] == str(value) for key, value in labels.items()):
             middle, low, high = (
                 100 * float(row[column]) for column in ("accuracy", "wilson_low", "wilson_high")

@@ -10,7 +10,6 @@ bench/rows/batch_size.csv.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from grading import is_right, wilson
 from record import append_row
 from serving import add_arguments, read_problems, servers
-from sweep import GREEDY, Problem
+from sweep import Cell, Problem
 from tqdm import tqdm
 
 from sgl_skipkv.trace import read_trace
@@ -40,13 +39,8 @@ def main() -> None:
     trace = (arguments.trace or Path(".sweep") / f"batch_size-{time.time_ns()}.jsonl").resolve()
     trace.parent.mkdir(parents=True, exist_ok=True)
     arguments.server_flags = [*arguments.server_flags, f"skipkv-trace={trace}"]
-    params = {
-        **GREEDY,
-        "max_new_tokens": arguments.max_new_tokens,
-        "kv_policy": arguments.policy,
-        "kv_budget": arguments.kv_budget,
-        "kv_params": json.loads(arguments.kv_params),
-    }
+    cell = Cell(level, arguments.policy, arguments.kv_budget, arguments.kv_params)
+    params = cell.sampling_params(arguments.max_new_tokens, seed=0)
     with servers(arguments) as (server,):
 
         def solve(problem: Problem, size: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from grading import is_right, wilson
 from record import append_row
 from serving import add_arguments, read_problems, servers
-from sweep import GREEDY, Problem
+from sweep import Cell, Problem
 from tqdm import tqdm
 
 PRESSES = ("SnapKVPress", "KnormPress")
@@ -97,13 +97,8 @@ def main() -> None:
     with servers(arguments) as (server,):
 
         def run(policy: str, budget: int | None, knobs: dict[str, Any], parallel: int) -> None:
-            params = {
-                **GREEDY,
-                "max_new_tokens": arguments.max_new_tokens,
-                "kv_policy": policy,
-                "kv_budget": budget,
-                "kv_params": {"interval": INTERVAL, **knobs},
-            }
+            cell = Cell(level, policy, budget, json.dumps({"interval": INTERVAL, **knobs}))
+            params = cell.sampling_params(arguments.max_new_tokens, seed=0)
             bodies = [{"text": one.text, "sampling_params": params} for one in problems]
             started = time.monotonic()
             with ThreadPoolExecutor(parallel) as pool:

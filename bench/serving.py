@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweep import Problem
+from sweep import Problem, Sweep
 from transformers import AutoConfig, AutoTokenizer
 
 from sgl_skipkv.report import kv_bytes_per_token
@@ -90,6 +90,31 @@ class RunningServer(ServerProcess):
     @property
     def url(self) -> str:
         return self._url
+
+
+@contextlib.contextmanager
+def sweep_over(arguments: argparse.Namespace, name: str) -> Iterator[Sweep]:
+    """A sweep of the problems that the flags name, with its servers ready.
+
+    Args:
+        name: of the file of rows, where no flag names another.
+    """
+    name, problems = arguments.rows or name, read_problems(arguments)
+    labels: dict[str, str | int] = {
+        "model": Path(arguments.model_path).name,
+        "problem_file": arguments.problem_file.name,
+        "kv_bytes_per_token": bytes_per_token(arguments.model_path),
+    }
+    with servers(arguments) as running:
+        yield Sweep(
+            name,
+            running,
+            arguments.parallel,
+            problems,
+            arguments.max_new_tokens,
+            log=ROOT / ".sweep" / f"{name}.jsonl",
+            labels=labels,
+        )
 
 
 @contextlib.contextmanager

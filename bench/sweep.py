@@ -126,9 +126,17 @@ class Sweep:
                     log.flush()
                     answers[answer["key"]] = answer
                     self._answered(cell, missing, answers, bar, weight)
-            except BaseException:
+            finally:  # whatever ended it: what has not begun is left for the next run
                 pool.shutdown(wait=False, cancel_futures=True)
-                raise
+
+    def baseline(self) -> dict[str, dict[str, str]]:
+        """Level -> row of FullKV, greedy, which tells what a share of the trace is."""
+        cells = {level: Cell(level, "full") for level in self.problems}
+        self.run(cells.values())
+        rows = {self._key(row): row for row in existing_rows(self.name)}
+        found = {level: rows[self._key(self._columns(cell))] for level, cell in cells.items()}
+        self.expected_tokens = {level: float(row["output_tokens"]) for level, row in found.items()}
+        return found
 
     def _ask(self, number: int, cell: Cell, problem: Problem, seed: int) -> dict[str, Any]:
         body = {
