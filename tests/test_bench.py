@@ -14,6 +14,8 @@ import pytest
 from fleet import Fleet
 from servers import Server
 
+from sgl_skipkv.policy import names
+
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 
@@ -28,9 +30,10 @@ def bench() -> dict[str, ModuleType]:
         import record
         import serving
         import sweep
+        import tables
     finally:
         sys.path.remove(str(BENCH))
-    modules = (accuracy, figures, grading, record, serving, sweep)
+    modules = (accuracy, figures, grading, record, serving, sweep, tables)
     return {module.__name__: module for module in modules}
 
 
@@ -129,6 +132,12 @@ def test_a_sweep_goes_on_where_it_was(
 def test_a_setting_that_changed_is_another_cell(bench: Any) -> None:
     one = bench["sweep"].Cell("easy", "rkv", 64)
     assert len({one, dataclasses.replace(one, kv_budget=65), dataclasses.replace(one)}) == 2
+
+
+def test_every_policy_has_its_place_in_the_comparison(bench: Any) -> None:
+    scored = set(names()) - {"full"}
+    orders = bench["accuracy"].ORDER, bench["figures"].STYLE, bench["tables"].POLICIES
+    assert all(set(order) == scored for order in orders)
 
 
 def test_figures_are_drawn_from_the_rows(bench: Any, tmp_path: Path) -> None:
