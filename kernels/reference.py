@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+DELIMITER, KEYWORD, THINK_START, THINK_END = 1, 2, 4, 8
+"""Bits of a token's class for ``steering_step``."""
+
 _EPS = 1e-8
 _REDUNDANCY_BLOCK_ROWS = 1024
 
@@ -224,3 +227,52 @@ def sentence_step(
     unit = mean / mean.norm(dim=-1, keepdim=True).clamp_min(_EPS)
     entry = new_index.clamp_max(vectors.shape[1] - 1)
     vectors[slots, entry] = torch.where(is_delimiter.unsqueeze(1), unit, vectors[slots, entry])
+
+
+def steering_step(
+    residual: Tensor,
+    vector: Tensor,
+    rows: Tensor,
+    classes: Tensor,
+    *,
+    gamma: float,
+    steered: Tensor,
+    alpha_0: Tensor,
+    nonexecution: Tensor,
+    keyword_seen: Tensor,
+    thinking: Tensor,
+) -> None:
+    """Count one token per row; where it is a delimiter of a steered row's thoughts, add the vector.
+
+    ``residual[b] += (alpha_0[row] + gamma * nonexecution[row]) * vector``, where ``nonexecution``
+    counts the row's closed sentences that hold a keyword, the one that this token closes among
+    them. A row that is not steered, a token that is no delimiter and a token outside the thinking
+    part leave their residual bit for bit as it was.
+
+    Source: SkipKV (arXiv 2512.07993) section 4.2 and its algorithm 2; the count is refreshed at
+    every step. Graph-safe: fixed shapes, no host reads, in place.
+
+    Args:
+        residual: float [B, D], what the next layer adds this layer's output to (changed in place).
+        vector: float32 [D].
+        rows: int64 [B], row of the page table, which is the row of every table below; padding rows
+            may repeat row 0, which nobody steers.
+        classes: uint8 [B], ``DELIMITER | KEYWORD | THINK_START | THINK_END`` of each token fed.
+        gamma: added to the strength per non-execution sentence.
+        steered: bool [rows].
+        alpha_0: float32 [rows], strength at the start.
+        nonexecution: int32 [rows], closed sentences with a keyword (changed in place, as are the
+            two below).
+        keyword_seen: bool [rows], whether the open sentence has a keyword.
+        thinking: bool [rows], whether the last token lay in the thinking part.
+    """
+    closes = (classes & DELIMITER) != 0
+    has_keyword = keyword_seen[rows] | ((classes & KEYWORD) != 0)
+    thinks = (thinking[rows] | ((classes & THINK_START) != 0)) & ((classes & THINK_END) == 0)
+    count = nonexecution[rows] + (closes & has_keyword)
+    nonexecution[rows] = count.to(nonexecution.dtype)
+    keyword_seen[rows] = has_keyword & ~closes
+    thinking[rows] = thinks
+    strength = (alpha_0[rows] + gamma * count).unsqueeze(1)
+    moved = (residual.float() + strength * vector).to(residual.dtype)
+    residual.copy_(torch.where((steered[rows] & closes & thinks).unsqueeze(1), moved, residual))

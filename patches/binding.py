@@ -8,12 +8,15 @@ of one budgeted request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.runtime import CallState, Runtime
+
+if TYPE_CHECKING:  # it imports what imports this
+    from sgl_skipkv.patches.capture import HiddenCapture
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Binding:
     runtime: Runtime | None
     scheduler: Any
     metrics: Metrics
+    capture: HiddenCapture | None = None
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_skipkv.patches.binding import binding_of, state_of
+from sgl_skipkv.patches.steering import prepare_prefill
 from sgl_skipkv.recorder import Recorder, Recording, device_tensor
 from sgl_skipkv.runtime import CallState, Runtime
 
@@ -34,8 +35,12 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
         return
-    recorder = binding.runtime.recorder
+    if binding.capture is not None and result.forward_mode.is_extend():
+        binding.capture.begin(batch)
+    recorder, steerer = binding.runtime.recorder, binding.runtime.steerer
     recorder.current = None  # the forward passes of one process come one after the other
+    if steerer is not None:
+        steerer.factors = None
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_calls else []
     if not any(states):
         return
@@ -47,13 +52,15 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
             recorder.current = Recording(slots, positions.long())
     elif result.forward_mode.is_extend():
         recorder.current = _prefill_recording(binding.runtime, batch, states)
+        prepare_prefill(binding.runtime, batch)
 
 
 def _prefill_recording(
     runtime: Runtime, batch: Any, states: list[CallState | None]
 ) -> Recording | None:
     """The last queries of each prompt, and the generated tokens that a recomputation replays."""
-    window = runtime.recorder.queries.window
+    slotted = any(state is not None and state.slot for state in states)
+    window = runtime.recorder.queries.window if slotted else 0
     slots: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []

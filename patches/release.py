@@ -2,7 +2,8 @@
 
 The tree keys a row by the request's tokens: entry i is taken for token i. That is false for a
 compacted row, and filing it would put wrong KV under a valid key, silently. So a request with
-evictions files nothing more; its prompt is in the tree since its prefill.
+evictions files nothing more; its prompt is in the tree since its prefill. The KV that a steered
+request generates is not what others would compute for the same tokens: it files its prompt only.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ def limit_insert(
     """AFTER ``TreeComponent.prepare_for_caching_req``: how much of the row may be filed.
 
     Nothing after an eviction. While the request runs, at most its prompt: a recomputed request
-    would otherwise hand its generated part to the tree and could never evict it again.
+    would otherwise hand its generated part to the tree and could never evict it again. Of a steered
+    request, its prompt.
     """
     state = state_of(req)
-    if state is None or not state.settings.evicts:
+    if state is None or not state.settings.changes_kv:
         return None
     if state.evicted_tokens:
         return 0
-    if kwargs["is_finished"]:
+    if kwargs["is_finished"] and not state.settings.steers:
         return None
     return state.prompt_tokens if result is None else min(result, state.prompt_tokens)
 

@@ -33,13 +33,13 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
 
 
 def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | None:
-    """AFTER ``Req._compute_max_prefix_len``: a budgeted call shares at most its prompt.
+    """AFTER ``Req._compute_max_prefix_len``: a budgeted or steered call shares at most its prompt.
 
-    What the tree owns, nobody else may free. Without a shared prompt (``protect_prompt: false``)
-    nothing is matched at all.
+    What the tree owns, nobody else may free, and it is never steered. Without a shared prompt
+    (``protect_prompt: false``) nothing is matched at all.
     """
     state = state_of(req)
-    if state is None or not state.settings.evicts:
+    if state is None or not state.settings.changes_kv:
         return None
     shareable = 0 if state.keeps_prompt_private else state.prompt_tokens
     return min(max_prefix_len, shareable)

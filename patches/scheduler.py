@@ -16,13 +16,17 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
+from sgl_skipkv.patches.capture import HiddenCapture
 from sgl_skipkv.patches.forward import attach
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
+from sgl_skipkv.patches.steering import attach_steering, decoder_layers
 from sgl_skipkv.recorder import ModelShape, Recorder
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.sentences import Delimiters, newline_tokens
+from sgl_skipkv.steering import Steerer, TokenClasses
+from sgl_skipkv.steering_vector import SteeringVector
 from sgl_skipkv.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -33,17 +37,19 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     config = config_of(scheduler.server_args)
     # The checks read this SGLang's attributes; in another one they might not exist.
     reasons = seams.problems() or missing_capabilities(scheduler)
-    runtime = None
+    runtime = capture = None
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
         if not reasons:
             runtime = _build_runtime(config, scheduler, trace)
+            capture = _build_capture(config, scheduler)
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
-    binding = Binding(config, readiness, runtime, scheduler, Metrics(collector, readiness))
+    metrics = Metrics(collector, readiness)
+    binding = Binding(config, readiness, runtime, scheduler, metrics, capture)
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     logger.info(readiness.message())
 
@@ -64,7 +70,8 @@ def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | No
         head_dim=attention.head_dim,
         hidden_size=runner.model_config.hidden_size,
     )
-    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
+    delimiters = _delimiters(scheduler)
+    steerer = _build_steerer(config, scheduler, delimiters)
     recorder = Recorder(
         shape,
         rows=pool.req_to_token.shape[0],
@@ -84,8 +91,41 @@ def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | No
         layers=shape.layers,
         scale=attention.scaling,
         pool_tokens=scheduler.max_total_num_tokens,
+        steerer=steerer,
         trace=trace,
     )
+
+
+def _delimiters(scheduler: Any) -> Delimiters:
+    vocab_size = scheduler.tp_worker.model_runner.model_config.vocab_size
+    return Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
+
+
+def _build_capture(config: ServerConfig, scheduler: Any) -> HiddenCapture | None:
+    """What `skipkv steering extract` asked this server for."""
+    if config.steering_capture is None:
+        return None
+    model, folder = scheduler.tp_worker.model_runner.model, config.steering_capture
+    return HiddenCapture(model, folder, _delimiters(scheduler), config.delimiters)
+
+
+def _build_steerer(config: ServerConfig, scheduler: Any, delimiters: Delimiters) -> Steerer | None:
+    """The operator's vector, checked against the model and attached to its layer."""
+    if config.steering_vector is None:
+        return None
+    runner = scheduler.tp_worker.model_runner
+    vector = SteeringVector.load(config.steering_vector)
+    vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
+    preset, keywords = vector.origin.delimiters, vector.keywords
+    steerer = Steerer(
+        vector,
+        TokenClasses(scheduler.tokenizer, delimiters, preset, keywords),
+        config.steering_gamma,
+        rows=scheduler.req_to_token_pool.req_to_token.shape[0],
+        device=runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device,
+    )
+    attach_steering(runner.model, steerer)
+    return steerer
 
 
 def _first_attention(model: Any) -> Any:
@@ -103,7 +143,7 @@ def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
     binding = binding_of(scheduler)
     params = req.sampling_params.custom_params
     keys = take_keys(params)[1] if isinstance(params, dict) else {}
-    if binding is None or (not keys and binding.config.kv_budget is None):
+    if binding is None or (not keys and not binding.config.defaults_apply):
         return
     try:
         if binding.runtime is None:
@@ -131,15 +171,17 @@ def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
 
 
 def _check_request_kind(settings: CallSettings, recv_req: Any) -> None:
-    """Requests whose rows are not plain token lists cannot be compacted."""
-    if not settings.evicts:
+    """Requests whose rows are not plain token lists, or are handed on, cannot change their KV."""
+    if not settings.changes_kv:
         return
+    field = "kv_budget" if settings.evicts else "steering"
     beam_width = recv_req.sampling_params.beam_width or 1
     if beam_width > 1:
-        raise SettingError("kv_budget", "no beam search", f"beam_width={beam_width}", "one of both")
+        raise SettingError(field, "no beam search", f"beam_width={beam_width}", "one of both")
     if recv_req.session_params is not None or recv_req.session_id is not None:
-        raise SettingError("kv_budget", "no session", "a session", "one of both")
-    if recv_req.return_routed_experts or recv_req.return_indexer_topk:
+        raise SettingError(field, "no session", "a session", "one of both")
+    captures = recv_req.return_routed_experts or recv_req.return_indexer_topk
+    if settings.evicts and captures:
         got = "return_routed_experts or return_indexer_topk"
         raise SettingError("kv_budget", "no per-token capture of the row", got, "one of both")
 

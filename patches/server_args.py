@@ -17,6 +17,8 @@ FLAGS: dict[str, tuple[str, type, str]] = {
     "--kv-interval": ("kv_interval", int, "Generated tokens between two compactions of a call."),
     "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a call may ask for."),
     "--steering-vector": ("steering_vector", str, "A safetensors file with a steering vector."),
+    "--steering": ("steering", float, "Steering strength of calls that name none."),
+    "--steering-gamma": ("steering_gamma", float, "Strength added per non-execution sentence."),
     "--skipkv-trace": ("trace", str, "Append one JSON line per compaction to this file."),
 }
 CONFIG_FLAG = "--skipkv-config"

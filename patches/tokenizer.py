@@ -90,7 +90,7 @@ def move_keys(
         return
     rest, keys = collect_keys(sampling_params)
     gate = gate_of(manager)
-    if not keys and gate.config.kv_budget is None:
+    if not keys and not gate.config.defaults_apply:
         if rest.keys() != sampling_params.keys():  # a key set to None: off, but SGLang rejects it
             obj.sampling_params = rest
         return

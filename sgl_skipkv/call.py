@@ -15,6 +15,8 @@ from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, b
 from sgl_skipkv.policy import Policy, policy_class
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
+#: policy of a call that is steered and has no budget
+FULL: Final = "full"
 
 # Knobs whose default is a setting of the server: knob -> setting.
 _SERVER_DEFAULTS: Final = {
@@ -27,19 +29,30 @@ _SERVER_DEFAULTS: Final = {
 
 @dataclass(frozen=True)
 class CallSettings:
-    """One call's policy and budget.
+    """One call's policy, budget and steering.
 
     Attributes:
         policy: with its knobs.
         kv_budget: tokens kept after each compaction; None only for a policy that never evicts.
+        steering: ``alpha_0``; None for a call that is not steered.
     """
 
     policy: Policy
     kv_budget: int | None
+    steering: float | None = None
 
     @property
     def evicts(self) -> bool:
         return self.policy.evicts and self.kv_budget is not None
+
+    @property
+    def steers(self) -> bool:
+        return self.steering is not None
+
+    @property
+    def changes_kv(self) -> bool:
+        """Whether the KV of generated tokens is not what another call would compute for them."""
+        return self.evicts or self.steers
 
     def budget_after(self, compactions: int) -> int:
         """The policy's budget after this many compactions."""
@@ -97,12 +110,14 @@ def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings 
         SettingError: wrong type or range, unknown policy or knob, ``steering`` without a vector, or
             a policy without a budget.
     """
-    _check_steering(keys.get("steering"))
+    steering = _resolve_steering(keys.get("steering"), server)
     kv_budget = keys.get("kv_budget", server.kv_budget)
     policy = _resolve_policy(keys, server)
     if kv_budget is None:
         if not {"kv_policy", "kv_params"} & keys.keys():
-            return None
+            if steering is None:
+                return None
+            return CallSettings(_resolve_policy({"kv_policy": FULL}, server), None, steering)
         if policy.evicts:
             raise SettingError(
                 "kv_budget",
@@ -110,9 +125,9 @@ def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings 
                 None,
                 "add kv_budget, or start the server with --kv-budget",
             )
-        return CallSettings(policy, None)
+        return CallSettings(policy, None, steering)
     _check_budget(kv_budget, policy, server)
-    return CallSettings(policy, kv_budget)
+    return CallSettings(policy, kv_budget, steering)
 
 
 def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
@@ -153,13 +168,6 @@ def check_server_defaults(server: ServerConfig) -> None:
     Raises:
         SettingError: the operator's mistake, found at start.
     """
-    if server.steering_vector is not None:
-        raise SettingError(
-            "steering_vector",
-            "no vector, because this version of sgl_skipkv does not steer",
-            server.steering_vector,
-            "leave it out",
-        )
     try:
         policy = _resolve_policy({}, server)
     except SettingError as error:
@@ -194,12 +202,19 @@ def _knobs(asked: object, policy_name: str, server: ServerConfig) -> dict[str, A
     return {**defaults, **(asked or {})}
 
 
-def _check_steering(value: object) -> None:
-    if value is None or value is False:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value):  # type: ignore[arg-type]  # narrowed by is_number
-        expected = "false or nothing, because this server has no steering vector"
-    else:
-        expected = "a finite number or false"
-    raise SettingError("steering", expected, value, "false, or leave it out")
+def _resolve_steering(value: object, server: ServerConfig) -> float | None:
+    """``alpha_0`` of a call: its own, the server's, or None for no steering."""
+    if value is None:
+        return server.steering
+    if value is False:
+        return None
+    limit = server.steering_max
+    expected = f"false or a number in [{-limit:g}, {limit:g}]"
+    choices = "a number in that range, false, or leave it out for the server default"
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if server.steering_vector is None:
+            expected = "false or nothing, because this server has no steering vector"
+            choices = "false, or start the server with --steering-vector"
+        elif abs(value) <= limit:
+            return float(value)
+    raise SettingError("steering", expected, value, choices)

@@ -9,12 +9,15 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from sgl_skipkv.config import SettingError
+
+if TYPE_CHECKING:
+    from sgl_skipkv.extract import LayerReport
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 
@@ -43,20 +46,101 @@ def main(argv: Sequence[str] | None = None) -> int:
     capacity.add_argument("--prompt-tokens", type=int, default=0, help="per request, not shared")
     capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
     capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
+    steering = commands.add_parser("steering", help="make steering vectors")
+    _add_extract_arguments(steering.add_subparsers(dest="kind", required=True))
     arguments = parser.parse_args(argv)
     console = Console(soft_wrap=False)
     if arguments.command == "doctor":
         return doctor(console)
-    if arguments.command == "report":
-        show = {"padding": report_padding, "capacity": report_capacity}[arguments.kind]
+    if arguments.command in ("report", "steering"):
+        shown = {
+            "padding": report_padding,
+            "capacity": report_capacity,
+            "extract": extract_steering,
+        }
         try:
-            console.print(show(arguments))
+            console.print(shown[arguments.kind](arguments))
         except SettingError as error:
             parser.error(str(error))
         return 0
     from sgl_skipkv.viewer import show_trace
 
     return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
+
+
+def _add_extract_arguments(kinds: Any) -> None:
+    extract = kinds.add_parser("extract", help="traces, hidden states, a steering vector")
+    extract.add_argument("--model-path", required=True, help="folder or name")
+    source = extract.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", type=Path, help="JSONL with prompt or problem in every line")
+    source.add_argument("--traces", type=Path, help="JSONL with prompt (as sent) and output")
+    extract.add_argument("-o", "--out", type=Path, required=True, help="safetensors file to write")
+    extract.add_argument("--layer", default="auto", help="number, or auto: the best separation")
+    extract.add_argument("--keywords", nargs="+", help="default: Wait Alternatively again")
+    extract.add_argument("--delimiters", default="math", help="what closes a sentence")
+    extract.add_argument("--take", default="before", choices=("before", "after"))
+    extract.add_argument("--max-new-tokens", type=int, default=4096)
+    extract.add_argument("--work", type=Path, help="folder to go on in; default: OUT.work")
+    extract.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
+
+
+def extract_steering(arguments: argparse.Namespace) -> Table:
+    """Make a vector; the table says how stable it is, layer by layer."""
+    from sgl_skipkv import extract
+
+    run = extract.Extraction(
+        arguments.model_path,
+        arguments.work or arguments.out.with_suffix(".work"),
+        keywords=arguments.keywords or extract.KEYWORDS,
+        preset=arguments.delimiters,
+        take=arguments.take,
+        server_flags=[f"--{flag}" for flag in arguments.server_flags],
+    )
+    if arguments.traces is not None:
+        prompts = run.give_traces(read_lines(arguments.traces, "prompt", "output"))
+    else:
+        lines = read_lines(arguments.prompts)
+        prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
+        if not all(prompts):
+            raise SettingError("prompts", "prompt or problem in every line", arguments.prompts, "")
+    counts = run.run(prompts, arguments.max_new_tokens).count.tolist()
+    layers = run.report()
+    chosen = _choose_layer(arguments.layer, layers)
+    run.vector(chosen).save(arguments.out)
+    table = Table(
+        *("layer", "separation", "cosine between halves", "norm", "written"),
+        title=f"{arguments.out}: {counts[1]:,} execution and {counts[0]:,} non-execution sentences",
+        title_justify="left",
+    )
+    for layer in layers:
+        numbers = (f"{n:.3f}" for n in (layer.separation, layer.split_cosine, layer.norm))
+        table.add_row(str(layer.layer), *numbers, "*" if layer is chosen else "")
+    if min(counts) < extract.FEW_SENTENCES:
+        table.caption = f"[yellow]warning[/]: a class has only {min(counts)} sentences"
+    return table
+
+
+def _choose_layer(asked: str, layers: Sequence[LayerReport]) -> LayerReport:
+    if asked == "auto":
+        return max(layers, key=lambda layer: layer.separation)
+    if not asked.isdecimal() or int(asked) >= len(layers):
+        expected = f"auto or a number in [0, {len(layers) - 1}]"
+        raise SettingError("layer", expected, asked, "auto tries all of them")
+    return layers[int(asked)]
+
+
+def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, each with these fields."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, json.JSONDecodeError) as error:
+        raise SettingError("file", "readable JSONL", f"{path} ({error})", "") from error
+    for line in lines:
+        if not isinstance(line, dict) or not all(isinstance(line.get(f), str) for f in fields):
+            raise SettingError("file", f"objects with {', '.join(fields) or 'names'}", line, "")
+    if not lines:
+        raise SettingError("file", "at least one line", str(path), "")
+    return lines
 
 
 def report_padding(arguments: argparse.Namespace) -> Table:

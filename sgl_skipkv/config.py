@@ -77,6 +77,18 @@ class ServerConfig(Settings):
     count_prompt: bool = Field(False, description="true: the budget includes the prompt")
     delimiters: str = Field("math", description="which tokens close a sentence")
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
+    steering: float | None = Field(
+        None, description="alpha_0 of a call that names none; without it only calls that ask steer"
+    )
+    steering_gamma: float = Field(
+        0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
+    )
+    steering_max: float = Field(
+        10.0, ge=0, le=1000, description="largest strength, of either sign, that a call may ask for"
+    )
+    steering_capture: str | None = Field(
+        None, description="folder for the hidden states of `skipkv steering extract`; not for users"
+    )
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
     query_window: int = Field(
         8, ge=1, le=1024, description="recent queries kept per call; the largest `window`"
@@ -103,10 +115,29 @@ class ServerConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _steering_has_a_vector(self) -> Self:
+        if self.steering is None:
+            return self
+        if self.steering_vector is None:
+            expected = "nothing, because no steering_vector is given"
+            raise SettingError("steering", expected, self.steering, "name a steering_vector too")
+        if abs(self.steering) > self.steering_max:
+            limit = self.steering_max
+            expected = f"a number in [{-limit:g}, {limit:g}], within steering_max"
+            choices = "a weaker steering or a larger steering_max"
+            raise SettingError("steering", expected, self.steering, choices)
+        return self
+
     @property
     def asked(self) -> bool:
         """Whether the operator asked for eviction: any setting at all was given."""
         return bool(self.model_fields_set)
+
+    @property
+    def defaults_apply(self) -> bool:
+        """Whether a call that names no key has a budget or is steered."""
+        return self.kv_budget is not None or self.steering is not None
 
 
 def load_server_config(

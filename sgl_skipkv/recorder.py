@@ -19,10 +19,12 @@ from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
 
 
-def device_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [len(values)] on the device, without waiting for it."""
+def device_tensor(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """dtype [len(values)] on the device, without waiting for it."""
     pinned = device.type != "cpu"
-    return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class SlotTable:

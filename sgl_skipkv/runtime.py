@@ -27,6 +27,7 @@ from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
+from sgl_skipkv.steering import Schedule, Steerer
 from sgl_skipkv.trace import TraceWriter
 
 
@@ -37,6 +38,7 @@ class CallState:
     Attributes:
         evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
         last: the last compaction since the last prefill.
+        schedule: the strength before the first generated token; None where nothing is steered.
         recomputes: generated tokens that the coming prefill computes again, after a retraction.
         alive: indices into ``tracker.closed`` of sentences not known to be evicted.
         statistics: what the policy tracks, name -> one value per row entry with a statistic.
@@ -51,6 +53,7 @@ class CallState:
     prompt_tokens: int
     prompt_seed: int
     tracker: SentenceTracker
+    schedule: Schedule | None = None
     slot: int = 0
     row: int | None = None
     started: bool = False
@@ -106,10 +109,12 @@ class Runtime:
         layers: int,
         scale: float,
         pool_tokens: int,
+        steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
+        self.steerer = steerer
         self.pool_tokens = pool_tokens
         self._delimiters = delimiters
         self._layers, self._scale = layers, scale
@@ -135,6 +140,9 @@ class Runtime:
         self.opened_calls += 1
         state = CallState(self, rid, settings, len(prompt_ids), seed, tracker)
         state.tracked_tokens = state.prompt_tokens
+        if settings.steering is not None:
+            assert self.steerer is not None, "resolve_call refuses steering without a vector"
+            state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
         if state.needs_slot:
             self.recorder.reserve()
         return state
@@ -167,6 +175,8 @@ class Runtime:
         state.recomputes = None
         if state.needs_slot:
             state.slot = self.recorder.slots.take()
+        if state.schedule is not None and self.steerer is not None:
+            self.steerer.calls += 1
         self._open.add(state)
 
     def start_recording(self, state: CallState) -> None:
@@ -296,7 +306,7 @@ class Runtime:
         self._release(state)
         generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
         state.tracker.feed(output_ids[state.tracker.seen_tokens :])
-        state.summary = self._summarise(state, generated)
+        state.summary = self._summarise(state, generated, output_ids)
         if self._trace is not None:
             self._trace.write(
                 "finish",
@@ -412,10 +422,15 @@ class Runtime:
             self.recorder.slots.of_row[state.row] = 0
             self.recorder.slots.give_back(state.slot)
             state.slot = 0
+        if state.schedule is not None and state.row is not None and self.steerer is not None:
+            self.steerer.stop(state.row)
+            self.steerer.calls -= 1
         state.row = None
         self._open.discard(state)
 
-    def _summarise(self, state: CallState, generated: int) -> dict[str, Any]:
+    def _summarise(
+        self, state: CallState, generated: int, output_ids: Sequence[int]
+    ) -> dict[str, Any]:
         count_prompt = state.settings.policy.params.count_prompt
         full = generated + (state.prompt_tokens if count_prompt else 0)
         summary = {
@@ -430,6 +445,11 @@ class Runtime:
             "sentences": len(state.tracker.closed),
             "evicted_sentences": state.evicted_sentences,
         }
+        if state.schedule is not None:
+            steered = state.schedule.copy()
+            steered.feed(output_ids)
+            summary["nonexecution_sentences"] = steered.nonexecution_sentences
+            summary["steering_alpha"] = round(steered.alpha, 6)
         return {name: value for name, value in summary.items() if value is not None}
 
 

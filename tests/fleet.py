@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from servers import Server
+
+from sgl_skipkv.steering_vector import Origin, SteeringVector
 
 REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
 # Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
@@ -23,6 +26,10 @@ DEFAULTS_BY_FLAG = (
     *("--kv-budget", "96", "--kv-policy", "rkv", "--kv-interval", "32"),
     *("--kv-budget-max", "512"),
 )
+# Steering vectors of the random models: see ``tiny_vector``.
+STEERING_GAMMA = 0.1
+STEERING_KEYWORDS = ("a", "b")
+STEERING_PRESET = "any-newline"
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS = 4096
 
@@ -36,6 +43,7 @@ class Spec:
         model: family of ``tiny_models``, or a folder.
         config: written to a file that ``--skipkv-config`` names.
         options: of ``Server``.
+        steering_layer: of a random vector that the server loads; calls ask for it or do without.
     """
 
     files: tuple[str, ...]
@@ -43,6 +51,7 @@ class Spec:
     arguments: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    steering_layer: int | None = None
 
 
 SPECS: dict[str, Spec] = {
@@ -56,11 +65,19 @@ SPECS: dict[str, Spec] = {
     "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
-    "qwen2, no overlap": Spec(("oracle",), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
-    "llama": Spec(("oracle",), "llama", CHUNKS_OF_64),
+    "qwen2, no overlap": Spec(
+        ("oracle", "oracle_steering"),
+        "qwen2",
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP),
+        steering_layer=2,
+    ),
+    "llama": Spec(("oracle", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0),
     # Every default by flag; calls that bring their own keys must not notice.
     "qwen3, no overlap": Spec(
-        ("oracle",), "qwen3", (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG)
+        ("oracle", "oracle_steering"),
+        "qwen3",
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
+        steering_layer=1,
     ),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps.
     "retracting": Spec(
@@ -69,6 +86,7 @@ SPECS: dict[str, Spec] = {
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
         {"check_ledger": True, "kv_interval": 16},
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
+        steering_layer=1,
     ),
     # The same unsupported configuration: nobody asked, and the operator asked.
     "unavailable": Spec(
@@ -80,6 +98,25 @@ SPECS: dict[str, Spec] = {
         (*UNSUPPORTED, "--kv-budget", "64", "--steering-vector", "v.safetensors"),
     ),
 }
+
+
+def tiny_vector(layer: int) -> SteeringVector:
+    """A vector for the random models, large enough to change what they say."""
+    origin = Origin(
+        model="tiny",
+        hidden_size=64,
+        layer=layer,
+        keywords=",".join(STEERING_KEYWORDS),
+        delimiters=STEERING_PRESET,
+        traces=1,
+        execution_sentences=1,
+        nonexecution_sentences=1,
+        split_cosine=1.0,
+        separation=1.0,
+        date="2026-11-21",
+    )
+    draw = torch.Generator().manual_seed(layer)
+    return SteeringVector(5 * torch.randn(64, generator=draw), origin)
 
 
 class Fleet:
@@ -110,6 +147,10 @@ class Fleet:
                 config = folder / "skipkv.json"
                 config.write_text(json.dumps(spec.config))
                 arguments = ["--skipkv-config", str(config)]
+            if spec.steering_layer is not None:
+                tiny_vector(spec.steering_layer).save(folder / "vector.safetensors")
+                arguments += ["--steering-vector", str(folder / "vector.safetensors")]
+                arguments += ["--steering-gamma", str(STEERING_GAMMA)]
             model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
             self._started[name] = Server(
                 model, folder, [*spec.arguments, *arguments], **spec.options

@@ -8,7 +8,8 @@ new evictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ class Verdict:
     logprobs: Tensor
 
 
+@dataclass(frozen=True)
+class Addition:
+    """``factors[t] * vector`` on the output of ``layer`` at the t-th generated token."""
+
+    layer: int
+    vector: Tensor
+    factors: Sequence[float]
+
+
 class MaskingOracle:
     """One model's reference forward, in float32 on the CPU."""
 
@@ -44,13 +54,18 @@ class MaskingOracle:
         ).eval()
 
     def judge(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], events: Sequence[Event]
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        events: Sequence[Event],
+        addition: Addition | None = None,
     ) -> Verdict:
         """Recompute a call under the masks that its trace events describe.
 
         Args:
             prompt_ids, output_ids: the call's tokens.
             events: its ``compact`` and ``recompute`` lines, in order.
+            addition: what steering added to a layer's output, at generated tokens.
         """
         ids = torch.tensor([*prompt_ids, *output_ids])
         logits = torch.empty(len(output_ids), self.model.config.vocab_size)
@@ -58,7 +73,7 @@ class MaskingOracle:
             visible = visible_keys(len(prompt_ids), len(prompt_ids) + stop, phase)
             mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
             fed = ids[: len(prompt_ids) + stop]
-            with torch.no_grad():
+            with torch.no_grad(), self._adding(addition, len(prompt_ids), stop):
                 out = self.model(
                     input_ids=fed[None],
                     attention_mask=mask,
@@ -71,6 +86,40 @@ class MaskingOracle:
         wrong = (picked < logits.max(dim=1).values - ARGMAX_TOLERANCE).nonzero().flatten().tolist()
         logprobs = logits.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
         return Verdict(wrong, logprobs)
+
+    @contextlib.contextmanager
+    def _adding(self, addition: Addition | None, prompt_tokens: int, stop: int) -> Iterator[None]:
+        if addition is None:
+            yield
+            return
+        factors = torch.tensor([*[0.0] * prompt_tokens, *addition.factors[:stop]])
+        delta = factors[:, None] * addition.vector
+        layer = self.model.model.layers[addition.layer]
+        hook = layer.register_forward_hook(lambda module, args, output: output + delta)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def steering_factors(
+    output_ids: Sequence[int],
+    alpha_0: float,
+    gamma: float,
+    delimiters: Set[int],
+    keywords: Set[int],
+) -> list[float]:
+    """The vector's factor at each generated token, by the definition, delimiter by delimiter."""
+    ends = [i for i, token in enumerate(output_ids) if token in delimiters]
+    starts = [0, *(end + 1 for end in ends)]
+    wandering = [
+        bool(keywords.intersection(output_ids[start : end + 1]))
+        for start, end in zip(starts, ends, strict=False)
+    ]
+    factors = [0.0] * len(output_ids)
+    for number, end in enumerate(ends):
+        factors[end] = alpha_0 + gamma * sum(wandering[: number + 1])
+    return factors
 
 
 def _phases(generated: int, events: Sequence[Event]) -> list[tuple[int, int, list[Event]]]:

@@ -25,11 +25,12 @@ LINKED = ("kernels", "patches")
 # Bottom up. A module may import its own layer's package and every layer below, never above.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
-    frozenset({"policy", "select", "sentences", "steering", "trace"}),
+    frozenset({"policy", "select", "sentences", "steering_vector", "trace"}),
+    frozenset({"steering"}),
     frozenset(
         {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
     ),
-    frozenset({"runtime"}),
+    frozenset({"extract", "runtime"}),
     frozenset({"cpu_attention", "patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),
 )

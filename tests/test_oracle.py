@@ -63,13 +63,12 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def families(fleet: Fleet, server: Server) -> Iterator[dict[tuple[str, bool], Server]]:
-    """(family, overlap) -> server; all but the session's end with this file."""
+    """(family, overlap) -> server; test_oracle_steering.py goes on with all but the session's."""
     others = {key: name for key, name in SERVERS.items() if name != "main"}
     found = {key: fleet.ready(name) for key, name in others.items()}
     yield {("qwen2", True): server, **found}
     for other in found.values():
         other.assert_clean()
-    fleet.stop(*others.values())
 
 
 @pytest.fixture(scope="module")
