@@ -6,7 +6,6 @@ wire format behind all of them; ``take_keys`` and ``CallSettings`` are the only 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -211,10 +210,10 @@ def _resolve_steering(value: object, server: ServerConfig) -> float | None:
     limit = server.steering_max
     expected = f"false or a number in [{-limit:g}, {limit:g}]"
     choices = "a number in that range, false, or leave it out for the server default"
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if server.steering_vector is None:
-            expected = "false or nothing, because this server has no steering vector"
-            choices = "false, or start the server with --steering-vector"
-        elif abs(value) <= limit:
+    # Compared as it is: NaN is in no range, and an integer may be too large for a float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= limit:
+        if server.steering_vector is not None:
             return float(value)
+        expected = "false or nothing, because this server has no steering vector"
+        choices = "false, or leave it out (--steering-vector lets a server steer)"
     raise SettingError("steering", expected, value, choices)

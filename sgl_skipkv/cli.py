@@ -78,6 +78,7 @@ def _add_extract_arguments(kinds: Any) -> None:
     extract.add_argument("--layer", default="auto", help="number, or auto: the best separation")
     extract.add_argument("--keywords", nargs="+", help="default: Wait Alternatively again")
     extract.add_argument("--delimiters", default="math", help="what closes a sentence")
+    extract.add_argument("--thoughts", default="paragraph", choices=("paragraph", "line"))
     extract.add_argument("--take", default="before", choices=("before", "after"))
     extract.add_argument("--max-new-tokens", type=int, default=4096)
     extract.add_argument("--work", type=Path, help="folder to go on in; default: OUT.work")
@@ -93,6 +94,7 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
         arguments.work or arguments.out.with_suffix(".work"),
         keywords=arguments.keywords or extract.KEYWORDS,
         preset=arguments.delimiters,
+        thoughts=arguments.thoughts,
         take=arguments.take,
         server_flags=[f"--{flag}" for flag in arguments.server_flags],
     )
@@ -109,14 +111,14 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
     run.vector(chosen).save(arguments.out)
     table = Table(
         *("layer", "separation", "cosine between halves", "norm", "written"),
-        title=f"{arguments.out}: {counts[1]:,} execution and {counts[0]:,} non-execution sentences",
+        title=f"{arguments.out}: {counts[1]:,} execution and {counts[0]:,} non-execution thoughts",
         title_justify="left",
     )
     for layer in layers:
         numbers = (f"{n:.3f}" for n in (layer.separation, layer.split_cosine, layer.norm))
         table.add_row(str(layer.layer), *numbers, "*" if layer is chosen else "")
-    if min(counts) < extract.FEW_SENTENCES:
-        table.caption = f"[yellow]warning[/]: a class has only {min(counts)} sentences"
+    if min(counts) < extract.FEW_THOUGHTS:
+        table.caption = f"[yellow]warning[/]: a class has only {min(counts)} thoughts"
     return table
 
 

@@ -24,25 +24,26 @@ from transformers import AutoConfig, AutoTokenizer
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
-from sgl_skipkv.sentences import Delimiters, SentenceTracker, newline_tokens
+from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.server_process import ServerProcess
 from sgl_skipkv.steering import TokenClasses
 from sgl_skipkv.steering_vector import Origin, SteeringVector, cosine
 
 KEYWORDS = ("Wait", "Alternatively", "again")
-#: fewer sentences than this in a class, and the command warns
-FEW_SENTENCES = 100
+#: fewer thoughts than this in a class, and the command warns
+FEW_THOUGHTS = 100
 Take = Literal["before", "after"]
+Thoughts = Literal["paragraph", "line"]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the sentences of one or many traces; [2] is (non-execution, execution).
+    """Sums over the thoughts of one or many traces; [2] is (non-execution, execution).
 
     Attributes:
         total: float64 [2, layers, D], sum of hidden states.
         squares: float64 [2, layers], sum of their squared norms.
-        count: int64 [2], sentences.
+        count: int64 [2], thoughts.
     """
 
     total: Tensor
@@ -87,9 +88,12 @@ class Extraction:
     Args:
         model_path: folder or name.
         work: folder for traces and sums; the same one again goes on.
-        keywords: a sentence with one of these tokens is non-execution.
+        keywords: a thought with one of these tokens is non-execution.
         preset: of the delimiters.
-        take: the hidden state of the delimiter ``before`` a sentence, which is where steering acts
+        thoughts: what is labelled ends with a blank line (``paragraph``, as in SEAL) or with any
+            delimiter (``line``). A blank line and a line's end are different tokens, so means over
+            both would mostly differ by which token it was.
+        take: the hidden state of the delimiter ``before`` a thought, which is where steering acts
             and decides what follows, or ``after`` it.
     """
 
@@ -100,18 +104,24 @@ class Extraction:
         *,
         keywords: Sequence[str] = KEYWORDS,
         preset: str = "math",
+        thoughts: Thoughts = "paragraph",
         take: Take = "before",
         server_flags: Sequence[str] = (),
         parallel: int = 32,
     ) -> None:
         self.model_path, self.work = model_path, work
-        self.keywords, self.preset, self.take = tuple(keywords), preset, take
+        self.keywords, self.preset = tuple(keywords), preset
+        self.thoughts, self.take = thoughts, take
         self.parallel = parallel
         self._server_flags = list(server_flags)
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self._config = AutoConfig.from_pretrained(model_path)
         newlines = newline_tokens(self.tokenizer)
         self._delimiters = Delimiters(newlines, self._config.vocab_size)
+        ends = newlines
+        if thoughts == "paragraph":
+            ends = [(token, text) for token, text in newlines if text.endswith("\n\n")]
+        self._ends = Delimiters(ends, self._config.vocab_size)
         self.classes = TokenClasses(self.tokenizer, self._delimiters, preset, self.keywords)
         self._traces, self._sums = work / "traces.jsonl", work / "sums"
         self._captured = work / "captured"
@@ -180,8 +190,8 @@ class Extraction:
         whole = self.moments()
         nonexecution, execution = whole.count.tolist()
         if not execution or not nonexecution:
-            got = f"{execution} execution and {nonexecution} non-execution sentences"
-            raise SettingError("keywords", "sentences of both classes", got, "other keywords")
+            got = f"{execution} execution and {nonexecution} non-execution thoughts"
+            raise SettingError("keywords", "thoughts of both classes", got, "other keywords")
         origin = Origin.model_validate(
             {
                 "model": Path(self.model_path).name,
@@ -190,8 +200,8 @@ class Extraction:
                 "keywords": ",".join(self.keywords),
                 "delimiters": self.preset,
                 "traces": len(list(self._sums.glob("*.safetensors"))),
-                "execution_sentences": execution,
-                "nonexecution_sentences": nonexecution,
+                "execution_thoughts": execution,
+                "nonexecution_thoughts": nonexecution,
                 "split_cosine": round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
                 "separation": round(chosen.separation, 4),
                 "date": datetime.date.today().isoformat(),
@@ -241,20 +251,24 @@ class Extraction:
         server.post("/generate", {"input_ids": ids, "sampling_params": params})
         path = self._captured / f"{number}.safetensors"
         found = load_file(path)
-        at = {position: i for i, position in enumerate(found["positions"].tolist())}
+        at = {
+            position: i
+            for i, position in enumerate(found["positions"].tolist())
+            if self._ends.closes(ids[position], PRESETS[self.preset])
+        }
         moments = sum_sentences(found["hidden"].double(), at, self._labelled(trace))
         save_file(vars(moments), self._sums / f"{number:06d}.safetensors")
         path.unlink()
 
     def _labelled(self, trace: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-        """(position of the delimiter, 1 for execution) of each sentence of the thinking part."""
+        """(position of the delimiter, 1 for execution) of each thought of the thinking part."""
         prompt, output = len(trace["prompt_ids"]), trace["output_ids"]
         thought = next((i for i, t in enumerate(output) if self.classes[t] & THINK_END), None)
-        tracker = SentenceTracker(self._delimiters, self.preset)
+        tracker = SentenceTracker(self._ends, self.preset)
         tracker.feed(output[:thought])
         for start, stop in tracker.closed:
             is_execution = not any(self.classes[t] & KEYWORD for t in output[start:stop])
-            # A sentence may end with several delimiters; what precedes the next is the last one.
+            # Several delimiters may end a thought; what precedes the next one is the last of them.
             position = prompt + (start if self.take == "before" else stop) - 1
             yield position, int(is_execution)
 
@@ -281,7 +295,7 @@ class Extraction:
     def _same_settings(self) -> None:
         """Sums that were made with other settings must not be added to."""
         path = self.work / "settings.json"
-        settings = [self.model_path, *self.keywords, self.preset, self.take]
+        settings = [self.model_path, *self.keywords, self.preset, self.thoughts, self.take]
         if path.exists() and json.loads(path.read_text()) != settings:
             shutil.rmtree(self._sums)
             self._sums.mkdir()
@@ -295,8 +309,8 @@ def sum_sentences(
 
     Args:
         hidden: float64 [layers, delimiters, D].
-        at: position -> index of the delimiter; a sentence whose delimiter is none is left out.
-        labelled: (position, 1 for execution, else 0) of every sentence.
+        at: position -> index of the delimiter; a thought whose delimiter is none is left out.
+        labelled: (position, 1 for execution, else 0) of every thought.
     """
     layers, _, width = hidden.shape
     total = torch.zeros(2, layers, width, dtype=torch.float64)

@@ -32,7 +32,7 @@ class Origin(Settings):
         hidden_size, layer: of that model; the vector is added to the output of this layer.
         keywords: separated by commas; a sentence with one of them is non-execution.
         delimiters: preset of the tokens that close a sentence, at which the vector is added.
-        traces, execution_sentences, nonexecution_sentences: what the means were taken over.
+        traces, execution_thoughts, nonexecution_thoughts: what the means were taken over.
         split_cosine: between the vectors of two halves of the traces; 1 is a stable vector.
         separation: distance of the two means over the standard deviation within them.
     """
@@ -44,8 +44,8 @@ class Origin(Settings):
     keywords: str = Field(min_length=1)
     delimiters: Literal["paper", "math", "code", "any-newline"]
     traces: int = Field(ge=1)
-    execution_sentences: int = Field(ge=1)
-    nonexecution_sentences: int = Field(ge=1)
+    execution_thoughts: int = Field(ge=1)
+    nonexecution_thoughts: int = Field(ge=1)
     split_cosine: float = Field(ge=-1, le=1)
     separation: float = Field(ge=0)
     date: str

@@ -120,7 +120,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
         ({**ASKED, "kv_params": {"protect_prompt": 1}}, ["true or false", "got 1"]),
         ({**ASKED, "kv_params": {"delimiters": "x"}}, ["paper, math, code, any-newline"]),
         ({**ASKED, "steering": 1.5}, ["no steering vector", "got 1.5", "false, or leave it out"]),
-        ({**ASKED, "steering": "on"}, ["a finite number or false", "got 'on'"]),
+        ({**ASKED, "steering": "on"}, ["false or a number in [-10, 10]", "got 'on'"]),
         ({"kv_policy": "rkv"}, ["without a budget", "got None", "--kv-budget"]),
     ],
 )
@@ -149,6 +149,40 @@ def test_right_keys_are_taken(keys: dict[str, Any]) -> None:
     assert settings.policy.name == keys.get("kv_policy", "skipkv")
     for knob, value in keys.get("kv_params", {}).items():
         assert getattr(settings.policy.params, knob) == value
+
+
+# -- steering
+
+STEERED = ServerConfig(steering_vector="v.safetensors", steering_max=2.0)
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.25, -2.0, 2])
+def test_a_number_steers(value: float) -> None:
+    with_budget = resolve_call({**ASKED, "steering": value}, STEERED)
+    alone = resolve_call({"steering": value}, STEERED)
+    assert with_budget is not None and alone is not None
+    assert with_budget.steering == alone.steering == value and with_budget.evicts
+    assert (alone.policy.name, alone.kv_budget, alone.evicts) == ("full", None, False)
+    assert alone.steers and alone.changes_kv
+
+
+@pytest.mark.parametrize(
+    "value", [2.1, -2.1, True, "1", LONG, math.nan, math.inf, [1.0], {"alpha": 1}, 10**400]
+)
+def test_a_wrong_strength_is_refused_beside_a_vector(value: Any) -> None:
+    with pytest.raises(SettingError, match=r"steering: expected false or a number in \[-2, 2\]"):
+        resolve_call({"steering": value}, STEERED)
+
+
+def test_the_server_may_steer_calls_that_say_nothing() -> None:
+    server = ServerConfig(steering_vector="v.safetensors", steering=0.5)
+    default, other = resolve_call({}, server), resolve_call({"steering": 0}, server)
+    assert default is not None and (default.steering, default.policy.name) == (0.5, "full")
+    assert other is not None and other.steering == 0 and other.steers
+    assert resolve_call({"steering": False}, server) is None
+    budgeted = resolve_call({**ASKED, "steering": False}, server)
+    assert budgeted is not None and not budgeted.steers
+    assert server.defaults_apply and not STEERED.defaults_apply
 
 
 # -- not set, defaults, precedence

@@ -77,6 +77,16 @@ WRONG: list[tuple[str, Any]] = [
     ("delimiters", ["math"]),
     ("steering_vector", 3),
     ("steering_vector", Path("v.safetensors")),
+    ("steering", "1"),
+    ("steering", True),
+    ("steering", math.nan),
+    ("steering", 1.0),  # without a vector
+    ("steering_gamma", -0.1),
+    ("steering_gamma", 10.5),
+    ("steering_gamma", None),
+    ("steering_max", -1),
+    ("steering_max", math.inf),
+    ("steering_capture", 3),
     ("trace", True),
     ("trace", 5),
     ("query_window", 0),
@@ -123,7 +133,7 @@ WRONG_TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("kv_budget", {"kv_budget": 12}),
     ("kv_budget", {"kv_budget": 20, "kv_params": {"sink": 12}}),
     ("kv_budget", {"kv_budget": 200, "kv_budget_max": 100}),
-    ("steering_vector", {"steering_vector": "vector.safetensors"}),
+    ("steering", {"steering_vector": "v.safetensors", "steering": 3, "steering_max": 2}),
 ]
 
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from problems import LEVELS, NAMES, heldout_problem, recall_drill, solution_text, training_problem
+from problems import (
+    LEVELS,
+    NAMES,
+    heldout_problem,
+    optional_checks,
+    recall_drill,
+    solution_text,
+    training_problem,
+)
 from tokenizers import Tokenizer
 from torch import Tensor
 from vocabulary import END_OF_TEXT, TURN_END, prompt_text, token_id
@@ -69,10 +77,23 @@ def phase_at(progress: float) -> Phase:
 
 
 class BatchMaker:
-    """Draws the problems of a run, encodes them and cuts them into batches."""
+    """Draws the problems of a run, encodes them and cuts them into batches.
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, batch_tokens: int, total: int) -> None:
+    With ``optional_checks`` the run goes on from a trained model: the last phase of the curriculum,
+    and traces that leave checks out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        batch_tokens: int,
+        total: int,
+        *,
+        optional_checks: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.optional_checks = optional_checks
         self.seed = seed
         self.batch_tokens = batch_tokens
         self.total = total
@@ -91,7 +112,7 @@ class BatchMaker:
     def _draw_group(self, group: int) -> tuple[list[tuple[list[int], list[int]]], int, list[int]]:
         """The rows of GROUP batches, sorted by length; rows per batch; order of the batches."""
         rng = random.Random(f"group/{self.seed}/{group}")
-        phase = phase_at(group * GROUP / self.total)
+        phase = CURRICULUM[-1] if self.optional_checks else phase_at(group * GROUP / self.total)
         low, high = MIN_STEPS, phase.max_steps
         drill = rng.random() < phase.drills
         # Long problems teach more per row, short ones more per second: take the longer of two
@@ -118,7 +139,10 @@ class BatchMaker:
             problem = training_problem(self.seed, index + attempt * 10**12, steps)
         problem = replace(problem, last_line=last_line)
         prompt = self.tokenizer.encode(prompt_text(problem.prompt)).ids
-        solution = [*self.tokenizer.encode(solution_text(problem)).ids, self.turn_end]
+        text = solution_text(problem)
+        if self.optional_checks:
+            text = solution_text(problem, optional_checks(problem.digest))
+        solution = [*self.tokenizer.encode(text).ids, self.turn_end]
         return [*prompt, *solution], [*[IGNORE] * len(prompt), *solution]
 
     def _encode_drill(self, index: int, steps: int) -> tuple[list[int], list[int]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -212,8 +212,8 @@ def _draw_distractor(rng: random.Random, item: str) -> Fact:
     return Fact(first, item, kind, refs, rng.randint(2, 9), rng.randint(2, MAX_VALUE))
 
 
-def solution_passages(problem: Problem) -> Iterator[str]:
-    """The passages of the trace, each closed by a blank line."""
+def solution_passages(problem: Problem, keeps: Callable[[], bool] = lambda: True) -> Iterator[str]:
+    """The passages of the trace, each closed by a blank line; `keeps` decides on every check."""
     value = {fact.name: fact.value for fact in problem.steps}
     for number, fact in enumerate(problem.facts, start=1):
         if fact.item != problem.item:
@@ -221,7 +221,8 @@ def solution_passages(problem: Problem) -> Iterator[str]:
             continue
         yield _passage(number, fact, value, None)
         for check in CHECKS[fact.kind]:
-            yield _passage(number, fact, value, check)
+            if keeps():
+                yield _passage(number, fact, value, check)
     if problem.last_line:
         yield f"{len(problem.facts) + 1}. {LAST_LINE}\n\n"
 
@@ -251,9 +252,17 @@ def _working(fact: Fact, value: dict[str, int], *, turned: bool) -> str:
     return f"{sought}, {left} - {right} = {fact.value}, so "
 
 
-def solution_text(problem: Problem) -> str:
+def solution_text(problem: Problem, keeps: Callable[[], bool] = lambda: True) -> str:
     """What the model should write after `<think>` and a newline, up to the end-of-turn token."""
-    return f"{''.join(solution_passages(problem))}</think>\nAnswer: {problem.answer}"
+    return f"{''.join(solution_passages(problem, keeps))}</think>\nAnswer: {problem.answer}"
+
+
+def optional_checks(seed: str) -> Callable[[], bool]:
+    """`keeps` for one trace: half of the traces check everything, a quarter nothing, a quarter
+    tosses a coin at every check."""
+    rng = random.Random(f"checks/{seed}")
+    share = rng.choice((1.0, 1.0, 0.0, 0.5))
+    return lambda: rng.random() < share
 
 
 def recall_drill(seed: str, people: int, passages: int) -> str:

@@ -1,6 +1,8 @@
 """Train the bundled model from scratch and export it.
 
     python bench/reasoner/train.py --out examples/reasoner --seed 1
+    python bench/reasoner/train.py --out examples/wanderer --start examples/reasoner \\
+        --optional-checks --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from batches import IGNORE, Batch, BatchMaker, Classifier
-from export import save_model, write_heldout
+from export import load_model, save_model, write_heldout
 from model import Reasoner, Shape
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -197,6 +199,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--state", type=Path, help="file of the training state [OUT/state.pt]")
+    parser.add_argument("--start", type=Path, help="folder of a trained model to go on from")
+    parser.add_argument(
+        "--optional-checks", action="store_true", help="traces that leave checks out, to go on with"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2400, help="optimiser steps")
     parser.add_argument("--batch-tokens", type=int, default=8192)
@@ -235,8 +241,13 @@ def main() -> None:
     run = Run(recipe, shape, torch.device(args.device), args.compute)
     if state.exists():
         run.load(state)
+    elif args.start is not None:
+        run.model.load_state_dict(load_model(args.start).state_dict())
     if not args.export_only:
-        maker = BatchMaker(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps)
+        maker = BatchMaker(
+            *(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps),
+            optional_checks=args.optional_checks,
+        )
         classifier = Classifier(tokenizer).to(run.device)
         log = Log(args.out / "training_log.csv", classifier, run.step)
         train(run, maker, log, state)
