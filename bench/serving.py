@@ -93,11 +93,12 @@ class RunningServer(ServerProcess):
 
 
 @contextlib.contextmanager
-def sweep_over(arguments: argparse.Namespace, name: str) -> Iterator[Sweep]:
+def sweep_over(arguments: argparse.Namespace, name: str, **options: Any) -> Iterator[Sweep]:
     """A sweep of the problems that the flags name, with its servers ready.
 
     Args:
         name: of the file of rows, where no flag names another.
+        options: of ``Sweep``.
     """
     name, problems = arguments.rows or name, read_problems(arguments)
     labels: dict[str, str | int] = {
@@ -114,6 +115,7 @@ def sweep_over(arguments: argparse.Namespace, name: str) -> Iterator[Sweep]:
             arguments.max_new_tokens,
             log=ROOT / ".sweep" / f"{name}.jsonl",
             labels=labels,
+            **options,
         )
 
 

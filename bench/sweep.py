@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,6 +79,8 @@ class Sweep:
         expected_tokens: level -> mean trace, for the time that is left.
         labels: columns of every row of this sweep, put before the cell's.
         log: generations, one JSON line each.
+        cell_type: class of the cells; its fields are columns.
+        measures: of one generation's text, name -> number; their means are columns.
     """
 
     name: str
@@ -89,6 +91,8 @@ class Sweep:
     log: Path
     labels: Mapping[str, str | int] = field(default_factory=dict)
     expected_tokens: Mapping[str, float] = field(default_factory=dict)
+    cell_type: type[Cell] = Cell
+    measures: Callable[[Problem, str], Mapping[str, float]] = lambda problem, text: {}
 
     def run(self, cells: Iterable[Cell]) -> None:
         """Append a row for every cell that has none yet, as soon as its last answer is there."""
@@ -121,7 +125,9 @@ class Sweep:
             try:
                 for future in as_completed(running):
                     cell, problem, _ = task = running[future]
-                    answer = {"key": self._identity(*task), **_digest(future.result(), problem)}
+                    found = future.result()
+                    answer = {"key": self._identity(*task), **_digest(found, problem)}
+                    answer["measures"] = self.measures(problem, found["text"])
                     log.write(json.dumps(answer) + "\n")
                     log.flush()
                     answers[answer["key"]] = answer
@@ -131,7 +137,7 @@ class Sweep:
 
     def baseline(self) -> dict[str, dict[str, str]]:
         """Level -> row of FullKV, greedy, which tells what a share of the trace is."""
-        cells = {level: Cell(level, "full") for level in self.problems}
+        cells = {level: self.cell_type(level, "full") for level in self.problems}
         self.run(cells.values())
         rows = {self._key(row): row for row in existing_rows(self.name)}
         found = {level: rows[self._key(self._columns(cell))] for level, cell in cells.items()}
@@ -171,7 +177,8 @@ class Sweep:
         return columns
 
     def _key(self, row: Mapping[str, str | int]) -> tuple[str, ...]:
-        names = (*self.labels, *Cell.__dataclass_fields__, "problems", "max_new_tokens")
+        fields = self.cell_type.__dataclass_fields__
+        names = (*self.labels, *fields, "problems", "max_new_tokens")
         return tuple(str(row[name]) for name in names)
 
     def _identity(self, cell: Cell, problem: Problem, seed: int) -> str:
@@ -214,6 +221,10 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def mean(name: str) -> float:
         return round(sum(answer[name] for answer in answers) / len(answers), 1)
 
+    measured: dict[str, list[float]] = defaultdict(list)
+    for answer in answers:
+        for name, value in answer.get("measures", {}).items():
+            measured[name].append(value)
     right = sum(answer["right"] for answer in answers)
     low, high = wilson(right, len(answers))
     return {
@@ -230,6 +241,7 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_kv_tokens_max": max(answer["peak_kv_tokens"] for answer in answers),
         "compactions": sum(answer["compactions"] for answer in answers),
         "evicted_sentences": sum(answer["evicted_sentences"] for answer in answers),
+        **{name: round(sum(values) / len(values), 4) for name, values in measured.items()},
     }
 
 

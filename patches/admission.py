@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.patches.binding import binding_of, state_of
-from sgl_skipkv.runtime import CallState
 
 
 def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
@@ -89,7 +89,8 @@ class _BudgetedAdder:
         assert state is not None
         waiting = [state_of(other) for other in self.can_run_list]
         taken = sum(1 for other in waiting if other and other.needs_slot and not other.slot)
-        return state.runtime.can_admit(state, taken)
+        has_slot: bool = state.runtime.can_admit(state, taken)
+        return has_slot
 
 
 def must_stay(req: Any) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.recorder import device_tensor
-from sgl_skipkv.runtime import CallState, Runtime
+from sgl_skipkv.runtime import Due, Runtime
 
 
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
@@ -59,9 +60,20 @@ def _compact(
     evicted = [0] * len(batch.reqs)
     freed: list[Tensor] = []
     for i, state in due:
+        _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
+    plans = runtime.plan(
+        [
+            Due(
+                state,
+                batch.reqs[i].kv.kv_allocated_len,
+                batch.reqs[i].output_ids,
+                _keys_of(batch, i),
+            )
+            for i, state in due
+        ]
+    )
+    for (i, state), plan in zip(due, plans, strict=True):
         req = batch.reqs[i]
-        _check_lengths(req, state, int(batch.seq_lens_cpu[i]))
-        plan = runtime.plan(state, req.kv.kv_allocated_len, req.output_ids, _keys_of(batch, i))
         freed.append(runtime.commit(state, plan, batch.req_to_token_pool.req_to_token))
         # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
         # logical length, stays.

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.runtime import CallState, Runtime
+from sgl_skipkv.runtime import Runtime
 
 if TYPE_CHECKING:  # it imports what imports this
     from sgl_skipkv.patches.capture import HiddenCapture

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.steering import prepare_prefill
 from sgl_skipkv.recorder import Recorder, Recording, device_tensor
-from sgl_skipkv.runtime import CallState, Runtime
+from sgl_skipkv.runtime import Runtime
 
 
 def attach(model: Any, recorder: Recorder) -> None:

@@ -99,6 +99,9 @@ class ServerConfig(Settings):
     max_tracked_calls: int = Field(
         256, ge=1, le=65536, description="budgeted calls that can run at once"
     )
+    stagger: bool = Field(
+        False, description="first compactions come early by a part of the interval, per prompt"
+    )
     check_ledger: bool = Field(
         False, description="verify kept + freed = old at every compaction (waits for the device)"
     )

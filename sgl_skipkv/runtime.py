@@ -12,13 +12,13 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.call import CallSettings
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan, Snapshot
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
@@ -27,74 +27,23 @@ from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
-from sgl_skipkv.steering import Schedule, Steerer
+from sgl_skipkv.steering import Steerer
 from sgl_skipkv.trace import TraceWriter
 
 
-@dataclass(eq=False)
-class CallState:
-    """One call. Counts are tokens; spans and positions are logical.
+class Due(NamedTuple):
+    """A call whose compaction is due.
 
     Attributes:
-        evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
-        last: the last compaction since the last prefill.
-        schedule: the strength before the first generated token; None where nothing is steered.
-        recomputes: generated tokens that the coming prefill computes again, after a retraction.
-        alive: indices into ``tracker.closed`` of sentences not known to be evicted.
-        statistics: what the policy tracks, name -> one value per row entry with a statistic.
-        tracked_tokens: logical tokens whose queries those have seen.
-        table: sentence index of each entry of the device's sentence table, as of ``table_closed``
-            closed sentences.
+        row_tokens: entries of its row in use.
+        output_ids: generated token ids; at least those whose KV is in the row.
+        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
     """
 
-    runtime: Runtime
-    rid: str
-    settings: CallSettings
-    prompt_tokens: int
-    prompt_seed: int
-    tracker: SentenceTracker
-    schedule: Schedule | None = None
-    slot: int = 0
-    row: int | None = None
-    started: bool = False
-    recomputes: int | None = None
-    evicted_tokens: int = 0
-    last: Snapshot | None = None
-    alive: list[int] = field(default_factory=list)
-    alive_closed: int = 0
-    statistics: dict[str, Tensor] = field(default_factory=dict)
-    tracked_tokens: int = 0
-    table: list[int] = field(default_factory=list)
-    table_closed: int = 0
-    compactions: int = 0
-    total_evicted_tokens: int = 0
-    evicted_sentences: int = 0
-    peak_own_tokens: int = 0
-    own_token_steps: int = 0
-    observed_steps: int = 0
-    failure: str | None = None
-    summary: dict[str, Any] | None = None
-
-    @property
-    def needs_slot(self) -> bool:
-        policy = self.settings.policy
-        needs = policy.needs_queries or policy.needs_sentences or policy.needs_attention
-        return self.settings.evicts and needs
-
-    @property
-    def keeps_prompt_private(self) -> bool:
-        """An evictable prompt must not be shared: the tree would own what we want to free."""
-        return self.settings.evicts and not self.settings.policy.params.protect_prompt
-
-    def own_tokens(self, row_tokens: int) -> int:
-        return self.settings.own_tokens(row_tokens, self.prompt_tokens)
-
-    def future_tokens(self, row_tokens: int, tokens_left: int) -> int:
-        """KV tokens the call may still need beyond a row of this length; admission's reserve."""
-        if not self.settings.evicts:
-            return tokens_left
-        room = self.settings.peak_own_tokens() - self.own_tokens(row_tokens)
-        return min(tokens_left, max(room, 1))
+    state: CallState
+    row_tokens: int
+    output_ids: Sequence[int]
+    keys: Callable[[int], Tensor]
 
 
 class Runtime:
@@ -140,6 +89,9 @@ class Runtime:
         self.opened_calls += 1
         state = CallState(self, rid, settings, len(prompt_ids), seed, tracker)
         state.tracked_tokens = state.prompt_tokens
+        if self.config.stagger:
+            # From the prompt alone: what a call keeps must not depend on its neighbours.
+            state.phase = seed % settings.policy.params.interval
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_call refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
@@ -200,6 +152,8 @@ class Runtime:
             return False
         params = state.settings.policy.params
         limit = state.settings.budget_after(state.compactions) + params.interval
+        if state.compactions == 0:
+            limit -= state.phase
         return state.own_tokens(row_tokens) >= limit
 
     def must_track(self, state: CallState, row_tokens: int) -> bool:
@@ -215,7 +169,7 @@ class Runtime:
         its query and the keys it saw.
 
         Args:
-            state, row_tokens, keys: as for ``plan``.
+            state, row_tokens, keys: as in ``Due``.
         """
         policy, device = state.settings.policy, self.recorder.device
         logical_tokens = row_tokens + state.evicted_tokens
@@ -235,36 +189,43 @@ class Runtime:
         state.statistics = policy.track(statistics, attention / self._layers, steps)
         state.tracked_tokens = logical_tokens
 
-    def plan(
-        self,
-        state: CallState,
-        row_tokens: int,
-        output_ids: Sequence[int],
-        keys: Callable[[int], Tensor],
-    ) -> Plan:
+    def plan(self, calls: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Changes nothing that another call or the scheduler can see.
 
-        Args:
-            state: the call, due for a compaction.
-            row_tokens: entries of its row in use.
-            output_ids: generated token ids; at least those whose KV is in the row.
-            keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        Calls that are due in the same step share one scoring call per policy.
         """
+        inputs = [self._prepare(due) for due in calls]
+        scores: dict[int, Tensor] = {}
+        kinds = {type(due.state.settings.policy): None for due in calls}
+        for kind in kinds:
+            chosen = [i for i, due in enumerate(calls) if type(due.state.settings.policy) is kind]
+            together = [(calls[i].state.settings.policy, inputs[i]) for i in chosen]
+            scores.update(zip(chosen, kind.scores_together(together), strict=True))
+        return [self._select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
+
+    def _prepare(self, due: Due) -> ScoreInput:
+        state, row_tokens = due.state, due.row_tokens
         self._settle(state)
         logical_tokens = row_tokens + state.evicted_tokens
         generated = logical_tokens - state.prompt_tokens
-        state.tracker.feed(output_ids[state.tracker.seen_tokens : generated])
+        state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
         state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
         state.alive_closed = len(state.tracker.closed)
-
         if state.settings.policy.needs_attention:
-            self.track(state, row_tokens, keys)
-        inputs = self._score_input(state, row_tokens, logical_tokens, keys)
-        scores = state.settings.policy.scores(inputs)
+            self.track(state, row_tokens, due.keys)
+        return self._score_input(state, row_tokens, logical_tokens, due.keys)
+
+    def _select(self, due: Due, inputs: ScoreInput, scores: Tensor) -> Plan:
+        state, row_tokens = due.state, due.row_tokens
         keep_tokens = state.settings.keep_tokens(state.prompt_tokens, state.compactions + 1)
         selection = select(scores, self._protected(state, row_tokens), keep_tokens)
-        kept_positions = inputs.positions[selection.kept]
-        return Plan(selection, kept_positions, scores.isfinite().all(), row_tokens, logical_tokens)
+        return Plan(
+            selection,
+            inputs.positions[selection.kept],
+            scores.isfinite().all(),
+            row_tokens,
+            row_tokens + state.evicted_tokens,
+        )
 
     def commit(self, state: CallState, plan: Plan, req_to_token: Tensor) -> Tensor:
         """Rewrite the call's row; the caller frees the returned slots and shrinks lengths."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.call import resolve_call
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.recorder import ModelShape, Recorder, Recording
-from sgl_skipkv.runtime import CallState, Runtime
+from sgl_skipkv.runtime import Due, Runtime
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.trace import TraceWriter
 
@@ -190,7 +191,10 @@ class SyntheticServer:
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
-        return self.runtime.plan(call.state, len(call.slots), call.output_ids, self.keys_of(call))
+        return self.runtime.plan([self.due(call)])[0]
+
+    def due(self, call: Call) -> Due:
+        return Due(call.state, len(call.slots), call.output_ids, self.keys_of(call))
 
     def keys_of(self, call: Call) -> Callable[[int], Tensor]:
         """layer -> cached keys in row order."""

@@ -96,6 +96,7 @@ WRONG: list[tuple[str, Any]] = [
     ("max_sentences", 65537),
     ("max_tracked_calls", 0),
     ("max_tracked_calls", 65537),
+    ("stagger", 1),
     ("check_ledger", "yes"),
     ("required", 1),
 ]

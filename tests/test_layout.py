@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
     ),
+    frozenset({"call_state"}),
     frozenset({"extract", "runtime"}),
     frozenset({"cpu_attention", "patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),

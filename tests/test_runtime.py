@@ -22,6 +22,7 @@ from synthetic import (
 )
 
 from sgl_skipkv.compaction import Plan
+from sgl_skipkv.policy import Policy
 
 WINDOW = 8
 
@@ -44,6 +45,56 @@ def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() ->
     assert at == [52, 64, 76, 88, 100]
     assert max(own) == BUDGET + INTERVAL and min(own[52:]) == BUDGET + 1
     assert call.state.peak_own_tokens == BUDGET + INTERVAL
+
+
+def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
+    """The first compaction comes early by less than an interval; then the interval holds."""
+    first: set[int] = set()
+    for prompt in ([3] * PROMPT, [4] * PROMPT, [5] * PROMPT):
+        calls = []
+        for _ in range(2):
+            server = SyntheticServer(stagger=True)
+            call = served(server, prompt=prompt)
+            at, own = [], []
+            for _ in range(100):
+                done = len(call.compactions)
+                fed = call.generated
+                server.decode(call)
+                if len(call.compactions) > done:
+                    at.append(fed)
+                own.append(len(call.slots) - PROMPT)
+            assert BUDGET < at[0] <= BUDGET + INTERVAL
+            assert at == list(range(at[0], 100, INTERVAL))
+            assert max(own) <= BUDGET + INTERVAL + 1
+            calls.append(at)
+        assert calls[0] == calls[1], "the same prompt, the same phase"
+        first.add(calls[0][0])
+    assert len(first) == 3
+
+
+def test_calls_that_are_due_together_share_a_scoring_call() -> None:
+    """One per policy, and what each keeps is what it keeps alone."""
+    server = SyntheticServer()
+    names = ("rkv", "skipkv", "rkv", "streaming")
+    calls = [
+        served(server, seed=seed, kv_policy=name, kv_params={"sink": 2})
+        for seed, name in enumerate(names)
+    ]
+    for _ in range(BUDGET + INTERVAL):
+        server.decode(*calls)
+    asked: list[list[str]] = []
+    stock = Policy.scores_together.__func__  # type: ignore[attr-defined]
+
+    def scores_together(cls: type[Policy], together: Any) -> Any:
+        asked.append([policy.name for policy, _ in together])
+        return stock(cls, together)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "scores_together", classmethod(scores_together))
+        plans = server.runtime.plan([server.due(call) for call in calls])
+    assert sorted(asked) == [["rkv", "rkv"], ["skipkv"], ["streaming"]]
+    for call, plan in zip(calls, plans, strict=True):
+        assert torch.equal(plan.selection.kept, server.plan(call).selection.kept)
 
 
 def test_nothing_is_due_before_the_first_decode_step() -> None:

@@ -8,7 +8,7 @@ input gives the same scores, alone or in a batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -146,6 +146,15 @@ class Policy(ABC):
             steps: int64 [T], logical position of the query of each step, ascending.
         """
         return dict(statistics)
+
+    @classmethod
+    def scores_together(cls, calls: Sequence[tuple[Policy, ScoreInput]]) -> list[Tensor]:
+        """Scores of every call that is due in this step, each with its own knobs.
+
+        Here one after the other, in plain torch; whatever a subclass batches, a call's scores must
+        stay what they are alone.
+        """
+        return [policy.scores(inputs) for policy, inputs in calls]
 
     @abstractmethod
     def scores(self, inputs: ScoreInput) -> Tensor:
