@@ -16,7 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 TESTED_SGLANG = ("0.5.23",)
 
-Kind = Literal["before", "after", "around", "replace", "extend"]
+Kind = Literal["before", "after", "around", "replace", "extend", "use"]
+_UNHOOKED = ("extend", "use")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Seam:
 
     Attributes:
         target: below ``sglang.srt.``.
-        kind: how it is hooked; ``extend`` marks a method that a subclass of ours overrides.
+        kind: how it is hooked; ``extend`` marks a method that a subclass of ours overrides,
+            ``use`` a function that we call.
         signature: parameters expected there, without annotations.
         hook: ``module:attribute`` below ``sgl_skipkv.patches.``.
         why: what would be wrong without it.
@@ -262,6 +264,28 @@ SEAMS: tuple[Seam, ...] = (
         "forward:record_hidden",
         "final hidden states make sentence vectors",
     ),
+    # -- steering
+    Seam(
+        "layers.layer_boundary.residual.batch.stream_of",
+        "use",
+        "(forward_batch)",
+        "steering:residual_of",
+        "the vector is added to the residual stream, once, on every rank",
+    ),
+    Seam(
+        "layers.layer_boundary.residual.batch.snapshot",
+        "use",
+        "(hidden_states, forward_batch)",
+        "capture:HiddenCapture",
+        "a layer's output, for the extraction of a vector",
+    ),
+    Seam(
+        "model_executor.runner_utils.capture_mode.get_is_capture_mode",
+        "use",
+        "()",
+        "steering:attach_steering",
+        "a captured step contains the addition whether or not anybody is steered",
+    ),
     # -- the way out
     Seam(
         f"{_SCHEDULER}.get_output_streamer_class",
@@ -328,7 +352,7 @@ def install(sglang_version: str) -> None:
     _problems_before.extend(problem for problem in found.values() if problem is not None)
     for seam, problem in found.items():
         usable = problem is None and (seam.api or not _problems_before)
-        if usable and seam.kind != "extend":
+        if usable and seam.kind not in _UNHOOKED:
             HookRegistry.register(seam.path, _load_hook(seam), HookType(seam.kind))
 
 
@@ -356,5 +380,5 @@ def problems() -> list[str]:
     return [
         f"seam {seam.target} did not take"
         for seam in SEAMS
-        if seam.kind != "extend" and seam.path not in HookRegistry._patched
+        if seam.kind not in _UNHOOKED and seam.path not in HookRegistry._patched
     ]
