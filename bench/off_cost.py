@@ -16,6 +16,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from record import append_row
 from tqdm import tqdm
@@ -23,11 +24,13 @@ from tqdm import tqdm
 from sgl_skipkv.server_process import ServerProcess
 
 
-def load(server: ServerProcess, seed: int, calls: int, tokens: int, parallel: int) -> float:
-    """Generated tokens per second of one round of greedy calls."""
+def load(
+    server: ServerProcess, seed: int, calls: int, tokens: int, parallel: int, **keys: Any
+) -> float:
+    """Generated tokens per second of one round of greedy calls; ``keys`` are those of the API."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(5, 60) for _ in range(64)] for _ in range(calls)]
-    params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **keys}
 
     def call(prompt: list[int]) -> None:
         server.post("/generate", {"input_ids": prompt, "sampling_params": params})
@@ -43,6 +46,14 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(10_000))
     return medians[249], medians[9749]
+
+
+def paired_ratio(rates: list[float], baseline: list[float]) -> dict[str, float]:
+    """Median of the rounds' ratios with its interval, as columns."""
+    ratios = [one / other for one, other in zip(rates, baseline, strict=True)]
+    low, high = median_interval(ratios)
+    numbers = {"ratio_p50": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
+    return {name: round(value, 4) for name, value in numbers.items()}
 
 
 def main() -> None:
@@ -69,13 +80,9 @@ def main() -> None:
                 rate = load(servers[name], i, *shape)
                 if i > 0:
                     rates[name].append(rate)
-    ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
-    low, high = median_interval(ratios)
     row = {
         "metric": "throughput with the plugin loaded and no budget over without the plugin",
-        "ratio_p50": round(statistics.median(ratios), 4),
-        "ratio_low": round(low, 4),
-        "ratio_high": round(high, 4),
+        **paired_ratio(rates["with"], rates["without"]),
         "with_tokens_per_s_p50": round(statistics.median(rates["with"])),
         "without_tokens_per_s_p50": round(statistics.median(rates["without"])),
         "rounds": arguments.rounds,

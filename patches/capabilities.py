@@ -321,6 +321,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability("beam search", "per call", "members share rows; 400 together with kv_budget"),
     Capability("sessions", "per call", "the next turn reuses the row; 400 together with kv_budget"),
+    Capability("steering", "yes", "Llama, Qwen2 and Qwen3 types; checked when a vector is loaded"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached"),

@@ -7,17 +7,20 @@ next file start while the tests of this one run, in the order of the table.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from oracle import Addition, steering_factors
 from servers import Server
+from tiny_models import LINE_ENDS, PIECES
 
 from sgl_skipkv.steering_vector import Origin, SteeringVector
 
 REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
+WANDERER = REASONER.parent / "wanderer"
 # Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
 UNSUPPORTED = ("--page-size", "16")
 CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
@@ -63,6 +66,15 @@ SPECS: dict[str, Spec] = {
     ),
     # The bundled model.
     "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
+    # The model with optional checks, and its own vector.
+    "wanderer": Spec(
+        ("reasoner",),
+        WANDERER,
+        (
+            *("--max-total-tokens", "40960", *ONE_BATCH),
+            *("--steering-vector", str(WANDERER / "steering.safetensors")),
+        ),
+    ),
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(
@@ -117,6 +129,18 @@ def tiny_vector(layer: int) -> SteeringVector:
     )
     draw = torch.Generator().manual_seed(layer)
     return SteeringVector(5 * torch.randn(64, generator=draw), origin)
+
+
+def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> Addition | None:
+    """What the definition adds to a call of this server; None for one that is not steered."""
+    layer, alpha_0 = SPECS[name].steering_layer, call.get("steering", False)
+    if alpha_0 is False:
+        return None
+    assert layer is not None
+    delimiters = {PIECES.index(piece) for piece in LINE_ENDS}
+    keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
+    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, delimiters, keywords)
+    return Addition(layer, tiny_vector(layer).values, factors)
 
 
 class Fleet:

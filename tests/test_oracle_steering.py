@@ -11,24 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import (
-    DEFAULTS_BY_FLAG,
-    SPECS,
-    STEERING_GAMMA,
-    STEERING_KEYWORDS,
-    Fleet,
-    tiny_vector,
-)
-from oracle import Addition, steering_factors
+from fleet import DEFAULTS_BY_FLAG, STEERING_GAMMA, Fleet, addition
 from servers import HTTPFailure, Server, output_logprobs
-from tiny_models import LINE_ENDS, PIECES, VOCAB_SIZE
+from tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
 LOGPROB_TOLERANCE = 2e-3
 TOKENS = 150
-DELIMITERS = {PIECES.index(piece) for piece in LINE_ENDS}
-KEYWORDS = {PIECES.index(word) for word in STEERING_KEYWORDS}
 # server -> family; the vector sits on layer 2 (the last), 0 and 1
 FAMILIES = {"qwen2, no overlap": "qwen2", "llama": "llama", "qwen3, no overlap": "qwen3"}
 # name -> keys; half of the batch is steered, half of those evict
@@ -55,16 +45,6 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
         }
         for name, keys in CALLS.items()
     ]
-
-
-def addition(server: str, call: dict[str, Any], output_ids: list[int]) -> Addition | None:
-    """What the definition adds to this call."""
-    layer, alpha_0 = SPECS[server].steering_layer, call.get("steering", False)
-    if alpha_0 is False:
-        return None
-    assert layer is not None
-    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, DELIMITERS, KEYWORDS)
-    return Addition(layer, tiny_vector(layer).values, factors)
 
 
 @pytest.fixture(scope="module")

@@ -175,3 +175,19 @@ def test_skipkv_drops_repetitions_and_keeps_the_answer(
     assert all(report["peak_kv_tokens"] <= 512 + 32 + 1 for report in reports)
     # Whole sentences go: that is what this policy is for.
     assert sum(report["evicted_sentences"] for report in reports) > 10 * SAMPLE
+
+
+@pytest.mark.server
+def test_steering_shortens_traces_that_wander(fleet: Fleet) -> None:
+    """bench/steering.py measures 100 problems; here are eight, steered and not, in one batch."""
+    wanderer, problems = fleet.ready("wanderer"), heldout("hard")[:SAMPLE]
+    settings = {"off": {"kv_policy": "full"}, "on": {"steering": 0.2}}
+    found = answers(wanderer, problems, settings)
+    reports = {name: [r["meta_info"] for r in replies] for name, replies in found.items()}
+    tokens = {name: sum(r["completion_tokens"] for r in these) for name, these in reports.items()}
+    assert tokens["on"] <= 0.8 * tokens["off"]
+    assert right(found["on"]) >= right(found["off"]) >= 0.75
+    assert all("steering_alpha" not in report["skipkv"] for report in reports["off"])
+    assert all(report["skipkv"]["steering_alpha"] >= 0.2 for report in reports["on"])
+    wanderer.assert_clean()
+    fleet.stop("wanderer")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fleet import RETRACT_POOL_TOKENS, Fleet
+from fleet import RETRACT_POOL_TOKENS, Fleet, addition
 from servers import Server, output_logprobs
 from tiny_models import VOCAB_SIZE
 
@@ -41,25 +41,29 @@ def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle:
         {
             **{"rid": f"retract-{i}", "input_ids": prompt_ids(i, 60), "tokens": TOKENS},
             **{"kv_budget": 24 + i, "kv_policy": policies[i % 4], **KEYS},
+            **({"steering": 1.0} if i % 2 else {}),
         }
         for i in range(8)
     ]
     answers = small_server.generate_all(calls)
-    recomputed, compacted_after = 0, 0
+    recomputed = recomputed_steered = compacted_after = 0
     for call, answer in zip(calls, answers, strict=True):
         events = small_server.events(call["rid"])
-        verdict = oracle("llama").judge(call["input_ids"], answer["output_ids"], events)
+        sides, steered = (call["input_ids"], answer["output_ids"]), "steering" in call
+        added = addition("retracting", call, answer["output_ids"])
+        verdict = oracle("llama").judge(*sides, events, added)
         assert verdict.wrong == [], call["rid"]
         pairs = list(zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True))
         assert len(pairs) == TOKENS and max(abs(a - b) for a, b in pairs) <= 2e-3
         kinds = [event["event"] for event in events]
         recomputed += kinds.count("recompute")
+        recomputed_steered += steered * kinds.count("recompute")
         if "recompute" in kinds:
             compacted_after += kinds[kinds.index("recompute") :].count("compact")
             assert set(events[kinds.index("recompute")]) == {"event", "rid", "generated"}
         assert kinds.count("recompute") == answer["meta_info"]["num_retractions"]
         assert kinds[-1] == "finish" and events[-1]["output_ids"] == answer["output_ids"]
-    assert recomputed >= 5 and compacted_after >= 5
+    assert recomputed >= 5 and compacted_after >= 5 and recomputed_steered >= 1
 
 
 def test_a_trace_longer_than_the_pool_finishes_in_its_budget(small_server: Server) -> None:
