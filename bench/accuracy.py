@@ -20,7 +20,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from serving import BUNDLED, BUNDLED_PARAMS, add_arguments, sweep_over
+from serving import BUNDLED_PARAMS, add_arguments, is_bundled, sweep_over
 from sweep import Cell, existing_rows
 
 from sgl_skipkv import policy
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="answers per problem when sampled")
     parser.add_argument("--kv-params", type=json.loads, help="JSON: policy, or *, to its knobs")
     arguments = parser.parse_args()
-    bundled = arguments.model_path == str(BUNDLED)
+    bundled = is_bundled(arguments.model_path)
     params = arguments.kv_params or (BUNDLED_PARAMS if bundled else {})
     with sweep_over(arguments, "accuracy") as sweep:
         full = sweep.baseline()

@@ -73,6 +73,11 @@ def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     return {level: levels[level] for level in chosen}
 
 
+def is_bundled(model_path: str) -> bool:
+    """Whether it is one of the small models of this repository."""
+    return Path(model_path).resolve().parent == BUNDLED.parent
+
+
 def bytes_per_token(model_path: str) -> int:
     """KV cache of one token on this machine, in bytes."""
     config = AutoConfig.from_pretrained(model_path)
@@ -127,7 +132,7 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[ServerProcess]]:
         return
     given = dict(flag.split("=", 1) for flag in arguments.server_flags)
     flags = {"max-running-requests": str(arguments.parallel), **given}
-    if arguments.model_path == str(BUNDLED):
+    if is_bundled(arguments.model_path):
         flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
     command = [part for name, value in flags.items() for part in (f"--{name}", value)]
     # A sweep that is told to end takes its servers with it.

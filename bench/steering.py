@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from sgl_skipkv.extract import KEYWORDS
 
 ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 GAMMAS = (0.0, 0.02, 0.05)
-SHARES = (0.15, 0.25, 0.35)
+SHARES = (0.15, 0.25)
 BASE = {"interval": 32}
 SENTENCES = {**BASE, "tau": 0.85}
 #: cosine from which two sentences count as the same (bench/rows/similarity.csv)
@@ -129,7 +130,7 @@ def main() -> None:
         "--at", nargs=2, type=float, default=[0.05, 0.02], help="alpha_0 and gamma of `budget`"
     )
     arguments = parser.parse_args()
-    vector = arguments.vector or f"{arguments.model_path}/steering.safetensors"
+    vector = Path(arguments.vector or f"{arguments.model_path}/steering.safetensors").resolve()
     given, cells, gammas = list(arguments.server_flags), None, [0.0]
     while gammas:
         gamma = gammas.pop(0)

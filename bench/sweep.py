@@ -171,10 +171,10 @@ class Sweep:
             append_row(self.name, {**self._columns(cell), **summary([answers[k] for k in keys])})
 
     def _columns(self, cell: Cell) -> dict[str, str | int]:
-        columns = {**self.labels, **asdict(cell), "problems": len(self.problems[cell.level])}
-        columns["kv_budget"] = "" if cell.kv_budget is None else cell.kv_budget
-        columns["max_new_tokens"] = self.max_new_tokens
-        return columns
+        fields = {name: "" if value is None else value for name, value in asdict(cell).items()}
+        problems = len(self.problems[cell.level])
+        sizes = {"problems": problems, "max_new_tokens": self.max_new_tokens}
+        return {**self.labels, **fields, **sizes}
 
     def _key(self, row: Mapping[str, str | int]) -> tuple[str, ...]:
         fields = self.cell_type.__dataclass_fields__

@@ -41,8 +41,10 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
+        path = config.steering_vector
+        vector = SteeringVector.load(path) if path is not None else None
         if not reasons:
-            runtime = _build_runtime(config, scheduler, trace)
+            runtime = _build_runtime(config, scheduler, vector, trace)
             capture = _build_capture(config, scheduler)
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
@@ -61,7 +63,12 @@ def report(result: dict[str, Any], scheduler: Any) -> None:
         result["skipkv"] = {"reasons": list(binding.readiness.reasons)}
 
 
-def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | None) -> Runtime:
+def _build_runtime(
+    config: ServerConfig,
+    scheduler: Any,
+    vector: SteeringVector | None,
+    trace: TraceWriter | None,
+) -> Runtime:
     runner = scheduler.tp_worker.model_runner
     pool, attention = scheduler.req_to_token_pool, _first_attention(runner.model)
     shape = ModelShape(
@@ -71,7 +78,9 @@ def _build_runtime(config: ServerConfig, scheduler: Any, trace: TraceWriter | No
         hidden_size=runner.model_config.hidden_size,
     )
     delimiters = _delimiters(scheduler)
-    steerer = _build_steerer(config, scheduler, delimiters)
+    steerer = None
+    if vector is not None:
+        steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     recorder = Recorder(
         shape,
         rows=pool.req_to_token.shape[0],
@@ -109,18 +118,17 @@ def _build_capture(config: ServerConfig, scheduler: Any) -> HiddenCapture | None
     return HiddenCapture(model, folder, _delimiters(scheduler), config.delimiters)
 
 
-def _build_steerer(config: ServerConfig, scheduler: Any, delimiters: Delimiters) -> Steerer | None:
+def _build_steerer(
+    vector: SteeringVector, gamma: float, scheduler: Any, delimiters: Delimiters
+) -> Steerer:
     """The operator's vector, checked against the model and attached to its layer."""
-    if config.steering_vector is None:
-        return None
     runner = scheduler.tp_worker.model_runner
-    vector = SteeringVector.load(config.steering_vector)
     vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
     preset, keywords = vector.origin.delimiters, vector.keywords
     steerer = Steerer(
         vector,
         TokenClasses(scheduler.tokenizer, delimiters, preset, keywords),
-        config.steering_gamma,
+        gamma,
         rows=scheduler.req_to_token_pool.req_to_token.shape[0],
         device=runner.token_to_kv_pool.get_key_buffer(runner.token_to_kv_pool.start_layer).device,
     )

@@ -218,9 +218,7 @@ class Extraction:
         # A prefix from the cache has no forward pass to take hidden states from.
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
         folder = self.work / "server"
-        model = Path(self.model_path)
-        name = str(model.resolve()) if model.exists() else self.model_path
-        return ServerProcess(name, folder, [*flags, *self._server_flags]).wait_ready(600)
+        return ServerProcess(self.model_path, folder, [*flags, *self._server_flags]).wait_ready(600)
 
     def _generate(
         self,

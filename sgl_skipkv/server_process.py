@@ -48,7 +48,7 @@ class ServerProcess:
     """``python -m sglang.launch_server`` as a context manager.
 
     Args:
-        model: folder or name of a model.
+        model: folder, as seen from here, or name of a model.
         folder: working directory, which also gets ``server.log``; it should hold no folder that is
             named like a module.
         arguments: further command-line flags.
@@ -67,13 +67,14 @@ class ServerProcess:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
+        name = str(Path(model).resolve()) if Path(model).exists() else str(model)
         device = device_arguments()
         platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "sglang.launch_server"),
-                *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+                *("--model-path", name, "--host", "127.0.0.1", "--port", str(self.port)),
                 *device,
                 *arguments,
             ],

@@ -58,11 +58,13 @@ class Spec:
 
 
 SPECS: dict[str, Spec] = {
-    # Plugin loaded, no default budget, overlap on, strict checks on: the session's server.
+    # Plugin and vector loaded, nothing by default, overlap on, strict checks on: the session's
+    # server.
     "main": Spec(
         ("bad_input", "capacity", "inert", "life", "oracle", "ways_in"),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
+        steering_layer=1,
     ),
     # The bundled model.
     "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),

@@ -29,7 +29,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("kv_params.delimiters", {**OK, "kv_params": {"delimiters": "sentence"}}),
     ("kv_params.seed", {**OK, "kv_policy": "random", "kv_params": {"seed": -1}}),
     ("kv_params.protect_prompt", {**OK, "kv_params": {"protect_prompt": 1}}),
-    *(("steering", {"steering": v}) for v in (1.0, 0, True, "on", [1.0], {})),
+    *(("steering", {"steering": v}) for v in (10.5, -11, 10**40, True, "on", [1.0], {})),
 ]
 
 

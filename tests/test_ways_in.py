@@ -10,6 +10,7 @@ import openai
 import pytest
 import sglang as sgl
 import tiktoken
+from fleet import STEERING_GAMMA
 from servers import Server
 
 import sgl_skipkv
@@ -17,7 +18,12 @@ from sgl_skipkv.call import KEYS
 
 pytestmark = pytest.mark.server
 
-KEYS_SENT = {"kv_budget": 24, "kv_policy": "streaming", "kv_params": {"interval": 8}}
+KEYS_SENT = {
+    "kv_budget": 24,
+    "kv_policy": "streaming",
+    "kv_params": {"interval": 8},
+    "steering": 1.5,
+}
 TOKENS = 80
 PROMPT = "the quick brown fox 1234\njumps over\n"
 EXPECTED = {"policy": "streaming", "kv_budget": 24, "full_kv_tokens": TOKENS - 1}
@@ -29,20 +35,19 @@ def check(info: dict[str, Any]) -> None:
     assert info["evicted_tokens"] == 8 * info["compactions"]
     assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
     assert info["peak_kv_tokens"] == 24 + 8
-    assert "steering_alpha" not in info and "nonexecution_sentences" not in info
+    count = info["nonexecution_sentences"]
+    assert info["steering_alpha"] == pytest.approx(1.5 + STEERING_GAMMA * count)
 
 
 @pytest.fixture(scope="module")
 def reference(server: Server) -> str:
-    """The text that every way in must give: greedy, budget 24."""
+    """The text that every way in must give: greedy, budget 24, steered."""
     params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
     answer = server.post("/generate", {"text": PROMPT, "sampling_params": params})
     check(answer["meta_info"]["skipkv"])
-    full = {**params, "kv_policy": "full", "kv_params": None}
-    assert (
-        server.post("/generate", {"text": PROMPT, "sampling_params": full})["text"]
-        != answer["text"]
-    )
+    for other in ({"kv_policy": "full", "kv_params": None}, {"steering": False}):
+        without = {"text": PROMPT, "sampling_params": {**params, **other}}
+        assert server.post("/generate", without)["text"] != answer["text"], other
     return str(answer["text"])
 
 
