@@ -33,8 +33,6 @@ BASE = {"interval": 32}
 SENTENCES = {**BASE, "tau": 0.85}
 #: cosine from which two sentences count as the same (bench/rows/similarity.csv)
 SIMILAR = 0.85
-#: problems per cell whose sentences are compared: a forward pass each
-COMPARED = 40
 
 
 @dataclass(frozen=True)
@@ -123,20 +121,25 @@ def main() -> None:
     add_arguments(parser)
     parser.set_defaults(problems=100, levels=["hard"])
     parser.add_argument("--vector", help="default: steering.safetensors beside the model")
+    parser.add_argument(
+        "--compared", type=int, default=40, help="problems per cell whose sentences are compared"
+    )
     parser.add_argument("--only", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
     parser.add_argument("--alphas", nargs="+", type=float, default=list(ALPHAS))
     parser.add_argument("--gammas", nargs="+", type=float, default=list(GAMMAS))
     parser.add_argument(
-        "--at", nargs=2, type=float, default=[0.05, 0.02], help="alpha_0 and gamma of `budget`"
+        "--at", nargs=2, type=float, default=[0.1, 0.02], help="alpha_0 and gamma of `budget`"
     )
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the servers need the rest
     vector = Path(arguments.vector or f"{arguments.model_path}/steering.safetensors").resolve()
     given, cells, gammas = list(arguments.server_flags), None, [0.0]
     while gammas:
         gamma = gammas.pop(0)
         flags = [f"steering-vector={vector}", f"steering-gamma={gamma}"]
         arguments.server_flags = [*given, *flags]
-        compared = [f"{level}-{i:03d}" for level in arguments.levels for i in range(COMPARED)]
+        numbers = range(arguments.compared)
+        compared = [f"{level}-{i:03d}" for level in arguments.levels for i in numbers]
         measures = Measures(arguments.model_path, compared)
         with sweep_over(arguments, "steering", cell_type=SteeredCell, measures=measures) as sweep:
             full = sweep.baseline()

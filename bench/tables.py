@@ -286,6 +286,8 @@ _STEERING_HEADER = ["right", "output tokens", "non-execution sentences", "simila
 def strength(model: str) -> str:
     """Every strength by itself, without a budget."""
     found = steering_cells(model, budgeted=False)
+    problems = max(int(row["problems"]) for row in found if row["steering"])
+    found = [row for row in found if int(row["problems"]) == problems]
     full = next(row for row in found if not row["steering"])
     order = sorted(
         found, key=lambda row: (float(row["gamma"] or -1), float(row["steering"] or 0.0))
@@ -297,7 +299,11 @@ def strength(model: str) -> str:
 def steering_budget() -> str:
     """The shape of the paper's table 2: component by component."""
     found = steering_cells("wanderer", budgeted=True)
-    full = next(row for row in steering_cells("wanderer", budgeted=False) if not row["steering"])
+    full = next(
+        row
+        for row in steering_cells("wanderer", budgeted=False)
+        if not row["steering"] and row["problems"] == found[0]["problems"]
+    )
     order = sorted(
         found,
         key=lambda row: (

@@ -29,11 +29,12 @@ def bench() -> dict[str, ModuleType]:
         import grading
         import record
         import serving
+        import steering
         import sweep
         import tables
     finally:
         sys.path.remove(str(BENCH))
-    modules = (accuracy, figures, grading, record, serving, sweep, tables)
+    modules = (accuracy, figures, grading, record, serving, steering, sweep, tables)
     return {module.__name__: module for module in modules}
 
 
@@ -138,6 +139,24 @@ def test_every_policy_has_its_place_in_the_comparison(bench: Any) -> None:
     scored = set(names()) - {"full"}
     orders = bench["accuracy"].ORDER, bench["figures"].STYLE, bench["tables"].POLICIES
     assert all(set(order) == scored for order in orders)
+
+
+def test_what_a_trace_is_made_of(bench: Any) -> None:
+    """Two of five sentences hold a keyword; two repeat an earlier one, in another context."""
+    steering, model = bench["steering"], str(BENCH.parent / "examples" / "wanderer")
+    problem = bench["sweep"].Problem("p", "hard", "How many pens does Ann have?\n", 7)
+    step, other = "1. Ann: it is given, so Ann = 7.\n\n", "2. This is not about pens.\n\n"
+    text = f"{step}Wait, let me check Ann again.\n{step}{other}Wait, let me check Ann again.\n"
+    measured = steering.Measures(model, ["p"])(problem, text)
+    assert measured["nonexecution_share"] == 2 / 5
+    assert 1 / 5 <= measured["similar_share"] <= 2 / 5
+    assert steering.Measures(model, [])(problem, text) == {"nonexecution_share": 2 / 5}
+
+
+def test_a_steered_cell_says_how_strongly(bench: Any) -> None:
+    cell = bench["steering"].SteeredCell
+    asked = [cell("hard", "full", steering=s).sampling_params(9, 0)["steering"] for s in (None, 0)]
+    assert asked == [False, 0] and asked[1] is not False
 
 
 def test_figures_are_drawn_from_the_rows(bench: Any, tmp_path: Path) -> None:
