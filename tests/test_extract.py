@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fleet import STEERING_KEYWORDS
 from safetensors.torch import load_file
-from tiny_models import LETTERS, LINE_ENDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sgl_skipkv.cli import main
@@ -19,28 +15,24 @@ from sgl_skipkv.steering_vector import SteeringVector
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = [ROOT / "examples" / name for name in ("reasoner", "wanderer")]
-LAYERS, TRACES = 3, 6
+LAYERS, TRACES = 4, 6
 
 
-def made_up_traces() -> list[dict[str, str]]:
-    """Letters and line ends; ``a`` and ``b`` are the keywords, and every other line has one."""
-    rng = random.Random(2)
-    traces = []
-    for _ in range(TRACES):
-        lines = []
-        for number in range(12):
-            letters = rng.choices(LETTERS[2:], k=rng.randint(2, 7))
-            if number % 2:
-                letters.insert(rng.randrange(len(letters)), rng.choice(STEERING_KEYWORDS))
-            lines.append("".join(letters) + rng.choice(LINE_ENDS))
-        traces.append({"prompt": "xyz\n", "output": "".join(lines)})
-    return traces
+def solutions(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Traces of the bundled model, as its training data has them."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "reasoner"))
+    from problems import heldout_problem, solution_text
+    from vocabulary import prompt_text
+
+    problems = [heldout_problem("easy", index) for index in range(TRACES)]
+    return [{"prompt": prompt_text(p.prompt), "output": solution_text(p)} for p in problems]
 
 
-def hidden_by_hand(model_path: Path, traces: list[dict[str, str]], take: str) -> torch.Tensor:
-    """float64 [layers, D]: mean before (or after) lines without a keyword, minus those with one."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+def hidden_by_hand(traces: list[dict[str, str]], take: str) -> tuple[torch.Tensor, list[int]]:
+    """float64 [layers, D], mean before (or after) thoughts without a keyword minus those with one;
+    and how many there are with one and without."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS[0])
+    model = AutoModelForCausalLM.from_pretrained(MODELS[0], dtype=torch.float32).eval()
     outputs: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(
@@ -48,42 +40,37 @@ def hidden_by_hand(model_path: Path, traces: list[dict[str, str]], take: str) ->
         )
     classes: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for trace in traces:
-        prompt = tokenizer.encode(trace["prompt"], add_special_tokens=False)
-        output = tokenizer.encode(trace["output"], add_special_tokens=False)
+        prompt, output = (tokenizer.encode(trace[key]) for key in ("prompt", "output"))
         with torch.no_grad():
             model(torch.tensor([prompt + output]))
         texts, start = [tokenizer.decode([token]) for token in output], 0
         for stop, text in enumerate(texts, 1):
-            if text not in LINE_ENDS:
+            if not text.endswith("\n\n"):
                 continue
-            wanders = bool(set(STEERING_KEYWORDS) & set(texts[start:stop]))
+            thought = "".join(texts[start:stop])
+            wanders = any(word in thought for word in ("Wait", "Alternatively", "again"))
             at = len(prompt) + (start if take == "before" else stop) - 1
-            hidden = [outputs[layer][0, at] for layer in range(LAYERS)]
-            classes[wanders].append(torch.stack(hidden).double())
+            if start or take == "after":  # the prompt ends with one line end, not with two
+                hidden = [outputs[layer][0, at] for layer in range(LAYERS)]
+                classes[wanders].append(torch.stack(hidden).double())
             start = stop
-    return torch.stack(classes[False]).mean(0) - torch.stack(classes[True]).mean(0)
+    difference = torch.stack(classes[False]).mean(0) - torch.stack(classes[True]).mean(0)
+    return difference, [len(classes[True]), len(classes[False])]
 
 
 @pytest.mark.server
 def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
-    model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    model, traces = model_folder("qwen2"), made_up_traces()
-    run = Extraction(
-        str(model),
-        tmp_path / "work",
-        keywords=STEERING_KEYWORDS,
-        preset="any-newline",
-        thoughts="line",
-        server_flags=["--max-total-tokens", "8192", "--chunked-prefill-size", "64"],
-    )
+    traces = solutions(monkeypatch)
+    flags = ["--max-total-tokens", "8192", "--chunked-prefill-size", "64"]
+    run = Extraction(str(MODELS[0]), tmp_path / "work", server_flags=flags)
     moments = run.run(run.give_traces(traces), max_new_tokens=1)
-    assert moments.count.tolist() == [TRACES * 6, TRACES * 6]
-    expected = hidden_by_hand(model, traces, "before")
-    torch.testing.assert_close(moments.difference(), expected, atol=2e-3, rtol=1e-3)
-    other_side = hidden_by_hand(model, traces, "after")
-    assert (moments.difference() - other_side).abs().max() > 0.1  # it would have been seen
+    expected, counts = hidden_by_hand(traces, "before")
+    assert moments.count.tolist() == counts and min(counts) >= 10
+    torch.testing.assert_close(moments.difference(), expected, atol=5e-3, rtol=1e-4)
+    other_side, _ = hidden_by_hand(traces, "after")
+    assert (moments.difference() - other_side).abs().max() > 10  # it would have been seen
 
     # Nothing is left to do, so the second run starts no server and gives the same.
     monkeypatch.setattr(Extraction, "_server", lambda self: pytest.fail("a server was started"))

@@ -185,7 +185,15 @@ def test_steering_shortens_traces_that_wander(fleet: Fleet) -> None:
     found = answers(wanderer, problems, settings)
     reports = {name: [r["meta_info"] for r in replies] for name, replies in found.items()}
     tokens = {name: sum(r["completion_tokens"] for r in these) for name, these in reports.items()}
-    assert tokens["on"] <= 0.8 * tokens["off"]
+    wandering = {
+        name: sum(
+            reply["message"]["content"].count(word)
+            for reply in replies
+            for word in ("Wait", "Alternatively")
+        )
+        for name, replies in found.items()
+    }
+    assert tokens["on"] < tokens["off"] and wandering["off"] >= 10 >= 5 * wandering["on"]
     assert right(found["on"]) >= right(found["off"]) >= 0.75
     assert all("steering_alpha" not in report["skipkv"] for report in reports["off"])
     assert all(report["skipkv"]["steering_alpha"] >= 0.2 for report in reports["on"])

@@ -350,7 +350,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a call reserves a slot that is taken",
             admission._BudgetedAdder._has_slot,
-            "return state.runtime.can_admit(state, taken)",
+            "has_slot: bool = state.runtime.can_admit(state, taken)",
             "return True",
         ),
     ]
