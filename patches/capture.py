@@ -36,6 +36,7 @@ class HiddenCapture:
 
     def __init__(self, model: Any, folder: str, delimiters: Delimiters, preset: str) -> None:
         self._folder, self._delimiters, self._bit = Path(folder), delimiters, PRESETS[preset]
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._parts: list[_Part] = []
         self._collected: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._positions: dict[int, list[int]] = defaultdict(list)

@@ -77,6 +77,14 @@ SPECS: dict[str, Spec] = {
             *("--steering-vector", str(WANDERER / "steering.safetensors")),
         ),
     ),
+    # As `skipkv steering extract` starts it.
+    "extracting": Spec(
+        ("extract",),
+        REASONER,
+        ("--disable-radix-cache", "--chunked-prefill-size", "64"),
+        {"steering_capture": "captured", "delimiters": "math"},
+        {"trace": False},
+    ),
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(

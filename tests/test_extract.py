@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
+from fleet import Fleet
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,11 +62,13 @@ def hidden_by_hand(traces: list[dict[str, str]], take: str) -> tuple[torch.Tenso
 
 @pytest.mark.server
 def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = solutions(monkeypatch)
-    flags = ["--max-total-tokens", "8192", "--chunked-prefill-size", "64"]
-    run = Extraction(str(MODELS[0]), tmp_path / "work", server_flags=flags)
+    traces, server = solutions(monkeypatch), fleet.ready("extracting")
+    run = Extraction(str(MODELS[0]), tmp_path / "work")
+    # The fleet started it ahead, in a folder of its own.
+    monkeypatch.setattr(run, "_server", lambda: contextlib.nullcontext(server))
+    monkeypatch.setattr(run, "_captured", server.log_path.parent / "captured")
     moments = run.run(run.give_traces(traces), max_new_tokens=1)
     expected, counts = hidden_by_hand(traces, "before")
     assert moments.count.tolist() == counts and min(counts) >= 10
@@ -73,7 +77,9 @@ def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
     assert (moments.difference() - other_side).abs().max() > 10  # it would have been seen
 
     # Nothing is left to do, so the second run starts no server and gives the same.
-    monkeypatch.setattr(Extraction, "_server", lambda self: pytest.fail("a server was started"))
+    server.assert_clean()
+    fleet.stop("extracting")
+    monkeypatch.setattr(run, "_server", lambda: pytest.fail("a server was started"))
     again = run.run([trace["prompt"] for trace in traces], max_new_tokens=1)
     assert torch.equal(again.difference(), moments.difference())
 
