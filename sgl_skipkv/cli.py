@@ -9,15 +9,12 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from sgl_skipkv.config import SettingError
-
-if TYPE_CHECKING:
-    from sgl_skipkv.extract import LayerReport
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 
@@ -98,16 +95,22 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
         take=arguments.take,
         server_flags=[f"--{flag}" for flag in arguments.server_flags],
     )
+    # What can be wrong about the end is said before the hours in between.
+    _check_layer(arguments.layer, run.layers)
+    if not arguments.out.absolute().parent.is_dir():
+        raise SettingError("out", "a file in a folder that exists", str(arguments.out), "")
     if arguments.traces is not None:
-        prompts = run.give_traces(read_lines(arguments.traces, "prompt", "output"))
+        moments = run.from_traces(read_lines(arguments.traces, "prompt", "output"))
     else:
         lines = read_lines(arguments.prompts)
         prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
         if not all(prompts):
             raise SettingError("prompts", "prompt or problem in every line", arguments.prompts, "")
-    counts = run.run(prompts, arguments.max_new_tokens).count.tolist()
-    layers = run.report()
-    chosen = _choose_layer(arguments.layer, layers)
+        moments = run.from_prompts(prompts, arguments.max_new_tokens)
+    counts, layers = moments.count.tolist(), run.report()
+    chosen = max(layers, key=lambda layer: layer.separation)
+    if arguments.layer != "auto":
+        chosen = layers[int(arguments.layer)]
     run.vector(chosen).save(arguments.out)
     table = Table(
         *("layer", "separation", "cosine between halves", "norm", "written"),
@@ -122,13 +125,10 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
     return table
 
 
-def _choose_layer(asked: str, layers: Sequence[LayerReport]) -> LayerReport:
-    if asked == "auto":
-        return max(layers, key=lambda layer: layer.separation)
-    if not asked.isdecimal() or int(asked) >= len(layers):
-        expected = f"auto or a number in [0, {len(layers) - 1}]"
+def _check_layer(asked: str, layers: int) -> None:
+    if asked != "auto" and not (asked.isdecimal() and int(asked) < layers):
+        expected = f"auto or a number in [0, {layers - 1}]"
         raise SettingError("layer", expected, asked, "auto tries all of them")
-    return layers[int(asked)]
 
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ take the difference of the means.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,11 @@ from typing import Any, Literal
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
+from sgl_skipkv.moments import Moments, sum_sentences
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.server_process import ServerProcess
 from sgl_skipkv.steering import TokenClasses
@@ -32,44 +34,10 @@ from sgl_skipkv.steering_vector import Origin, SteeringVector, cosine
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: fewer thoughts than this in a class, and the command warns
 FEW_THOUGHTS = 100
+#: KV pool on a CPU, whose memory SGLang would otherwise take most of
+_CPU_POOL_TOKENS = 65536
 Take = Literal["before", "after"]
 Thoughts = Literal["paragraph", "line"]
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Sums over the thoughts of one or many traces; [2] is (non-execution, execution).
-
-    Attributes:
-        total: float64 [2, layers, D], sum of hidden states.
-        squares: float64 [2, layers], sum of their squared norms.
-        count: int64 [2], thoughts.
-    """
-
-    total: Tensor
-    squares: Tensor
-    count: Tensor
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
-
-    def difference(self) -> Tensor:
-        """``mean(execution) - mean(non-execution)``, float64 [layers, D]."""
-        means = self.total / self.count.clamp_min(1)[:, None, None]
-        return means[1] - means[0]
-
-    def separation(self) -> Tensor:
-        """Distance of the means over the standard deviation within the classes, float64 [layers].
-
-        With ``|x|`` the norm over D: ``|m1 - m0| / sqrt(mean over classes of E|x|^2 - |m|^2)``.
-        """
-        means = self.total / self.count.clamp_min(1)[:, None, None]
-        within = self.squares / self.count.clamp_min(1)[:, None] - means.square().sum(dim=2)
-        spread: Tensor = within.clamp_min(0).mean(dim=0).sqrt().clamp_min(1e-12)
-        distance: Tensor = self.difference().norm(dim=1)
-        return distance / spread
 
 
 @dataclass(frozen=True)
@@ -125,40 +93,59 @@ class Extraction:
         self.classes = TokenClasses(self.tokenizer, self._delimiters, preset, self.keywords)
         self._traces, self._sums = work / "traces.jsonl", work / "sums"
         self._captured = work / "captured"
+        self._writing = threading.Lock()
 
-    def run(self, prompts: Sequence[str], max_new_tokens: int) -> Moments:
-        """Generate what is missing, capture what is missing, add everything up."""
-        for folder in (self._sums, self._captured):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._same_settings()
-        done = {int(path.stem) for path in self._sums.glob("*.safetensors")}
-        traces = {trace["number"]: trace for trace in self._read_traces()}
-        if len(done) < len(prompts) or len(traces) < len(prompts):
-            with self._server() as server:
-                self._generate(server, prompts, traces, max_new_tokens)
-                todo = [traces[number] for number in sorted(traces) if number not in done]
-                self._each(todo, "hidden states", lambda trace: self._capture(server, trace))
-        return self.moments()
+    @property
+    def layers(self) -> int:
+        layers: int = self._config.num_hidden_layers
+        return layers
 
-    def give_traces(self, traces: Sequence[Mapping[str, str]]) -> list[str]:
-        """Use traces that exist: each has ``prompt`` (as sent to the model) and ``output``.
+    def from_prompts(self, prompts: Sequence[str], max_new_tokens: int) -> Moments:
+        """Generate the traces that are missing, capture what is missing, add everything up.
 
-        Returns:
-            their prompts, for ``run``, which finds nothing left to generate.
+        Raises:
+            SettingError: the work folder belongs to other traces, or a prompt leaves no room.
         """
-        self.work.mkdir(parents=True, exist_ok=True)
-        with self._traces.open("w") as file:
-            for number, trace in enumerate(traces):
-                ids = {
-                    name: self.tokenizer(trace[key], add_special_tokens=False)["input_ids"]
-                    for name, key in (("prompt_ids", "prompt"), ("output_ids", "output"))
-                }
-                file.write(json.dumps({"number": number, **ids}) + "\n")
-        return [trace["prompt"] for trace in traces]
+        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        limit_tokens = self._config.max_position_embeddings - 2  # of a trace; the capture adds one
+        longest = _longest("prompts", ids, limit_tokens - 1)
+        self._begin({"prompts": ids, "max_new_tokens": max_new_tokens})
+        traces = self._read_traces()
+
+        def work(server: ServerProcess) -> None:
+            todo = [number for number in range(len(ids)) if number not in traces]
+
+            def generate(number: int) -> None:
+                new_tokens = min(max_new_tokens, limit_tokens - len(ids[number]))
+                traces[number] = self._generate(server, number, ids[number], new_tokens)
+
+            self._each(todo, "traces", generate)
+            self._capture_all(server, traces)
+
+        most_tokens = min(longest + max_new_tokens, limit_tokens)
+        return self._finish(len(ids), traces, most_tokens, work)
+
+    def from_traces(self, given: Sequence[Mapping[str, str]]) -> Moments:
+        """Capture and add up traces that exist: ``prompt`` (as sent to the model) and ``output``.
+
+        Raises:
+            SettingError: the work folder belongs to other traces, or one is longer than the model's
+                context.
+        """
+        traces: dict[int, dict[str, Any]] = {
+            number: {"number": number, **self._trace_ids(trace)}
+            for number, trace in enumerate(given)
+        }
+        whole = [[*trace["prompt_ids"], *trace["output_ids"]] for trace in traces.values()]
+        most_tokens = _longest("traces", whole, self._config.max_position_embeddings - 2)
+        self._begin({"traces": list(traces.values())})
+        return self._finish(
+            len(traces), traces, most_tokens, lambda server: self._capture_all(server, traces)
+        )
 
     def moments(self, part: int | None = None) -> Moments:
         """Of all traces, or of the even (0) or odd (1) ones."""
-        layers, hidden = self._config.num_hidden_layers, self._config.hidden_size
+        layers, hidden = self.layers, self._config.hidden_size
         zeros = torch.zeros(2, layers, hidden, dtype=torch.float64)
         found = Moments(zeros, zeros[..., 0].clone(), torch.zeros(2, dtype=torch.int64))
         for path in sorted(self._sums.glob("*.safetensors")):
@@ -199,7 +186,7 @@ class Extraction:
                 "layer": chosen.layer,
                 "keywords": ",".join(self.keywords),
                 "delimiters": self.preset,
-                "traces": len(list(self._sums.glob("*.safetensors"))),
+                "traces": len(self._done()),
                 "execution_thoughts": execution,
                 "nonexecution_thoughts": nonexecution,
                 "split_cosine": round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
@@ -211,36 +198,70 @@ class Extraction:
 
     # -- the steps ------------------------------------------------------------------------------
 
-    def _server(self) -> ServerProcess:
+    def _begin(self, source: Mapping[str, object]) -> None:
+        """Claim the work folder for these traces, and drop sums that were made in another way."""
+        for folder in (self._sums, self._captured):
+            folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([self.model_path, source])
+        traces = hashlib.sha256(text.encode()).hexdigest()
+        labels = [*self.keywords, self.preset, self.thoughts, self.take]
+        path = self.work / "settings.json"
+        found = json.loads(path.read_text()) if path.exists() else {"traces": traces}
+        if found["traces"] != traces:
+            raise SettingError(
+                "work",
+                "a folder of the same model, traces or prompts, and max-new-tokens",
+                str(self.work),
+                "another folder, an empty one, or what the folder was begun with",
+            )
+        if found.get("labels") != labels:  # the traces are as good as before
+            shutil.rmtree(self._sums)
+            self._sums.mkdir()
+        settings = json.dumps({"traces": traces, "labels": labels})
+        _write_whole(path, lambda partial: partial.write_text(settings))
+
+    def _finish(
+        self,
+        count: int,
+        traces: Mapping[int, Mapping[str, Any]],
+        most_tokens: int,
+        work: Callable[[ServerProcess], None],
+    ) -> Moments:
+        """The sums of all traces, with a server if one is still needed."""
+        if len(self._done()) < count or len(traces) < count:
+            with self._server(most_tokens) as server:
+                work(server.wait_ready(600))
+        return self.moments()
+
+    def _done(self) -> set[int]:
+        return {int(path.stem) for path in self._sums.glob("*.safetensors")}
+
+    def _server(self, most_tokens: int) -> ServerProcess:
+        """``most_tokens``: of the longest trace, with its prompt."""
         config = self.work / "skipkv.json"
         settings = {"steering_capture": str(self._captured.resolve()), "delimiters": self.preset}
         config.write_text(json.dumps(settings))
         # A prefix from the cache has no forward pass to take hidden states from.
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
-        folder = self.work / "server"
-        return ServerProcess(self.model_path, folder, [*flags, *self._server_flags]).wait_ready(600)
+        if not torch.cuda.is_available():
+            pool_tokens = max(_CPU_POOL_TOKENS, 2 * most_tokens)
+            flags += ["--max-total-tokens", str(min(pool_tokens, self.parallel * most_tokens))]
+        return ServerProcess(self.model_path, self.work / "server", [*flags, *self._server_flags])
 
     def _generate(
-        self,
-        server: ServerProcess,
-        prompts: Sequence[str],
-        traces: dict[int, dict[str, Any]],
-        max_new_tokens: int,
-    ) -> None:
-        todo = [number for number in range(len(prompts)) if number not in traces]
+        self, server: ServerProcess, number: int, ids: list[int], max_new_tokens: int
+    ) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        answer = server.post("/generate", {"input_ids": ids, "sampling_params": params})
+        trace = {"number": number, "prompt_ids": ids, "output_ids": answer["output_ids"]}
+        with self._writing, self._traces.open("a") as file:
+            file.write(json.dumps(trace) + "\n")
+        return trace
 
-        def generate(number: int) -> None:
-            ids = self._prompt_ids(prompts[number])
-            body = {
-                "input_ids": ids,
-                "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
-            }
-            output_ids = server.post("/generate", body)["output_ids"]
-            traces[number] = {"number": number, "prompt_ids": ids, "output_ids": output_ids}
-            with self._traces.open("a") as file:
-                file.write(json.dumps(traces[number]) + "\n")
-
-        self._each(todo, "traces", generate)
+    def _capture_all(self, server: ServerProcess, traces: Mapping[int, Mapping[str, Any]]) -> None:
+        done = self._done()
+        todo = [traces[number] for number in sorted(traces) if number not in done]
+        self._each(todo, "hidden states", lambda trace: self._capture(server, trace))
 
     def _capture(self, server: ServerProcess, trace: Mapping[str, Any]) -> None:
         number = trace["number"]
@@ -255,7 +276,8 @@ class Extraction:
             if self._ends.closes(ids[position], PRESETS[self.preset])
         }
         moments = sum_sentences(found["hidden"].double(), at, self._labelled(trace))
-        save_file(vars(moments), self._sums / f"{number:06d}.safetensors")
+        sums = self._sums / f"{number:06d}.safetensors"
+        _write_whole(sums, lambda partial: save_file(vars(moments), partial))
         path.unlink()
 
     def _labelled(self, trace: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
@@ -283,41 +305,30 @@ class Extraction:
             for _ in track(pool.map(work, items), what, total=len(items)):
                 pass
 
-    def _read_traces(self) -> list[dict[str, Any]]:
+    def _read_traces(self) -> dict[int, dict[str, Any]]:
         if not self._traces.exists():
-            return []
+            return {}
         whole, end, _ = self._traces.read_text().rpartition("\n")
         self._traces.write_text(whole + end)  # the last line may have been cut by a stop
-        return [json.loads(line) for line in whole.splitlines()]
+        return {trace["number"]: trace for trace in map(json.loads, whole.splitlines())}
 
-    def _same_settings(self) -> None:
-        """Sums that were made with other settings must not be added to."""
-        path = self.work / "settings.json"
-        settings = [self.model_path, *self.keywords, self.preset, self.thoughts, self.take]
-        if path.exists() and json.loads(path.read_text()) != settings:
-            shutil.rmtree(self._sums)
-            self._sums.mkdir()
-        path.write_text(json.dumps(settings))
+    def _trace_ids(self, trace: Mapping[str, str]) -> dict[str, list[int]]:
+        return {
+            name: self.tokenizer(trace[key], add_special_tokens=False)["input_ids"]
+            for name, key in (("prompt_ids", "prompt"), ("output_ids", "output"))
+        }
 
 
-def sum_sentences(
-    hidden: Tensor, at: Mapping[int, int], labelled: Iterator[tuple[int, int]]
-) -> Moments:
-    """Moments of one trace.
+def _longest(field: str, sequences: Sequence[Sequence[int]], limit_tokens: int) -> int:
+    longest = max(map(len, sequences))
+    if longest > limit_tokens:
+        expected = f"at most {limit_tokens} tokens each, which fit the model's context"
+        raise SettingError(field, expected, longest, f"shorter {field}")
+    return longest
 
-    Args:
-        hidden: float64 [layers, delimiters, D].
-        at: position -> index of the delimiter; a thought whose delimiter is none is left out.
-        labelled: (position, 1 for execution, else 0) of every thought.
-    """
-    layers, _, width = hidden.shape
-    total = torch.zeros(2, layers, width, dtype=torch.float64)
-    squares = torch.zeros(2, layers, dtype=torch.float64)
-    count = torch.zeros(2, dtype=torch.int64)
-    for position, label in labelled:
-        if position in at:
-            state = hidden[:, at[position]]
-            total[label] += state
-            squares[label] += state.square().sum(dim=1)
-            count[label] += 1
-    return Moments(total, squares, count)
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let a file appear with all of its content or not at all."""
+    partial = path.with_suffix(".partial")
+    write(partial)
+    partial.replace(path)

@@ -25,7 +25,7 @@ LINKED = ("kernels", "patches")
 # Bottom up. A module may import its own layer's package and every layer below, never above.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
-    frozenset({"policy", "select", "sentences", "steering_vector", "trace"}),
+    frozenset({"moments", "policy", "select", "sentences", "steering_vector", "trace"}),
     frozenset({"steering"}),
     frozenset(
         {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
