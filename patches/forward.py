@@ -53,7 +53,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
             recorder.current = Recording(slots, positions.long())
     elif result.forward_mode.is_extend():
         recorder.current = _prefill_recording(binding.runtime, batch, states)
-        prepare_prefill(binding.runtime, batch)
+        prepare_prefill(binding.runtime, batch, states)
 
 
 def _prefill_recording(

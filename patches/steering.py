@@ -8,13 +8,14 @@ output exactly once. Replacing the output would be refused by ``ResidualStream.c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.binding import state_of
 from sgl_skipkv.recorder import device_tensor
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.steering import Steerer
@@ -66,7 +67,7 @@ def _capturing() -> bool:
     return bool(get_is_capture_mode())
 
 
-def prepare_prefill(runtime: Runtime, batch: Any) -> None:
+def prepare_prefill(runtime: Runtime, batch: Any, states: Sequence[CallState | None]) -> None:
     """Set every steered row up for decoding, and the factors of generated tokens among the prompts.
 
     Prompts are not steered. After a retraction the prefill computes generated tokens once more, and
@@ -76,8 +77,9 @@ def prepare_prefill(runtime: Runtime, batch: Any) -> None:
     if steerer is None or not steerer.calls:
         return
     factors: list[float] = []
-    for req, first, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-        state, mine = state_of(req), [0.0] * count
+    spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    for req, state, (first, count) in zip(batch.reqs, states, spans, strict=True):
+        mine = [0.0] * count
         if state is not None and state.schedule is not None:
             schedule = state.schedule.copy()
             generated = first + count - state.prompt_tokens

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from sgl_skipkv.compaction import Plan, Snapshot
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_row
-from sgl_skipkv.policy.base import ScoreInput, Sentences
+from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
@@ -196,9 +197,10 @@ class Runtime:
         """
         inputs = [self._prepare(due) for due in calls]
         scores: dict[int, Tensor] = {}
-        kinds = {type(due.state.settings.policy): None for due in calls}
-        for kind in kinds:
-            chosen = [i for i, due in enumerate(calls) if type(due.state.settings.policy) is kind]
+        by_policy: defaultdict[type[Policy], list[int]] = defaultdict(list)
+        for i, due in enumerate(calls):
+            by_policy[type(due.state.settings.policy)].append(i)
+        for kind, chosen in by_policy.items():
             together = [(calls[i].state.settings.policy, inputs[i]) for i in chosen]
             scores.update(zip(chosen, kind.scores_together(together), strict=True))
         return [self._select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
