@@ -19,6 +19,7 @@ from sweep import existing_rows
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("easy", "medium", "hard")
@@ -91,9 +92,28 @@ def lines(axes: Axes, rows: Sequence[Row], x: Callable[[Row], float], y: Callabl
             **{"linewidth": 2.0 if ours else 1.0, "zorder": 3 if ours else 2, "label": policy},
         )
         if interval:
-            low = [percent(row, "wilson_low") for row in points]
-            high = [percent(row, "wilson_high") for row in points]
-            axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+            band(axes, xs, points, colour)
+
+
+def band(axes: Axes, xs: Sequence[float], points: Sequence[Row], colour: str) -> None:
+    """The 95% intervals of accuracies."""
+    low = [percent(row, "wilson_low") for row in points]
+    high = [percent(row, "wilson_high") for row in points]
+    axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def quiet(axes: Axes) -> None:
+    """The frame of every panel."""
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(canvas: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date the same rows give the same file.
+    canvas.savefig(path, metadata={"Date": None})
+    plt.close(canvas)
+    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def figure(
@@ -133,8 +153,7 @@ def figure(
         tokens = f"{float(full['output_tokens']):,.0f} tokens"
         axes.set_title(f"{level}: {full['problems']} problems, mean trace {tokens}", fontsize=9)
         axes.set_xlabel(x_label)
-        axes.grid(alpha=0.25, linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        quiet(axes)
     panels[0][0].set_ylabel(y_label)
     names: dict[str, object] = {}
     for axes in panels[0]:
@@ -142,11 +161,7 @@ def figure(
         names.update(zip(labels, handles, strict=True))
     canvas.legend(list(names.values()), list(names), loc="center right", frameon=False, fontsize=8)
     canvas.tight_layout(rect=(0, 0, 1 - 1.1 / canvas.get_figwidth(), 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date the same rows give the same file.
-    canvas.savefig(path, metadata={"Date": None})
-    plt.close(canvas)
-    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    save(canvas, path)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from sgl_skipkv.extract import KEYWORDS
 
 ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 GAMMAS = (0.0, 0.02, 0.05)
-SHARES = (0.15, 0.25)
+SHARES = (0.08, 0.15, 0.25, 0.35, 0.5)
 BASE = {"interval": 32}
 SENTENCES = {**BASE, "tau": 0.85}
 #: cosine from which two sentences count as the same (bench/rows/similarity.csv)
@@ -133,25 +133,21 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the servers need the rest
     vector = Path(arguments.vector or f"{arguments.model_path}/steering.safetensors").resolve()
-    given, cells, gammas = list(arguments.server_flags), None, [0.0]
-    while gammas:
-        gamma = gammas.pop(0)
+    compared = [f"{level}-{i:03d}" for level in arguments.levels for i in range(arguments.compared)]
+    measures, given = Measures(arguments.model_path, compared), list(arguments.server_flags)
+    gammas = {"strength": arguments.gammas, "budget": arguments.at[1:]}
+    # Gamma is a setting of the server; cells without steering run on the first.
+    for gamma in sorted({0.0}.union(*(gammas[name] for name in arguments.only))):
         flags = [f"steering-vector={vector}", f"steering-gamma={gamma}"]
         arguments.server_flags = [*given, *flags]
-        numbers = range(arguments.compared)
-        compared = [f"{level}-{i:03d}" for level in arguments.levels for i in numbers]
-        measures = Measures(arguments.model_path, compared)
         with sweep_over(arguments, "steering", cell_type=SteeredCell, measures=measures) as sweep:
-            full = sweep.baseline()
-            if cells is None:
-                cells = [
-                    cell
-                    for name in arguments.only
-                    for level, row in full.items()
-                    for cell in QUESTIONS[name](arguments, level, float(row["output_tokens"]))
-                ]
-                gammas += sorted({cell.gamma for cell in cells} - {None, gamma})
-            sweep.run(cell for cell in cells if cell.gamma in (None, gamma))
+            cells = [
+                cell
+                for level, row in sweep.baseline().items()
+                for name in arguments.only
+                for cell in QUESTIONS[name](arguments, level, float(row["output_tokens"]))
+            ]
+            sweep.run(cell for cell in cells if (cell.gamma or 0.0) == gamma)
 
 
 if __name__ == "__main__":

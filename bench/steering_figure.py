@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from figures import ROOT, STYLE_PARAMETERS, percent, plt
+from figures import ROOT, STYLE_PARAMETERS, band, percent, plt, quiet, save
 from sweep import existing_rows
 
 Row = dict[str, str]
@@ -42,22 +42,16 @@ def draw(rows: list[Row], path: Path) -> None:
                 **{"color": colour, "marker": marker, "markersize": 4, "label": label},
             )
             if value is percent:
-                low = [percent(row, "wilson_low") for row in here]
-                high = [percent(row, "wilson_high") for row in here]
-                panel.fill_between(xs, low, high, color=colour, alpha=0.1, linewidth=0)
+                band(panel, xs, here, colour)
         panel.axhline(value(off), color="#444444", linestyle="--", linewidth=1, label="off")
         panel.set_xscale("log")
         panel.set_xlabel("alpha_0")
         panel.set_title(title, fontsize=9)
-        panel.grid(alpha=0.25, linewidth=0.5)
-        panel.spines[["top", "right"]].set_visible(False)
+        quiet(panel)
         panel.set_ylim(bottom=0)
     axes[0].legend(frameon=False, fontsize=8)
     canvas.tight_layout()
-    # Without a date the same rows give the same file.
-    canvas.savefig(path, metadata={"Date": None})
-    plt.close(canvas)
-    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    save(canvas, path)
 
 
 def main() -> None:

@@ -237,15 +237,18 @@ def peer() -> str:
     return table(header, lines, found, "peer")
 
 
-def off_cost() -> str:
-    found = rows("off_cost")[-1:]
-    header = ["throughput with the plugin and no budget, over SGLang without it", "95% interval"]
-    header += ["paired rounds"]
+def paired_ratio(name: str, what: str, found: list[Row]) -> str:
+    """Median ratio of paired rounds with its interval."""
     lines = [
         [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]]
         for row in found
     ]
-    return table(header, lines, found, "off_cost")
+    return table([what, "95% interval", "paired rounds"], lines, found, name)
+
+
+def off_cost() -> str:
+    what = "throughput with the plugin and no budget, over SGLang without it"
+    return paired_ratio("off_cost", what, rows("off_cost")[-1:])
 
 
 def similarity() -> str:
@@ -343,14 +346,8 @@ def stagger() -> str:
 
 
 def steering_cost() -> str:
-    found = rows("steering_cost")
-    header = ["throughput, every call steered, over the same calls not steered", "95% interval"]
-    header += ["paired rounds"]
-    lines = [
-        [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]]
-        for row in found
-    ]
-    return table(header, lines, found, "steering_cost")
+    what = "throughput, every call steered, over the same calls not steered"
+    return paired_ratio("steering_cost", what, rows("steering_cost"))
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -30,18 +30,23 @@ WINDOW = 8
 # -- when
 
 
-def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() -> None:
-    server = SyntheticServer()
-    call = served(server)
+def decoded(server: SyntheticServer, call: Call, steps: int) -> tuple[list[int], list[int]]:
+    """Tokens fed at each compaction, and own KV tokens after each step."""
     at: list[int] = []
     own: list[int] = []
-    for _ in range(110):
-        done = len(call.compactions)
-        fed = call.generated
+    for _ in range(steps):
+        done, fed = len(call.compactions), call.generated
         server.decode(call)
         if len(call.compactions) > done:
             at.append(fed)
         own.append(len(call.slots) - PROMPT)
+    return at, own
+
+
+def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() -> None:
+    server = SyntheticServer()
+    call = served(server)
+    at, own = decoded(server, call, 110)
     assert at == [52, 64, 76, 88, 100]
     assert max(own) == BUDGET + INTERVAL and min(own[52:]) == BUDGET + 1
     assert call.state.peak_own_tokens == BUDGET + INTERVAL
@@ -55,14 +60,7 @@ def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
         for _ in range(2):
             server = SyntheticServer(stagger=True)
             call = served(server, prompt=prompt)
-            at, own = [], []
-            for _ in range(100):
-                done = len(call.compactions)
-                fed = call.generated
-                server.decode(call)
-                if len(call.compactions) > done:
-                    at.append(fed)
-                own.append(len(call.slots) - PROMPT)
+            at, own = decoded(server, call, 100)
             assert BUDGET < at[0] <= BUDGET + INTERVAL
             assert at == list(range(at[0], 100, INTERVAL))
             assert max(own) <= BUDGET + INTERVAL + 1

@@ -252,7 +252,8 @@ def main() -> None:
         log = Log(args.out / "training_log.csv", classifier, run.step)
         train(run, maker, log, state)
     save_model(run.model, args.out)
-    write_heldout(args.out / "heldout.jsonl")
+    if args.start is None:  # else the problems are those of the model it started from
+        write_heldout(args.out / "heldout.jsonl")
 
 
 if __name__ == "__main__":
