@@ -1,23 +1,21 @@
-"""How SGLang's objects lead to ours: two attributes, no globals.
+"""How SGLang's objects lead to ours: attributes, no globals.
 
 ``scheduler.skipkv`` is the ``Binding`` of one scheduler process; the same object hangs on its
 ``req_to_token_pool``, because that is what a batch can reach. ``req.skipkv`` is the ``CallState``
-of one budgeted request.
+of one budgeted request. (``model_runner.skipkv`` is the ``ModelSide``, see there.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.capture import HiddenCapture
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.runtime import Runtime
-
-if TYPE_CHECKING:  # it imports what imports this
-    from sgl_skipkv.patches.capture import HiddenCapture
 
 
 @dataclass(frozen=True)

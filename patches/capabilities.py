@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sgl_skipkv.patches.model_side import model_side_of
+
 Check = Callable[[Any], str | None]
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
@@ -100,27 +102,33 @@ def _uniform_layers(scheduler: Any) -> str | None:
 def _graphs(scheduler: Any) -> str | None:
     runner = scheduler.tp_worker.model_runner
     eager = (None, runner.eager_runner)
-    if runner.decode_cuda_graph_runner is not None or runner.prefill_cuda_graph_runner not in eager:
-        return (
-            "CUDA graphs: this version records queries in eager steps only "
-            "(--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
-        )
-    return None
+    captured = runner.decode_cuda_graph_runner is not None
+    captured |= runner.prefill_cuda_graph_runner not in eager
+    if not captured or model_side_of(runner) is not None:
+        return None
+    return (
+        "CUDA graphs were captured without recording, because nothing was asked for at the start "
+        "(any sgl_skipkv flag asks, such as --kv-policy skipkv; or capture none: "
+        "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
+    )
 
 
-def _setting(path: str, off: tuple[object, ...], reason: str) -> Check:
+@dataclass(frozen=True)
+class Setting:
     """A check on one resolved setting, named as SGLang's runtime context names it."""
 
-    def check(scheduler: Any) -> str | None:
+    path: str
+    off: tuple[object, ...]
+    reason: str
+
+    def __call__(self, scheduler: Any) -> str | None:
         from sglang.srt import runtime_context
 
-        bag, *names = path.split(".")
+        bag, *names = self.path.split(".")
         value = getattr(runtime_context, f"get_{bag}")()
         for name in names:
             value = getattr(value, name)
-        return None if value in off else f"{reason} ({names[-1]}={value})"
-
-    return check
+        return None if value in self.off else f"{self.reason} ({names[-1]}={value})"
 
 
 def _on(attribute: str, reason: str) -> Check:
@@ -153,15 +161,15 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability(
         "CUDA graphs",
-        "no",
-        "recorded in eager steps only, in this version",
+        "yes",
+        "recording and steering are captured where the server was asked at its start",
         _graphs,
     ),
     Capability(
         "torch.compile",
         "no",
         "it would trace through the recording",
-        _setting("exec.graph.enable_torch_compile", _OFF, "torch.compile"),
+        Setting("exec.graph.enable_torch_compile", _OFF, "torch.compile"),
     ),
     Capability(
         "speculative decoding",
@@ -179,19 +187,19 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tensor parallel",
         "no",
         "scores of the ranks are not reduced, in this version",
-        _setting("parallel.tp_size", (1,), "tensor parallelism"),
+        Setting("parallel.tp_size", (1,), "tensor parallelism"),
     ),
     Capability(
         "pipeline parallel",
         "no",
         "scores would need every stage",
-        _setting("parallel.pp_size", (1,), "pipeline parallelism"),
+        Setting("parallel.pp_size", (1,), "pipeline parallelism"),
     ),
     Capability(
         "data parallel",
         "no",
         "the controller drops the schedulers' report",
-        _setting("parallel.dp_size", (1,), "data parallelism"),
+        Setting("parallel.dp_size", (1,), "data parallelism"),
     ),
     Capability(
         "DP attention",
@@ -203,19 +211,19 @@ CAPABILITIES: tuple[Capability, ...] = (
         "context parallel",
         "no",
         "keys of one call lie on several ranks",
-        _setting("parallel.attn_cp_size", (1,), "context parallelism"),
+        Setting("parallel.attn_cp_size", (1,), "context parallelism"),
     ),
     Capability(
         "two-batch overlap",
         "no",
         "a batch is split after positions are set",
-        _setting("exec.overlap.enable_two_batch_overlap", _OFF, "two-batch overlap"),
+        Setting("exec.overlap.enable_two_batch_overlap", _OFF, "two-batch overlap"),
     ),
     Capability(
         "PD disaggregation",
         "no",
         "rows are copied by logical length",
-        _setting("disagg.disaggregation_mode", ("null",), "PD disaggregation"),
+        Setting("disagg.disaggregation_mode", ("null",), "PD disaggregation"),
     ),
     Capability(
         "HiCache",
@@ -233,13 +241,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "FlexKV",
         "no",
         "rows are stored by logical length",
-        _setting("memory.enable_flexkv", _OFF, "FlexKV"),
+        Setting("memory.enable_flexkv", _OFF, "FlexKV"),
     ),
     Capability(
         "other radix backends",
         "no",
         "only SGLang's default cache is known to respect row limits",
-        _setting("memory.radix_cache_backend", (None,), "--radix-cache-backend"),
+        Setting("memory.radix_cache_backend", (None,), "--radix-cache-backend"),
     ),
     Capability(
         "hisparse",
@@ -257,7 +265,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "streaming sessions",
         "no",
         "the next turn reuses the row as a token prefix",
-        _setting("serving.enable_streaming_session", _OFF, "streaming sessions"),
+        Setting("serving.enable_streaming_session", _OFF, "streaming sessions"),
     ),
     Capability(
         "session radix cache",
@@ -269,13 +277,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "strip thinking cache",
         "no",
         "it counts owned KV by tokens",
-        _setting("serving.strip_thinking_cache", _OFF, "--strip-thinking-cache"),
+        Setting("serving.strip_thinking_cache", _OFF, "--strip-thinking-cache"),
     ),
     Capability(
         "kv canary",
         "no",
         "it expects token i in row entry i",
-        _setting("observability.kv_canary", ("none", None), "kv canary"),
+        Setting("observability.kv_canary", ("none", None), "kv canary"),
     ),
     Capability(
         "diffusion LLM",
@@ -311,7 +319,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "several tokenizer workers",
         "no",
         "they do not hear the schedulers' report",
-        _setting("serving.tokenizer_worker_num", (1,), "--tokenizer-worker-num"),
+        Setting("serving.tokenizer_worker_num", (1,), "--tokenizer-worker-num"),
     ),
     Capability(
         "Rust server",
@@ -328,11 +336,18 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 
-def missing_capabilities(scheduler: Any) -> list[str]:
-    """Every reason why this scheduler cannot evict."""
+def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list[str]:
+    """Every reason why this scheduler cannot evict.
+
+    Args:
+        settings_only: look at settings alone; pools and graphs need not exist yet.
+    """
     reasons: list[str] = []
     for capability in CAPABILITIES:
-        reason = capability.check(scheduler) if capability.check is not None else None
+        check = capability.check
+        if check is None or (settings_only and not isinstance(check, Setting)):
+            continue
+        reason = check(scheduler)
         if reason is not None:
             reasons.append(reason)
     return reasons

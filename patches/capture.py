@@ -45,6 +45,11 @@ class HiddenCapture:
         for number, layer in enumerate(layers):
             layer.register_forward_hook(self._hook_of(number))
 
+    @property
+    def pending(self) -> bool:
+        """Whether the prefill that is being launched has delimiters to collect."""
+        return bool(self._parts)
+
     def begin(self, batch: Any) -> None:
         """A prefill is about to be launched."""
         self._parts, offset = [], 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.patches.binding import binding_of, state_of
+from sgl_skipkv.patches.capturing import capturing
 from sgl_skipkv.patches.steering import prepare_prefill
 from sgl_skipkv.recorder import Recorder, Recording, device_tensor
 from sgl_skipkv.runtime import Runtime
@@ -59,7 +60,9 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
 def _prefill_recording(
     runtime: Runtime, batch: Any, states: list[CallState | None]
 ) -> Recording | None:
-    """The last queries of each prompt, and the generated tokens that a recomputation replays."""
+    """The last queries where the first compaction may ask for them, and the generated tokens that a
+    recomputation replays. None for a prefill that need not be recorded.
+    """
     slotted = any(state is not None and state.slot for state in states)
     window = runtime.recorder.queries.window if slotted else 0
     slots: list[int] = []
@@ -70,7 +73,8 @@ def _prefill_recording(
     for state, first, count in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
         if state is not None:
             runtime.start_recording(state)
-        if state is not None and state.slot:
+        generates = state is not None and first + count > state.prompt_tokens  # after a retraction
+        if state is not None and state.slot and (generates or state.needs_prompt_queries):
             recorded = range(max(count - window, 0), count)
             slots.extend(state.slot for _ in recorded)
             positions.extend(first + i for i in recorded)
@@ -90,10 +94,19 @@ def _prefill_recording(
     )
 
 
-def record_queries(attention: Any, q: Any, *args: Any, **kwargs: Any) -> None:
+def record_queries(
+    attention: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> None:
     """BEFORE ``RadixAttention.forward``: q is rotated here, as the cached keys are."""
     recorder: Recorder | None = vars(attention).get("skipkv")
-    if recorder is not None and recorder.current is not None:
+    if recorder is None:
+        return
+    if attention.layer_id == 0 and capturing() and forward_batch.forward_mode.is_decode():
+        # A captured step records for every lane, whoever will sit there; lanes of nobody go to
+        # scratch. The rows and positions it reads are the graph's own buffers.
+        slots = recorder.slots.of_row[forward_batch.req_pool_indices]
+        recorder.current = Recording(slots, forward_batch.positions.long())
+    if recorder.current is not None:
         recorder.record_queries(recorder.current, attention.layer_id, q)
 
 
@@ -102,5 +115,8 @@ def record_hidden(
 ) -> None:
     """BEFORE ``LogitsProcessor.forward``: hidden states after the final norm, one per token."""
     recorder: Recorder | None = vars(processor).get("skipkv")
-    if recorder is not None and recorder.current is not None:
-        recorder.record_hidden(recorder.current, input_ids, hidden_states)
+    if recorder is None or recorder.current is None:
+        return
+    recorder.record_hidden(recorder.current, input_ids, hidden_states)
+    if capturing():
+        recorder.current = None  # the capture is over; real steps say for themselves

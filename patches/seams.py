@@ -72,6 +72,13 @@ SEAMS: tuple[Seam, ...] = (
         api=True,
     ),
     Seam(
+        f"{_SCHEDULER}.init_memory_pools",
+        "around",
+        "(self)",
+        "startup:reserve",
+        "buffers before the pool is sized, hooks before graphs are captured",
+    ),
+    Seam(
         f"{_SCHEDULER}.__init__",
         "after",
         "(self, server_args, port_args)",
@@ -136,6 +143,13 @@ SEAMS: tuple[Seam, ...] = (
         "openai_api:add_completion_keys",
         "completions build their sampling parameters here",
         api=True,
+    ),
+    Seam(
+        "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        "around",
+        "(self, forward_batch)",
+        "model_side:run_recorded_prefill_eagerly",
+        "what a prefill records depends on its batch, so it cannot be a replay",
     ),
     # -- life of a call
     Seam(

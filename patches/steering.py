@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.capturing import capturing
 from sgl_skipkv.recorder import device_tensor
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.steering import Steerer
@@ -41,8 +42,7 @@ def attach_steering(model: Any, steerer: Steerer) -> None:
     def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         _, _, forward_batch = args
         if forward_batch.forward_mode.is_decode():
-            # What a captured step does not contain, its replays would never do.
-            if steerer.calls or _capturing():
+            if steerer.calls or capturing():
                 rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
                 steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
         elif steerer.factors is not None:
@@ -59,12 +59,6 @@ def residual_of(forward_batch: Any) -> Tensor:
     tokens = forward_batch.input_ids.shape[0]
     assert residual is not None and residual.shape[0] == tokens, "residual rows are tokens"
     return residual
-
-
-def _capturing() -> bool:
-    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
-
-    return bool(get_is_capture_mode())
 
 
 def prepare_prefill(runtime: Runtime, batch: Any, states: Sequence[CallState | None]) -> None:

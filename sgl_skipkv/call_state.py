@@ -68,6 +68,14 @@ class CallState:
         return self.settings.evicts and needs
 
     @property
+    def needs_prompt_queries(self) -> bool:
+        """Whether a compaction may come before the window holds nothing but decoded tokens."""
+        params = self.settings.policy.params
+        if params.count_prompt:
+            return True
+        return self.settings.budget_after(0) + params.interval - self.phase < params.window
+
+    @property
     def keeps_prompt_private(self) -> bool:
         """An evictable prompt must not be shared: the tree would own what we want to free."""
         return self.settings.evicts and not self.settings.policy.params.protect_prompt

@@ -1,6 +1,6 @@
 """What decoding records on the device for the next compaction: recent queries, sentence vectors.
 
-Fixed buffers, written in place with tensor indices only, so a CUDA graph could capture every write
+Fixed buffers, written in place with tensor indices only, so a CUDA graph captures every write
 of a decode step. They are indexed by *slot*, a small number that a call holds while it has a row in
 the page table; slot 0 is scratch that untracked rows write to and nobody reads.
 """
@@ -30,9 +30,13 @@ def device_tensor(
 class SlotTable:
     """Which slot each page-table row writes to, and which slots are free."""
 
-    def __init__(self, rows: int, slots: int, device: torch.device) -> None:
-        self.of_row = torch.zeros(rows, dtype=torch.int64, device=device)
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
         self._free = list(range(slots, 0, -1))
+
+    def use_rows(self, rows: int) -> None:
+        """The page table exists, with this many rows."""
+        self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
 
     @property
     def free_slots(self) -> int:
@@ -187,6 +191,8 @@ class Recorder:
     The large ones are allocated by ``reserve``: at start where the operator asked for eviction,
     else with the first call that needs them, so that a server nobody asked holds no memory for us.
 
+    ``slots.use_rows`` comes before the first call.
+
     Attributes:
         current: where the forward pass that is being launched records; None for nowhere.
     """
@@ -195,16 +201,16 @@ class Recorder:
         self,
         shape: ModelShape,
         *,
-        rows: int,
         slots: int,
         query_window: int,
         max_sentences: int,
         delimiters: Delimiters,
-        like: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.device = like.device
+        self.device = device
         self.current: Recording | None = None
-        self.slots = SlotTable(rows, slots, like.device)
+        self.slots = SlotTable(slots, device)
         self._new_queries = partial(
             QueryRing,
             shape.layers,
@@ -212,11 +218,11 @@ class Recorder:
             query_window,
             shape.query_heads,
             shape.head_dim,
-            like.dtype,
-            like.device,
+            dtype,
+            device,
         )
         self._new_sentences = partial(
-            SentenceTable, slots, max_sentences, shape.hidden_size, delimiters, like.device
+            SentenceTable, slots, max_sentences, shape.hidden_size, delimiters, device
         )
 
     @cached_property

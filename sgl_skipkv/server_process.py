@@ -39,7 +39,8 @@ def device_arguments() -> list[str]:
 
     if not torch.cuda.is_available():
         return ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
-    # This version records queries in eager steps only; see `skipkv doctor`.
+    # Nothing of ours is captured unless a flag asks at the start, and these servers' calls bring
+    # their budgets themselves.
     graphs = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
     return ["--attention-backend", "triton", "--page-size", "1", *graphs]
 

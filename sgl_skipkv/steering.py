@@ -143,7 +143,6 @@ class Steerer:
         classes: TokenClasses,
         gamma: float,
         *,
-        rows: int,
         device: torch.device,
     ) -> None:
         self.classes, self.gamma = classes, gamma
@@ -152,6 +151,11 @@ class Steerer:
         self.factors: Tensor | None = None
         self._vector = vector.values.to(device)
         self._bits = torch.frombuffer(classes.bits, dtype=torch.uint8).to(device)
+        self.use_rows(0)
+
+    def use_rows(self, rows: int) -> None:
+        """The page table exists, with this many rows: make the tables that steps read."""
+        device = self._vector.device
         self._steered = torch.zeros(rows, dtype=torch.bool, device=device)
         self._alpha_0 = torch.zeros(rows, device=device)
         self._nonexecution = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -118,13 +118,14 @@ class World(Books):
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
             ModelShape(1, QUERY_HEADS, HEAD_DIM, HIDDEN),
-            rows=ROWS + 1,
             slots=TRACKED,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
-            like=torch.zeros(1),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
+        self.recorder.slots.use_rows(ROWS + 1)
         self.runtime = Runtime(
             config,
             delimiters,

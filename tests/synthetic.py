@@ -85,13 +85,14 @@ class SyntheticServer:
         delimiters = Delimiters(TEXTS, VOCAB)
         self.recorder = Recorder(
             ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
-            rows=rows + 1,
             slots=slots,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
             delimiters=delimiters,
-            like=self.pool_keys,
+            dtype=self.pool_keys.dtype,
+            device=self.pool_keys.device,
         )
+        self.recorder.slots.use_rows(rows + 1)
         self.runtime = Runtime(
             self.config,
             delimiters,

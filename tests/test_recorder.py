@@ -26,12 +26,13 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def test_slots_are_lent_once_and_never_slot_zero() -> None:
-    table = SlotTable(rows=3, slots=4, device=CPU)
+    table = SlotTable(slots=4, device=CPU)
+    table.use_rows(3)
     taken = [table.take() for _ in range(4)]
     assert sorted(taken) == [1, 2, 3, 4] and table.free_slots == 0
     table.give_back(3)
     assert table.free_slots == 1 and table.take() == 3
-    assert not table.of_row.any() and table.of_row.dtype == torch.int64
+    assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
 
 
 @REPEATABLE

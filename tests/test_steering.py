@@ -50,7 +50,9 @@ def origin(**changes: Any) -> Origin:
 def steerer(rows: int = 4) -> Steerer:
     draw = torch.Generator().manual_seed(0)
     vector = SteeringVector(torch.randn(WIDTH, generator=draw), origin())
-    return Steerer(vector, classes(), GAMMA, rows=rows, device=CPU)
+    made = Steerer(vector, classes(), GAMMA, device=CPU)
+    made.use_rows(rows)
+    return made
 
 
 def defined_factors(tokens: list[int], alpha_0: float, thinks: bool) -> tuple[list[float], int]:

@@ -1,0 +1,141 @@
+"""What hangs on the model: recording, steering and capture, with the buffers they write to.
+
+On a server that was asked for eviction or steering this is built before SGLang sizes its KV pool,
+so the pool is planned around it, and before CUDA graphs are captured, so they contain it. On any
+other server it is built at the end of the start, and its large buffers with the first call that
+needs them: who asked for nothing gives up nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.capture import HiddenCapture
+from sgl_skipkv.patches.forward import attach
+from sgl_skipkv.patches.steering import attach_steering, decoder_layers
+from sgl_skipkv.recorder import ModelShape, Recorder
+from sgl_skipkv.sentences import Delimiters, newline_tokens
+from sgl_skipkv.steering import Steerer, TokenClasses
+from sgl_skipkv.steering_vector import SteeringVector
+
+
+@dataclass(frozen=True)
+class ModelSide:
+    """Of one scheduler process.
+
+    Attributes:
+        shape: of the model's attention on this rank.
+        scale: the model's factor on attention logits.
+        steerer: None without a vector.
+        capture: None unless `skipkv steering extract` asked for it.
+    """
+
+    shape: ModelShape
+    scale: float
+    delimiters: Delimiters
+    recorder: Recorder
+    steerer: Steerer | None
+    capture: HiddenCapture | None
+
+    def use_rows(self, rows: int) -> None:
+        """The page table exists: make what is indexed by its rows."""
+        self.recorder.slots.use_rows(rows)
+        if self.steerer is not None:
+            self.steerer.use_rows(rows)
+
+    @property
+    def records_prefill(self) -> bool:
+        """Whether the prefill that is being launched must run its Python code."""
+        return (
+            self.recorder.current is not None
+            or (self.steerer is not None and self.steerer.factors is not None)
+            or (self.capture is not None and self.capture.pending)
+        )
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The model's attention layers, in order."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def build_model_side(config: ServerConfig, scheduler: Any) -> ModelSide:
+    """Build it and attach it to the model.
+
+    Raises:
+        SettingError: the steering vector is no vector of this model.
+        torch.OutOfMemoryError: no room for the buffers.
+    """
+    runner = scheduler.tp_worker.model_runner
+    layers, device = attention_layers(runner.model), torch.device(runner.device)
+    shape = ModelShape(
+        layers=len(layers),
+        query_heads=layers[0].tp_q_head_num,
+        head_dim=layers[0].head_dim,
+        hidden_size=runner.model_config.hidden_size,
+    )
+    vocab_size = runner.model_config.vocab_size
+    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
+    steerer = capture = None
+    if config.steering_vector is not None:
+        steerer = _build_steerer(config, scheduler, delimiters, device)
+    recorder = Recorder(
+        shape,
+        slots=min(config.max_tracked_calls, scheduler.server_args.max_running_requests or 1 << 30),
+        query_window=config.query_window,
+        max_sentences=config.max_sentences,
+        delimiters=delimiters,
+        dtype=runner.dtype,
+        device=device,
+    )
+    if config.asked:
+        recorder.reserve()
+    attach(runner.model, recorder)
+    if config.steering_capture is not None:
+        folder, preset = config.steering_capture, config.delimiters
+        capture = HiddenCapture(runner.model, folder, delimiters, preset)
+    scale = layers[0].scaling
+    side = ModelSide(shape, scale, delimiters, recorder, steerer, capture)
+    runner.skipkv = side
+    return side
+
+
+def _build_steerer(
+    config: ServerConfig, scheduler: Any, delimiters: Delimiters, device: torch.device
+) -> Steerer:
+    """The operator's vector, checked against the model and attached to its layer."""
+    assert config.steering_vector is not None
+    vector = SteeringVector.load(config.steering_vector)
+    runner = scheduler.tp_worker.model_runner
+    vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
+    preset, keywords = vector.origin.delimiters, vector.keywords
+    classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
+    steerer = Steerer(vector, classes, config.steering_gamma, device=device)
+    attach_steering(runner.model, steerer)
+    return steerer
+
+
+def model_side_of(runner: Any) -> ModelSide | None:
+    """What hangs on a model runner's model."""
+    side: ModelSide | None = getattr(runner, "skipkv", None)
+    return side
+
+
+def run_recorded_prefill_eagerly(
+    original: Callable[..., bool], graph_runner: Any, forward_batch: Any
+) -> bool:
+    """AROUND ``PrefillCudaGraphRunner.can_run_graph``.
+
+    Which tokens of a prefill are recorded, and which are steered after a retraction, differs from
+    batch to batch, so such a prefill cannot be a replay. All others still are.
+    """
+    side = model_side_of(graph_runner.model_runner)
+    if side is not None and side.records_prefill:
+        return False
+    return bool(original(graph_runner, forward_batch))

@@ -1,0 +1,229 @@
+"""What a CUDA graph would contain of us: the hooks' tensor operations, replayed on fixed memory.
+
+A graph replays launches, not Python: the same operations on the same addresses, whatever the Python
+state is by then. ``Tape`` does that on the CPU. SGLang's own attention layer, residual stream and
+forward batch pass through the hooks as on a server; the recorded step is replayed with other rows,
+tokens and positions in its buffers, idle lanes among them, and must leave what eager steps leave.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_steering import GAMMA, NEWLINES, VOCABULARY, classes, origin
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sgl_skipkv.recorder import ModelShape, Recorder, Recording
+from sgl_skipkv.sentences import PRESETS, Delimiters
+from sgl_skipkv.steering import Steerer
+from sgl_skipkv.steering_vector import SteeringVector
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, HEAD_DIM, WIDTH, WINDOW = 3, 2, 4, 5, 4
+ROWS, SLOTS, LANES, STEPS = 6, 3, 4, 120
+#: operations that read the device from the host, or copy host values that a replay would not see
+HOST_OPS = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "item", "is_nonzero")
+
+
+class Tape(TorchDispatchMode):
+    """Record tensor operations; ``replay`` runs them again into the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in HOST_OPS, f"{name} in a captured step"
+        for index in tree_leaves(args[1:2]) if name.startswith("index") else ():
+            assert not isinstance(index, Tensor) or index.dtype != torch.bool, "boolean index"
+        out = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, old in self._operations:
+            new = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                continue
+            for was, now in zip(tree_leaves(old), tree_leaves(new), strict=True):
+                if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
+                    was.copy_(now)
+
+
+class Layer(nn.Module):
+    """A decoder layer as far as the hooks can see: attention is asked, the residual goes on."""
+
+    def __init__(self, number: int) -> None:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        super().__init__()
+        self.attention = RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, number)
+
+    def forward(self, positions: Tensor, hidden: Tensor, forward_batch: Any) -> Tensor:
+        from sgl_skipkv.patches.forward import record_queries
+
+        width = HEADS * HEAD_DIM
+        queries = forward_batch.residual_stream.residual.sum(dim=1, keepdim=True).expand(-1, width)
+        record_queries(self.attention, queries * (1 + self.attention.layer_id), None, None,
+                       forward_batch)  # fmt: skip
+        return hidden
+
+
+class World:
+    """One server's device side: the buffers of a step, the tables, the hooked layers."""
+
+    def __init__(self) -> None:
+        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+        from sgl_skipkv.patches.forward import attach
+        from sgl_skipkv.patches.steering import attach_steering
+
+        self.recorder = Recorder(
+            ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
+            slots=SLOTS,
+            query_window=WINDOW,
+            max_sentences=5,
+            delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
+            dtype=torch.float32,
+            device=CPU,
+        )
+        vector = SteeringVector(torch.arange(WIDTH).float() + 1, origin())
+        self.steerer = Steerer(vector, classes(), GAMMA, device=CPU)
+        self.recorder.slots.use_rows(ROWS)
+        self.steerer.use_rows(ROWS)
+        self.model = nn.Module()
+        self.model.model = nn.Module()
+        self.model.model.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
+        attach(self.model, self.recorder)
+        attach_steering(self.model, self.steerer)
+        zeros = torch.zeros(LANES, dtype=torch.int64)
+        self.batch = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=LANES,
+            input_ids=zeros.clone(),
+            req_pool_indices=zeros.clone(),
+            seq_lens=zeros.clone(),
+            out_cache_loc=zeros.clone(),
+            seq_lens_sum=0,
+        )
+        self.batch.positions = zeros.clone()
+        self.batch.residual_stream = ResidualStream(torch.zeros(LANES, WIDTH))
+        self.hidden = torch.zeros(LANES, WIDTH)
+
+    def step(self) -> None:
+        from types import SimpleNamespace
+
+        from sgl_skipkv.patches.forward import record_hidden
+
+        for layer in self.model.model.layers:
+            layer(self.batch.positions, self.hidden, self.batch)
+        processor = SimpleNamespace(skipkv=self.recorder)
+        record_hidden(processor, self.batch.input_ids, self.hidden)
+
+    def fill(self, rows: list[int], tokens: list[int], positions: list[int], draw: Any) -> None:
+        """What the next step reads, into the fixed buffers."""
+        for buffer, values in (
+            (self.batch.req_pool_indices, rows),
+            (self.batch.input_ids, tokens),
+            (self.batch.positions, positions),
+        ):
+            buffer.copy_(torch.tensor(values))
+        self.hidden.copy_(torch.randn(LANES, WIDTH, generator=draw))
+        self.batch.residual_stream.residual.copy_(torch.randn(LANES, WIDTH, generator=draw))
+
+    def tables(self) -> dict[str, Tensor]:
+        """Everything that a later compaction or step reads; slot 0 and row 0 are nobody's."""
+        sentences = self.recorder.sentences
+        names = ("total", "length", "index", "after_delimiter", "vectors")
+        return {
+            "queries": self.recorder.queries.data[:, 1:],
+            **{name: getattr(sentences, name)[1:] for name in names},
+            "nonexecution": self.steerer._nonexecution[1:],
+            "keyword_seen": self.steerer._keyword_seen[1:],
+            "thinking": self.steerer._thinking[1:],
+        }
+
+
+@pytest.fixture()
+def captured(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Tape]:
+    """A world whose step was captured before any call existed, as SGLang captures its graphs."""
+    from sglang.srt.model_executor.runner_utils import capture_mode
+
+    world, tape = World(), Tape()
+    world.recorder.reserve()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_mode, "is_capture_mode", True)
+        with tape:
+            world.step()
+    assert world.recorder.current is None
+    return world, tape
+
+
+def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
+    """Calls come and go between the steps; lanes that nobody uses show row 0."""
+    (graph, tape), eager, rng = captured, World(), random.Random(3)
+    worlds = (graph, eager)
+    running: dict[int, int] = {}  # row -> position; slot = row
+    steered = set()
+    for number in range(STEPS):
+        if rng.random() < 0.3 and len(running) < SLOTS:
+            row = rng.choice([row for row in range(1, SLOTS + 1) if row not in running])
+            running[row] = rng.randrange(50)
+            for world in worlds:
+                world.recorder.start(row, row, PRESETS["math"])
+                if row != 2:
+                    schedule = world.steerer.schedule(0.5, [])
+                    schedule.thinks = True
+                    world.steerer.start(row, schedule)
+            steered.add(row)
+        elif rng.random() < 0.1 and running:
+            row, _ = running.popitem()
+            for world in worlds:
+                world.recorder.slots.of_row[row] = 0
+                world.steerer.stop(row)
+        rows = [*running, *[0] * (LANES - len(running))]
+        tokens = [rng.randrange(len(VOCABULARY)) for _ in range(LANES)]
+        positions = [*running.values(), *[0] * (LANES - len(running))]
+        for world in worlds:
+            draw = torch.Generator().manual_seed(number)
+            world.fill(rows, tokens, positions, draw)
+        tape.replay()
+        eager.steerer.calls = len(running)
+        slots = eager.recorder.slots.of_row[eager.batch.req_pool_indices]
+        eager.recorder.current = Recording(slots, eager.batch.positions)
+        eager.step()
+        moved = [world.batch.residual_stream.residual for world in worlds]
+        assert torch.equal(moved[0], moved[1]), number
+        other = eager.tables()
+        for name, table in graph.tables().items():
+            assert torch.equal(table, other[name]), f"{name} after step {number}"
+        running = {row: position + 1 for row, position in running.items()}
+    assert len(steered) == SLOTS and eager.recorder.sentences.index.max() >= 5
+    assert (eager.steerer._nonexecution > 0).any()
+
+
+def test_a_step_that_looks_at_the_python_state_is_not_captured(
+    captured: tuple[World, Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof that the test above can fail: a step recorded outside a capture replays nothing."""
+    world, tape = World(), Tape()
+    with tape:
+        world.step()
+    draw = torch.Generator().manual_seed(0)
+    world.recorder.start(1, 1, PRESETS["math"])
+    world.fill([1, 0, 0, 0], [0] * LANES, [0] * LANES, draw)
+    tape.replay()
+    assert not world.recorder.queries.data.any()
+
+
+def test_a_host_read_fails_the_capture() -> None:
+    for read in (lambda t: t.sum().item(), lambda t: t[t > 0], lambda t: t.nonzero()):
+        with pytest.raises(AssertionError, match=r"in a captured step|boolean index"), Tape():
+            read(torch.ones(3))
