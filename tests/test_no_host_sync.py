@@ -1,0 +1,100 @@
+"""A compaction never makes the CPU wait: counts come from the CPU, choices stay on the device.
+
+Without a GPU there is nothing to wait for, so two things are looked at instead: every tensor
+operation of a compaction as it runs, and the source of everything that runs there.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_ops import NoHostRead
+from synthetic import KNOBS, SyntheticServer, served
+
+from sgl_skipkv import policy
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE_PATH = sorted(
+    [
+        *(ROOT / "kernels").glob("*.py"),
+        *(ROOT / "sgl_skipkv" / "policy").glob("*.py"),
+        *(ROOT / "sgl_skipkv" / f"{name}.py" for name in ("compaction", "page_table", "recorder")),
+        *(ROOT / "sgl_skipkv" / f"{name}.py" for name in ("runtime", "select", "steering")),
+        *(ROOT / "patches" / f"{name}.py" for name in ("batch", "forward", "steering")),
+    ]
+)
+WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchronize"}
+#: function -> why it may
+ALLOWED = {
+    ("compaction.py", "read"): "of a copy that was started many steps ago",
+    ("steering.py", "nonexecution_sentences"): "for tests; says so",
+    ("page_table.py", "check_ledger"): "a debug check; says so",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
+@pytest.mark.parametrize("stagger", [False, True])
+def test_no_operation_of_a_compaction_reads_the_device(name: str, stagger: bool) -> None:
+    server = SyntheticServer(check_ledger=False, stagger=stagger)
+    calls = [served(server, seed=seed, kv_policy=name, kv_params=dict(KNOBS)) for seed in range(2)]
+    compactions = 0
+    for _ in range(130):
+        server.decode(*calls)
+        due = [call for call in calls if server.runtime.due(call.state, len(call.slots))]
+        for call in due:
+            # What the last compaction kept arrived with its event; here it never left the host.
+            server.runtime._settle(call.state)
+            at = server.due(call)
+            with NoHostRead():
+                plan = server.runtime.plan([at])[0]
+                freed = server.runtime.commit(call.state, plan, server.req_to_token)
+            kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
+            assert freed.tolist() == [call.slots[i] for i in evicted]
+            call.slots = [call.slots[i] for i in kept]
+            call.positions = [call.positions[i] for i in kept]
+            server.free_slots += freed.tolist()
+            compactions += 1
+    assert compactions >= 8
+
+
+def waiting_calls(path: Path) -> list[tuple[str, int]]:
+    """(function, line) of every call in the file that waits for a device."""
+    found: list[tuple[str, int]] = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if called and node.func.attr in WAITS:  # type: ignore[attr-defined]
+            found.append((function, node.lineno))  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
+
+
+@pytest.mark.parametrize("path", DEVICE_PATH, ids=lambda path: path.name)
+def test_no_source_of_the_device_path_waits(path: Path) -> None:
+    waits = [at for at in waiting_calls(path) if (path.name, at[0]) not in ALLOWED]
+    assert not waits, f"{path.name}: {waits}"
+
+
+def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
+    source = tmp_path / "bad.py"
+    source.write_text("def f(t):\n    return t.sum().item()\n")
+    assert waiting_calls(source) == [("f", 2)]
+    reads: list[Any] = [
+        lambda t: bool(t.any()),
+        lambda t: t[t > 0],
+        lambda t: int(t[0]),
+        lambda t: t.repeat_interleave(t.long()),
+        torch.unique,
+    ]
+    for read in reads:
+        with pytest.raises(AssertionError, match="waits for the device"), NoHostRead():
+            read(torch.ones(3))
