@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
-from sgl_skipkv.recorder import device_tensor
+from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.runtime import Due, Runtime
 
 
@@ -58,9 +59,9 @@ def _compact(
 ) -> None:
     allocator = batch.token_to_kv_pool_allocator
     evicted = [0] * len(batch.reqs)
-    freed: list[Tensor] = []
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
+    cache = _paged_cache(batch)
     plans = runtime.plan(
         [
             Due(
@@ -68,13 +69,17 @@ def _compact(
                 batch.reqs[i].kv.kv_allocated_len,
                 batch.reqs[i].output_ids,
                 _keys_of(batch, i),
+                cache,
             )
             for i, state in due
         ]
     )
-    for (i, state), plan in zip(due, plans, strict=True):
+    states = [state for _, state in due]
+    freed = runtime.commit(
+        list(zip(states, plans, strict=True)), batch.req_to_token_pool.req_to_token
+    )
+    for (i, _), plan in zip(due, plans, strict=True):
         req = batch.reqs[i]
-        freed.append(runtime.commit(state, plan, batch.req_to_token_pool.req_to_token))
         # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
         # logical length, stays.
         req.kv.kv_committed_len -= plan.evicted_tokens
@@ -104,6 +109,17 @@ def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:
         f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
     )
     assert kv.req_pool_idx == state.row, f"row: {kv.req_pool_idx} against {state.row} ({req.rid})"
+
+
+def _paged_cache(batch: Any) -> PagedCache | None:
+    """What kernels need to read keys in place; None where they do not run."""
+    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
+    first = kv_pool.start_layer
+    layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
+    if not uses_triton(layers[0].device):
+        return None
+    pointers = device_tensor([layer.data_ptr() for layer in layers], layers[0].device)
+    return PagedCache(layers[0], pointers, batch.req_to_token_pool.req_to_token)
 
 
 def _keys_of(batch: Any, i: int) -> _KeyReader:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_skipkv.call_state import CallState
+from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.capturing import capturing
 from sgl_skipkv.patches.steering import prepare_prefill
-from sgl_skipkv.recorder import Recorder, Recording, device_tensor
+from sgl_skipkv.recorder import Recorder, Recording
 from sgl_skipkv.runtime import Runtime
 
 

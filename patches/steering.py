@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.capturing import capturing
-from sgl_skipkv.recorder import device_tensor
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.steering import Steerer
 from sgl_skipkv.steering_vector import FIELD

@@ -11,7 +11,12 @@ from sgl_skipkv.select import Selection
 
 
 class Plan(NamedTuple):
-    """A compaction that is decided and not yet done."""
+    """A compaction that is decided and not yet done.
+
+    Attributes:
+        positions: int64 [row tokens], logical positions before it.
+        finite: bool [], whether every score was a number.
+    """
 
     selection: Selection
     positions: Tensor
@@ -25,16 +30,20 @@ class Plan(NamedTuple):
 
 
 class Snapshot:
-    """What a compaction kept, on its way to the CPU."""
+    """What a compaction kept, on its way to the CPU.
 
-    def __init__(self, plan: Plan) -> None:
-        self.positions = plan.positions
+    Args:
+        positions: int64 [kept], logical positions that stayed.
+    """
+
+    def __init__(self, plan: Plan, positions: Tensor) -> None:
+        self.positions = positions
         self.logical_tokens = plan.logical_tokens
         self.before = plan.row_tokens
         self.settled = False
-        self._kept, self._finite = _copy_to_host(plan.positions), _copy_to_host(plan.finite)
-        on_cpu = plan.positions.device.type == "cpu"
-        self._copied = None if on_cpu else torch.Event(plan.positions.device)
+        self._kept, self._finite = _copy_to_host(positions), _copy_to_host(plan.finite)
+        on_cpu = positions.device.type == "cpu"
+        self._copied = None if on_cpu else torch.Event(positions.device)
         if self._copied is not None:
             self._copied.record()
 

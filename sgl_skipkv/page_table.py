@@ -15,9 +15,13 @@ logical position, and hands the other slots back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.select import Selection
 
 
@@ -44,6 +48,49 @@ def compact_row(
     req_to_token[row, :keep_tokens] = kept
     req_to_token[row, keep_tokens:row_tokens] = 0
     return freed
+
+
+def compact_rows(
+    req_to_token: Tensor,
+    rows: Sequence[int],
+    selections: Sequence[Selection],
+    positions: Sequence[Tensor],
+    *,
+    check: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """Rewrite the rows of several requests in place; on a GPU in one launch.
+
+    Args:
+        req_to_token, check: as in ``compact_row``.
+        rows: of the requests, no row twice.
+        selections: of each row's entries.
+        positions: int64 [n] each, logical position of each entry.
+
+    Returns:
+        of each request int64 [evicted], freed slot ids, and int64 [kept], positions that stayed.
+    """
+    if check or not uses_triton(req_to_token.device):
+        return [
+            (
+                compact_row(req_to_token, row, old.shape[0], selection, check=check),
+                old[selection.kept],
+            )
+            for row, selection, old in zip(rows, selections, positions, strict=True)
+        ]
+    from sgl_skipkv.kernels import row_compaction
+
+    device = req_to_token.device
+    kept, evicted = ([part[i].shape[0] for part in selections] for i in (0, 1))
+    freed, stayed = row_compaction.compact_rows(
+        req_to_token,
+        device_tensor(rows, device),
+        torch.cat([selection.kept for selection in selections]),
+        device_tensor([0, *accumulate(kept)], device),
+        torch.cat([selection.evicted for selection in selections]),
+        device_tensor([0, *accumulate(evicted)], device),
+        torch.cat(list(positions)),
+    )
+    return list(zip(torch.split(freed, evicted), torch.split(stayed, kept), strict=True))
 
 
 class LedgerError(AssertionError):

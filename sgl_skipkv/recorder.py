@@ -14,17 +14,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.reference import sentence_similarity, sentence_step
+from sgl_skipkv.kernels import reference
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
-
-
-def device_tensor(
-    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
-) -> Tensor:
-    """dtype [len(values)] on the device, without waiting for it."""
-    pinned = device.type != "cpu"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class SlotTable:
@@ -71,7 +64,12 @@ class QueryRing:
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, q: Tensor) -> None:
         """Store one query per token. slots, positions: int64 [B]; q: float [B, Hq, d]."""
-        self.data[layer][slots, positions % self.window] = q.to(self.data.dtype)
+        if uses_triton(q.device):
+            from sgl_skipkv.kernels.ring_write import ring_write
+
+            ring_write(q, slots, positions, self.data[layer])
+        else:
+            self.data[layer][slots, positions % self.window] = q.to(self.data.dtype)
 
     def read(self, slot: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
@@ -110,17 +108,20 @@ class SentenceTable:
 
     def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
-        is_delimiter = (self.bits[token_ids] & self.preset[slots]) != 0
-        sentence_step(
-            hidden,
-            slots,
-            is_delimiter,
-            total=self.total,
-            length=self.length,
-            index=self.index,
-            after_delimiter=self.after_delimiter,
-            vectors=self.vectors,
-        )
+        tables = {
+            "total": self.total,
+            "length": self.length,
+            "index": self.index,
+            "after_delimiter": self.after_delimiter,
+            "vectors": self.vectors,
+        }
+        if uses_triton(hidden.device):
+            from sgl_skipkv.kernels.sentence_step import sentence_step
+
+            sentence_step(hidden, slots, token_ids, bits=self.bits, preset=self.preset, **tables)
+        else:
+            is_delimiter = (self.bits[token_ids] & self.preset[slots]) != 0
+            reference.sentence_step(hidden, slots, is_delimiter, **tables)
 
     def keep_entries(self, slot: int, entries: Sequence[int], *, closed_last: bool) -> None:
         """Move the named entries to the front and forget the others.
@@ -148,8 +149,13 @@ class SentenceTable:
         flat = [bound for span in spans for bound in span]
         bounds = device_tensor(flat, device).view(-1, 2)
         redundancy = self.redundancy[slot, :count]
-        if count > 1:
-            similarity = sentence_similarity(self.vectors[slot, :count])
+        if count > 1 and uses_triton(device):
+            from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+
+            whose, counts = device_tensor([slot], device), device_tensor([count], device)
+            raise_redundancy(self.vectors, self.redundancy, whose, counts, max_count=count)
+        elif count > 1:
+            similarity = reference.sentence_similarity(self.vectors[slot, :count])
             earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
             later = similarity.masked_fill(earlier, -1.0).amax(dim=1)
             redundancy = torch.maximum(redundancy, later)

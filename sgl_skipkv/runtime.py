@@ -23,8 +23,9 @@ from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan, Snapshot
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.page_table import compact_row
-from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences
+from sgl_skipkv.page_table import compact_rows
+from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
+from sgl_skipkv.policy.paged import add_token_scores
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
@@ -39,12 +40,14 @@ class Due(NamedTuple):
         row_tokens: entries of its row in use.
         output_ids: generated token ids; at least those whose KV is in the row.
         keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        cache: where they lie, for kernels that read them in place; None where none run.
     """
 
     state: CallState
     row_tokens: int
     output_ids: Sequence[int]
     keys: Callable[[int], Tensor]
+    cache: PagedCache | None = None
 
 
 class Runtime:
@@ -196,12 +199,14 @@ class Runtime:
         Calls that are due in the same step share one scoring call per policy.
         """
         inputs = [self._prepare(due) for due in calls]
+        policies = [due.state.settings.policy for due in calls]
+        inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
         by_policy: defaultdict[type[Policy], list[int]] = defaultdict(list)
-        for i, due in enumerate(calls):
-            by_policy[type(due.state.settings.policy)].append(i)
+        for i, policy in enumerate(policies):
+            by_policy[type(policy)].append(i)
         for kind, chosen in by_policy.items():
-            together = [(calls[i].state.settings.policy, inputs[i]) for i in chosen]
+            together = [(policies[i], inputs[i]) for i in chosen]
             scores.update(zip(chosen, kind.scores_together(together), strict=True))
         return [self._select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
 
@@ -215,7 +220,7 @@ class Runtime:
         state.alive_closed = len(state.tracker.closed)
         if state.settings.policy.needs_attention:
             self.track(state, row_tokens, due.keys)
-        return self._score_input(state, row_tokens, logical_tokens, due.keys)
+        return self._score_input(due, logical_tokens)
 
     def _select(self, due: Due, inputs: ScoreInput, scores: Tensor) -> Plan:
         state, row_tokens = due.state, due.row_tokens
@@ -223,31 +228,35 @@ class Runtime:
         selection = select(scores, self._protected(state, row_tokens), keep_tokens)
         return Plan(
             selection,
-            inputs.positions[selection.kept],
+            inputs.positions,
             scores.isfinite().all(),
             row_tokens,
             row_tokens + state.evicted_tokens,
         )
 
-    def commit(self, state: CallState, plan: Plan, req_to_token: Tensor) -> Tensor:
-        """Rewrite the call's row; the caller frees the returned slots and shrinks lengths."""
-        assert state.row is not None
-        freed = compact_row(
+    def commit(self, plans: Sequence[tuple[CallState, Plan]], req_to_token: Tensor) -> list[Tensor]:
+        """Rewrite the calls' rows; the caller frees the slots returned and shrinks lengths."""
+        rows = []
+        for state, _ in plans:
+            assert state.row is not None
+            rows.append(state.row)
+        compacted = compact_rows(
             req_to_token,
-            state.row,
-            plan.row_tokens,
-            plan.selection,
+            rows,
+            [plan.selection for _, plan in plans],
+            [plan.positions for _, plan in plans],
             check=self.config.check_ledger,
         )
-        state.last = Snapshot(plan)
-        kept = plan.selection.kept
-        state.statistics = {name: values[kept] for name, values in state.statistics.items()}
-        state.evicted_tokens += plan.evicted_tokens
-        state.total_evicted_tokens += plan.evicted_tokens
-        state.compactions += 1
-        self.total_compactions += 1
-        self.total_evicted_tokens += plan.evicted_tokens
-        return freed
+        for (state, plan), (_, positions) in zip(plans, compacted, strict=True):
+            state.last = Snapshot(plan, positions)
+            kept = plan.selection.kept
+            state.statistics = {name: values[kept] for name, values in state.statistics.items()}
+            state.evicted_tokens += plan.evicted_tokens
+            state.total_evicted_tokens += plan.evicted_tokens
+            state.compactions += 1
+            self.total_compactions += 1
+            self.total_evicted_tokens += plan.evicted_tokens
+        return [freed for freed, _ in compacted]
 
     def retract(self, state: CallState, generated: int) -> None:
         """The call lost its row and will be recomputed from its tokens: eviction starts anew."""
@@ -282,35 +291,33 @@ class Runtime:
 
     # -- the parts of a plan ---------------------------------------------------------------------
 
-    def _score_input(
-        self,
-        state: CallState,
-        row_tokens: int,
-        logical_tokens: int,
-        keys: Callable[[int], Tensor],
-    ) -> ScoreInput:
-        policy = state.settings.policy
+    def _score_input(self, due: Due, logical_tokens: int) -> ScoreInput:
+        state, policy, queries, page = due.state, due.state.settings.policy, None, None
         first_new = 0 if state.last is None else state.last.logical_tokens
         positions = torch.arange(first_new, logical_tokens, device=self.recorder.device)
         if state.last is not None:
             positions = torch.cat([state.last.positions, positions])
-        assert positions.shape[0] == row_tokens, "row + evicted = logical length"
-        queries = None
+        assert positions.shape[0] == due.row_tokens, "row + evicted = logical length"
         if policy.needs_queries:
             queries = self.recorder.queries.read(
                 state.slot, logical_tokens - 1, policy.params.window
             )
+        if due.cache is not None and policy.takes:
+            assert state.row is not None
+            ring = self.recorder.queries.data
+            page = Page(due.cache, state.row, ring, state.slot, logical_tokens - 1)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_tokens,
             layers=self._layers,
-            keys=keys,
+            keys=due.keys,
             queries=queries,
             scale=self._scale,
             sentences=self._sentences(state) if policy.needs_sentences else None,
             seed=seed,
             statistics=state.statistics,
+            page=page,
         )
 
     def _sentences(self, state: CallState) -> Sentences:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.kernels.reference import (
     DELIMITER,
     KEYWORD,
@@ -184,18 +185,21 @@ class Steerer:
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """One decode step. residual: float [B, D]; rows, token_ids: int [B]."""
-        steering_step(
-            residual,
-            self._vector,
-            rows,
-            self._bits[token_ids],
-            gamma=self.gamma,
-            steered=self._steered,
-            alpha_0=self._alpha_0,
-            nonexecution=self._nonexecution,
-            keyword_seen=self._keyword_seen,
-            thinking=self._thinking,
-        )
+        tables = {
+            "steered": self._steered,
+            "alpha_0": self._alpha_0,
+            "nonexecution": self._nonexecution,
+            "keyword_seen": self._keyword_seen,
+            "thinking": self._thinking,
+        }
+        if uses_triton(residual.device):
+            from sgl_skipkv.kernels.steering_add import steering_add
+
+            step = (residual, self._vector, rows, token_ids)
+            steering_add(*step, bits=self._bits, gamma=self.gamma, **tables)
+        else:
+            classes = self._bits[token_ids]
+            steering_step(residual, self._vector, rows, classes, gamma=self.gamma, **tables)
 
     def prefill(self, residual: Tensor) -> None:
         """The prefill for which ``factors`` was set. residual: float [tokens, D]."""

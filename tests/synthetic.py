@@ -18,12 +18,14 @@ from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels import on_device
+from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.runtime import Due, Runtime
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.trace import TraceWriter
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 8, 12
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 16, 12
 WORD, DELIMITER, COLON = 0, 1, 2
 TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
 VOCAB = 4
@@ -179,13 +181,14 @@ class SyntheticServer:
                 self.runtime.track(call.state, len(call.slots), self.keys_of(call))
             return None
         plan = self.plan(call)
-        freed = self.runtime.commit(call.state, plan, self.req_to_token).tolist()
+        freed = self.runtime.commit([(call.state, plan)], self.req_to_token)[0].tolist()
         kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
         assert freed == [call.slots[i] for i in evicted]
         call.slots = [call.slots[i] for i in kept]
         call.positions = [call.positions[i] for i in kept]
         call.compactions.append(call.positions.copy())
-        assert plan.positions.tolist() == call.positions
+        assert call.state.last is not None
+        assert call.state.last.positions.tolist() == call.positions
         assert self.row_of(call) == call.slots
         self.free_slots += freed
         return plan
@@ -195,7 +198,16 @@ class SyntheticServer:
         return self.runtime.plan([self.due(call)])[0]
 
     def due(self, call: Call) -> Due:
-        return Due(call.state, len(call.slots), call.output_ids, self.keys_of(call))
+        return Due(
+            call.state, len(call.slots), call.output_ids, self.keys_of(call), self.paged_cache()
+        )
+
+    def paged_cache(self) -> PagedCache | None:
+        """Where kernels find the keys, if kernels run."""
+        if not on_device.uses_triton(self.pool_keys.device):
+            return None
+        pointers = torch.tensor([layer.data_ptr() for layer in self.pool_keys])
+        return PagedCache(self.pool_keys[0], pointers, self.req_to_token)
 
     def keys_of(self, call: Call) -> Callable[[int], Tensor]:
         """layer -> cached keys in row order."""

@@ -51,7 +51,7 @@ def test_no_operation_of_a_compaction_reads_the_device(name: str, stagger: bool)
             at = server.due(call)
             with NoHostRead():
                 plan = server.runtime.plan([at])[0]
-                freed = server.runtime.commit(call.state, plan, server.req_to_token)
+                [freed] = server.runtime.commit([(call.state, plan)], server.req_to_token)
             kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
             assert freed.tolist() == [call.slots[i] for i in evicted]
             call.slots = [call.slots[i] for i in kept]

@@ -239,11 +239,11 @@ def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[
     """Commit a plan with another selection, and keep the books."""
     kept = [i for i in range(len(call.slots)) if i not in drop]
     selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
-    positions = torch.tensor([call.positions[i] for i in kept])
-    changed = plan._replace(selection=selection, positions=positions)
-    server.free_slots += server.runtime.commit(call.state, changed, server.req_to_token).tolist()
+    changed = plan._replace(selection=selection)
+    [freed] = server.runtime.commit([(call.state, changed)], server.req_to_token)
+    server.free_slots += freed.tolist()
     call.slots = [call.slots[i] for i in kept]
-    call.positions = positions.tolist()
+    call.positions = [call.positions[i] for i in kept]
     call.compactions.append(call.positions)
 
 

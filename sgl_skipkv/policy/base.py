@@ -64,6 +64,39 @@ class Sentences:
 
 
 @dataclass(frozen=True)
+class PagedCache:
+    """The KV cache of one server as kernels see it.
+
+    Attributes:
+        layer: float [slots, Hkv, d], any layer's keys: what all of them look like.
+        k_ptrs: int64 [L], where each layer's keys are.
+        req_to_token: int32 [rows, width], the page table.
+    """
+
+    layer: Tensor
+    k_ptrs: Tensor
+    req_to_token: Tensor
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where one call's keys and recent queries lie.
+
+    Attributes:
+        row: of the page table.
+        ring: float [L, slots, R, Hq, d], recent queries of every tracked call.
+        ring_slot: the call's own.
+        last_position: logical position of the newest query.
+    """
+
+    cache: PagedCache
+    row: int
+    ring: Tensor
+    ring_slot: int
+    last_position: int
+
+
+@dataclass(frozen=True)
 class ScoreInput:
     """Everything a policy may look at: one call, at one compaction.
 
@@ -78,6 +111,10 @@ class ScoreInput:
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
+        page: where keys and queries lie; None where kernels cannot read them in place.
+        importance, redundancy: what kernels found for this call already (``policy/paged.py``):
+            float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
+            ``key_redundancy``. None: the policy computes them itself.
     """
 
     positions: Tensor
@@ -89,6 +126,9 @@ class ScoreInput:
     sentences: Sentences | None
     seed: int
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    page: Page | None = None
+    importance: Tensor | None = None
+    redundancy: Tensor | None = None
 
 
 class Policy(ABC):
@@ -105,6 +145,8 @@ class Policy(ABC):
     needs_sentences: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
+    #: which of ``ScoreInput``'s token scores it takes from kernels where those run
+    takes: ClassVar[frozenset[str]] = frozenset()
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 
@@ -151,8 +193,8 @@ class Policy(ABC):
     def scores_together(cls, calls: Sequence[tuple[Policy, ScoreInput]]) -> list[Tensor]:
         """Scores of every call that is due in this step, each with its own knobs.
 
-        Here one after the other, in plain torch; whatever a subclass batches, a call's scores must
-        stay what they are alone.
+        Here one after the other; whatever a subclass batches, a call's scores must stay what they
+        are alone.
         """
         return [policy.scores(inputs) for policy, inputs in calls]
 

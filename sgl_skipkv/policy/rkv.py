@@ -33,6 +33,7 @@ class RKV(Policy):
     name = "rkv"
     Params: ClassVar[type[PolicyParams]] = RKVParams
     needs_queries = True
+    takes = frozenset({"importance", "redundancy"})
     params: RKVParams
 
     def scores(self, inputs: ScoreInput) -> Tensor:
@@ -40,6 +41,10 @@ class RKV(Policy):
         assert inputs.queries is not None
         params, window = self.params, inputs.queries.shape[1]
         n = inputs.positions.shape[0]
+        if inputs.importance is not None and inputs.redundancy is not None:
+            repeated = inputs.redundancy[: n - window]
+            z = params.sigma * inputs.importance - (1.0 - params.sigma) * repeated
+            return F.pad(z, (0, window))
         total = torch.zeros(n - window, device=inputs.positions.device)
         for layer in range(inputs.layers):
             keys = inputs.keys(layer)

@@ -1,0 +1,271 @@
+"""How much each cached key repeats others, for a batch of requests, with O(n) memory per head.
+
+Per layer and KV head: S the cosine matrix of a request's keys, diagonal 0, less in every row r the
+entry of its spared column; ``R = softmax over i of mean over rows of S[r, i]``; then the mean over
+KV heads and layers. The truth is ``reference.key_redundancy``, per request and layer.
+
+Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
+
+How: with unit keys u the column sums are linear, ``sum_r S[r, i] = u_i . (sum_r u_r - u_i)``, so
+only the spared entries need rows to be compared with columns: ``spared_columns`` finds where they
+are, and their values ``u_r . u_spared(r)`` are n products more. Three more kernels: inverse norms
+and the sum of unit keys; column sums and the softmax's normaliser; the mean, in one fixed order.
+
+Column sums are scattered into, so they are int64 in units of 2^-40: integer addition has no order,
+and the bits of a request depend neither on the run nor on the batch. No sum overflows below 2^22
+tokens, since each of the two parts is at most n, so 2 n 2^40 < 2^63. Rounding a term loses less
+than 2^-40, which leaves less than 2^-39 in the mean over n rows of 2 n terms; the mean in float32
+has 2^-24.
+
+Mutates nothing but its own buffers. Not for CUDA graphs: grids and workspace depend on the lengths.
+
+Floors: ``bytes_moved`` (keys once: ``L Hkv n d key_bytes``, and what is in and out) and
+``operations``, ``2 L Hkv d (n^2 - o^2)`` for o known rows.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+from sgl_skipkv.kernels.spared_columns import KnownSpared, pairs, spared_columns
+
+_EPS = tl.constexpr(1e-8)
+_UNIT = tl.constexpr(2.0**40)
+_PROGRAMS_PER_PROCESSOR = 2
+_SUM_BLOCK = 512
+_MEAN = {"HEAD_TILE": 16, "BLOCK": 64}
+
+
+@triton.jit
+def _norms_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
+    tasks, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Inverse norms, the sum of unit keys of each task, and column sums of 0."""
+    d = tl.arange(0, HEAD_DIM)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head_index = tl.cast(task % (LAYERS * KV_HEADS), tl.int64)
+        request = task // (LAYERS * KV_HEADS)
+        first = tl.load(offsets + request)
+        n = (tl.load(offsets + request + 1) - first).to(tl.int32)
+        page = req_to_token + tl.load(rows + request) * page_stride
+        keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+        keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+        row = head_index * columns + first
+        total = tl.zeros([HEAD_DIM], tl.float32)
+        for start in range(0, n, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            inside = i < n
+            slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
+            k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+            k = tl.load(keys + k_offset, mask=inside[:, None], other=0.0).to(tl.float32)
+            inverse = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(tl.sum(k * k, axis=1)), _EPS))
+            total += tl.sum(k * inverse[:, None], axis=0)
+            tl.store(inverse_norms + row + i, inverse, mask=inside)
+            tl.store(sums + row + i, tl.zeros([BLOCK], tl.int64), mask=inside)
+        tl.store(unit_sums + tl.cast(task, tl.int64) * HEAD_DIM + d, total)
+
+
+@triton.jit
+def _column_sums_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
+    tasks, spared, normalisers, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
+    K_TYPE: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Column sums without the spared entries, and each task's sum of exp(mean over rows)."""
+    d = tl.arange(0, HEAD_DIM)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head_index = tl.cast(task % (LAYERS * KV_HEADS), tl.int64)
+        request = task // (LAYERS * KV_HEADS)
+        first = tl.load(offsets + request)
+        n = (tl.load(offsets + request + 1) - first).to(tl.int32)
+        page = req_to_token + tl.load(rows + request) * page_stride
+        keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+        keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+        row = head_index * columns + first
+        total = tl.load(unit_sums + tl.cast(task, tl.int64) * HEAD_DIM + d)
+        for start in range(0, n, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            inside = i < n
+            slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
+            k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+            k = tl.load(keys + k_offset, mask=inside[:, None], other=0.0).to(tl.float32)
+            inverse = tl.load(inverse_norms + row + i, mask=inside, other=0.0)
+            unit = k * inverse[:, None]
+            others = tl.sum(unit * (total[None, :] - unit), axis=1)
+            tl.atomic_add(sums + row + i, (others * _UNIT).to(tl.int64), inside, sem="relaxed")
+            c = tl.load(spared + row + i, mask=inside, other=-1)
+            spares = (c >= 0) & (c != i)  # the diagonal is 0 as it is
+            slot = tl.load(page + c, mask=spares, other=0).to(tl.int64)
+            k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+            k = tl.load(keys + k_offset, mask=spares[:, None], other=0.0).to(tl.float32)
+            inverse = tl.load(inverse_norms + row + c, mask=spares, other=0.0)
+            value = tl.sum(unit * (k * inverse[:, None]), axis=1)
+            tl.atomic_add(sums + row + c, (value * -_UNIT).to(tl.int64), spares, sem="relaxed")
+        tl.debug_barrier()  # the sums are complete
+        normaliser = tl.zeros([SUM_BLOCK], tl.float32)
+        for start in range(0, n, SUM_BLOCK):
+            i = start + tl.arange(0, SUM_BLOCK)
+            column_sum = tl.load(sums + row + i, mask=i < n, other=0, cache_modifier=".cg")
+            mean = column_sum.to(tl.float32) / _UNIT / n
+            normaliser += tl.where(i < n, tl.exp(mean), 0.0)
+        tl.store(normalisers + task, tl.sum(normaliser, axis=0))
+
+
+@triton.jit
+def _mean_kernel(
+    sums, normalisers, columns, offsets, out, blocks, HEADS: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) // blocks
+    start = tl.program_id(0) % blocks * BLOCK
+    first = tl.load(offsets + request)
+    n = (tl.load(offsets + request + 1) - first).to(tl.int32)
+    if start >= n:
+        return
+    i = start + tl.arange(0, BLOCK)
+    total = tl.zeros([HEAD_TILE, BLOCK], tl.float32)
+    for head_start in range(0, HEADS, HEAD_TILE):
+        head = head_start + tl.arange(0, HEAD_TILE)
+        is_head = head < HEADS
+        row = sums + (head.to(tl.int64) * columns)[:, None] + first
+        seen = is_head[:, None] & (i < n)[None, :]
+        mean = tl.load(row + i[None, :], mask=seen, other=0).to(tl.float32) / _UNIT / n
+        normaliser = tl.load(normalisers + request * HEADS + head, mask=is_head, other=1.0)
+        total += tl.where(is_head[:, None], tl.exp(mean) / normaliser[:, None], 0.0)
+    tl.store(out + first + i, tl.sum(total, axis=0) / HEADS, mask=i < n)
+
+
+def key_redundancy(
+    paged: PagedKeys,
+    thresholds: Tensor,
+    known: KnownSpared | None = None,
+    *,
+    programs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Redundancy of every cached token, and the spared columns, for the next call.
+
+    Args:
+        paged: the requests.
+        thresholds: float32 [B], cosine above which two keys count as similar.
+        known: what ``remap_spared`` made of an earlier call's spared columns, at the same
+            thresholds; changes how much is computed and nothing else.
+        programs: how many share the tasks; default two per multiprocessor.
+
+    Returns:
+        float32 [N], request after request, the mean over KV heads and layers; int32 [L, Hkv, N],
+        spared column of every row, -1 for none.
+
+    Raises:
+        ValueError: ``known`` does not fit.
+    """
+    heads, columns = paged.layers * paged.kv_heads, paged.columns
+    out = torch.empty(columns, dtype=torch.float32, device=paged.device)
+    inverse_norms = out.new_empty(heads, columns)
+    unit_sums, normalisers = out.new_empty(paged.tasks, paged.head_dim), out.new_empty(paged.tasks)
+    sums = out.new_empty(heads, columns, dtype=torch.int64)
+    if not columns:
+        return out, spared_columns(paged, inverse_norms, thresholds, known)
+    grid = (paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)
+    arguments = (*paged.arguments, inverse_norms, unit_sums, sums, columns, paged.tasks)
+    (norms_block, sums_block), warps = _blocks(paged.layer.dtype)
+    constants = {**paged.constants, "num_warps": warps}
+    _norms_kernel[grid](*arguments, BLOCK=norms_block, **constants)
+    spared = spared_columns(paged, inverse_norms, thresholds, known)
+    _column_sums_kernel[grid](
+        *(*arguments, spared, normalisers), BLOCK=sums_block, SUM_BLOCK=_SUM_BLOCK, **constants
+    )
+    blocks = triton.cdiv(max(paged.row_tokens), _MEAN["BLOCK"])
+    _mean_kernel[(len(paged.row_tokens) * blocks,)](
+        *(sums, normalisers, columns, paged.offsets, out, blocks), HEADS=heads, **_MEAN
+    )
+    return out, spared
+
+
+def _blocks(dtype: torch.dtype) -> tuple[tuple[int, int], int]:
+    """Keys that the first and the third kernel take at once, and their warps."""
+    return ((32, 32), 4) if dtype == torch.float32 else ((128, 64), 8)
+
+
+def workspace_bytes(
+    row_tokens: Sequence[int],
+    known_tokens: Sequence[int] | None = None,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+) -> int:
+    """Bytes that one call allocates besides what it returns; 12 per key where nothing is known."""
+    heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
+    lists = 0 if known_tokens is None else 4 * (heads * sum(known_tokens) + tasks)
+    return 12 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + lists
+
+
+def bytes_moved(
+    row_tokens: Sequence[int],
+    known_tokens: Sequence[int] | None = None,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    key_bytes: int,
+) -> dict[str, int]:
+    """Floor of the bytes of device memory that one call moves, by what they are."""
+    heads, tokens = layers * kv_heads, sum(row_tokens)
+    return {
+        "keys": heads * tokens * head_dim * key_bytes,
+        "slots": 4 * tokens,
+        "spared": 4 * heads * (tokens + sum(known_tokens or ())),
+        "output": 4 * tokens,
+    }
+
+
+def operations(
+    row_tokens: Sequence[int],
+    known_tokens: Sequence[int] | None = None,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+) -> int:
+    """Multiplications and additions of rows with columns, if no walk ends early and no known row
+    lost its column."""
+    return 2 * layers * kv_heads * head_dim * pairs(row_tokens, known_tokens)
+
+
+def compile_cases() -> list[CompileCase]:
+    """R1-Qwen-7B, and heads of 64."""
+    cases = []
+    for dtype, name in TRITON_NAMES.items():
+        signature = {
+            **SIGNATURE,
+            **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
+            "sums": "*i64",
+            **dict.fromkeys(("columns", "tasks"), "i32"),
+        }
+        both = {"spared": "*i32", "normalisers": "*fp32"}
+        for head_dim in (128, 64):
+            constants, (blocks, warps) = example_constants(dtype, head_dim), _blocks(dtype)
+            tag = f"{name}-d{head_dim}"
+            norms, sums = ({**constants, "BLOCK": block} for block in blocks)
+            sums["SUM_BLOCK"] = _SUM_BLOCK
+            cases += [
+                CompileCase(f"{tag}-norms", _norms_kernel, signature, norms, (), warps),
+                CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), warps),
+            ]
+    signature = {"sums": "*i64", "offsets": "*i64", "columns": "i32", "blocks": "i32"}
+    signature |= dict.fromkeys(("normalisers", "out"), "*fp32")
+    return [*cases, CompileCase("mean", _mean_kernel, signature, {"HEADS": 112, **_MEAN})]

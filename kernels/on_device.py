@@ -1,0 +1,25 @@
+"""Where a tensor's formula runs, and how small lists of numbers get there.
+
+On a GPU the Triton kernels, anywhere else the plain torch of ``reference``: same formula, same
+tables. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on this device go through the Triton kernels."""
+    return device.type == "cuda"
+
+
+def device_tensor(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """dtype [len(values)] on the device, without waiting for it."""
+    pinned = device.type != "cpu"
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)

@@ -1,0 +1,134 @@
+"""Store this step's rotated queries where the next compaction reads them: one launch per layer.
+
+``ring[slot(b), positions[b] % R] = q[b]`` for every token b of a tracked call.
+
+Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
+2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRing.write``, less
+its writes to slot 0, which nobody reads.
+
+Mutates ``ring``. Graph-safe: slots and positions are read on the device, only shapes decide the
+launch, nothing is allocated.
+
+Floors for T tracked tokens of B: bytes ``T Hq d (q_bytes + ring_bytes)`` and the indices, 24 for
+a tracked token and 16 for another; operations none.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+
+# 16 bytes per thread of 4 warps where a number has 2 bytes, the widest load there is.
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def _ring_write_kernel(
+    q,
+    rows,
+    positions,
+    slots_of_row,
+    ring,
+    q_stride,
+    window,
+    width,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows + token).to(tl.int64)
+    if slots_of_row is not None:
+        slot = tl.load(slots_of_row + slot)
+    if slot == 0:
+        return
+    entry = slot * window + tl.load(positions + token) % window
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(q + token * q_stride + i, mask=i < width)
+    tl.store(ring + entry * width + i, values, mask=i < width)
+
+
+def ring_write(
+    q: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    ring: Tensor,
+    *,
+    slots_of_row: Tensor | None = None,
+) -> None:
+    """Store one query per token.
+
+    Args:
+        q: float16, bfloat16 or float32 [B, Hq, d] or [B, Hq * d]; a row is contiguous, rows may
+            lie apart, as in a view of a fused QKV product.
+        rows: int64 or int32 [B], row of the page table of each token; any number of them may name
+            a row of slot 0, otherwise no two tokens share slot and ring entry.
+        positions: int64 [B], logical position of each token, from 0.
+        ring: as q in dtype or another of the three, contiguous [slots, R, Hq, d], one layer's
+            recent queries (changed in place). Slot 0 is scratch and is not touched.
+        slots_of_row: int64 [table rows], slot of each row, 0 for none; without it ``rows`` are
+            slots.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    tokens, (heads, head_dim) = q.shape[0], ring.shape[2:]
+    width = heads * head_dim
+    expected = ([heads, head_dim], [head_dim, 1]) if q.ndim == 3 else ([width], [1])
+    if ([*q.shape[1:]], [*q.stride()[1:]]) != expected:
+        raise ValueError(
+            f"q: expected contiguous rows of {heads} * {head_dim} numbers, got {[*q.shape]} with "
+            f"strides {[*q.stride()]}"
+        )
+    if not ring.is_contiguous():
+        raise ValueError(f"ring: expected a contiguous tensor, got strides {[*ring.stride()]}")
+    if tokens == 0:
+        return
+    _ring_write_kernel[(tokens, triton.cdiv(width, _BLOCK))](
+        q,
+        rows,
+        positions,
+        slots_of_row,
+        ring,
+        q.stride(0),
+        ring.shape[1],
+        width,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+def bytes_moved(
+    tokens: int, *, query_heads: int, head_dim: int, q_bytes: int, ring_bytes: int
+) -> dict[str, int]:
+    """Floor of the bytes of device memory that one call moves for tracked tokens, by kind."""
+    numbers = tokens * query_heads * head_dim
+    return {"queries": numbers * q_bytes, "ring": numbers * ring_bytes, "indices": 24 * tokens}
+
+
+def compile_cases() -> list[CompileCase]:
+    """Query and ring of one dtype, as in a server."""
+    return [
+        CompileCase(
+            name=name,
+            function=_ring_write_kernel,
+            signature={
+                "q": f"*{name}",
+                "rows": "*i64",
+                "positions": "*i64",
+                "slots_of_row": "*i64",
+                "ring": f"*{name}",
+                "q_stride": "i32",
+                "window": "i32",
+                "width": "i32",
+            },
+            constexprs={"BLOCK": _BLOCK},
+            aligned=("q_stride", "width"),
+            num_warps=_WARPS,
+        )
+        for name in TRITON_NAMES.values()
+    ]

@@ -1,0 +1,141 @@
+"""How similar each sentence is to a later one of its call: every due call in one launch.
+
+``redundancy[i] = max(redundancy[i], max over j > i of cosine(v_i, v_j))``, without a matrix of
+similarities in memory. The truth is ``SentenceTable.compare``, which takes
+``reference.sentence_similarity``; what was compared before stays.
+
+Source: SkipKV (arXiv 2512.07993) eqs 5-6; cosine, as in its code. Mutates ``redundancy``. Not for
+CUDA graphs: the grid depends on the number of sentences.
+
+One program per pair of tiles of 32 sentences; the same pair gives the same bits in any batch.
+
+Floors for S sentences per call: bytes ``sum of (S (4 D + 8) + 16)``; operations
+``sum of S (S - 1) D``.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import CompileCase
+
+_EPS = tl.constexpr(1e-8)
+_TILE, _TILE_DEPTH = 32, 64
+
+
+@triton.jit
+def _raise_redundancy_kernel(
+    vectors,
+    redundancy,
+    slots,
+    counts,
+    width,
+    capacity,
+    TILE: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+):
+    later_tile, tile, call = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(counts + call)
+    if (later_tile < tile) | (later_tile * TILE >= count):
+        return
+    first = tl.load(slots + call) * capacity
+    i = tile * TILE + tl.arange(0, TILE)
+    j = later_tile * TILE + tl.arange(0, TILE)
+    own = vectors + (first + i)[:, None] * width
+    later = vectors + (first + j)[:, None] * width
+    product = tl.zeros((TILE, TILE), tl.float32)
+    squares_i, squares_j = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    for start in range(0, width, TILE_DEPTH):
+        k = start + tl.arange(0, TILE_DEPTH)
+        inside = (k < width)[None, :]
+        a = tl.load(own + k[None, :], mask=inside & (i < count)[:, None], other=0.0)
+        b = tl.load(later + k[None, :], mask=inside & (j < count)[:, None], other=0.0)
+        product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
+        squares_i += tl.sum(a * a, axis=1)
+        squares_j += tl.sum(b * b, axis=1)
+    norm_i = tl.maximum(tl.sqrt_rn(squares_i), _EPS)
+    norm_j = tl.maximum(tl.sqrt_rn(squares_j), _EPS)
+    cosine = tl.div_rn(product, norm_i[:, None] * norm_j[None, :])
+    is_later = (j[None, :] > i[:, None]) & (j < count)[None, :]
+    highest = tl.max(tl.where(is_later, cosine, -1.0), axis=1)
+    # A maximum is the same in any order, and Triton takes that of floats as one of integers.
+    tl.atomic_max(redundancy + first + i, highest, mask=i < count)
+
+
+def raise_redundancy(
+    vectors: Tensor, redundancy: Tensor, slots: Tensor, counts: Tensor, *, max_count: int
+) -> None:
+    """Raise each entry's redundancy to its similarity with any later entry.
+
+    Args:
+        vectors: float32 [slots, capacity, D], contiguous, sentence vectors; normalised again here.
+        redundancy: float32 [slots, capacity], contiguous, -1 or more (changed in place).
+        slots: int64 [B], whose tables; no slot twice.
+        counts: int64 or int32 [B], entries in use.
+        max_count: the largest of them, or more.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    if redundancy.shape != vectors.shape[:2] or not 0 <= max_count <= vectors.shape[1]:
+        raise ValueError(
+            f"redundancy, max_count: expected {[*vectors.shape[:2]]} and no more than "
+            f"{vectors.shape[1]}, got {[*redundancy.shape]} and {max_count}"
+        )
+    for name, table in (("vectors", vectors), ("redundancy", redundancy)):
+        if not table.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {[*table.stride()]}"
+            )
+    if slots.shape[0] == 0 or max_count < 2:
+        return
+    tiles = triton.cdiv(max_count, _TILE)
+    _raise_redundancy_kernel[(tiles, tiles, slots.shape[0])](
+        vectors,
+        redundancy,
+        slots,
+        counts,
+        vectors.shape[2],
+        vectors.shape[1],
+        TILE=_TILE,
+        TILE_DEPTH=_TILE_DEPTH,
+    )
+
+
+def bytes_moved(counts: Sequence[int], *, hidden_size: int) -> dict[str, int]:
+    """Floor of the bytes of device memory that one call moves, by kind."""
+    entries = sum(counts)
+    return {
+        "vectors": 4 * entries * hidden_size,
+        "redundancy": 8 * entries,
+        "slots": 16 * len(counts),
+    }
+
+
+def operations(counts: Sequence[int], *, hidden_size: int) -> int:
+    """Multiplications and additions of the products of all pairs."""
+    return sum(count * (count - 1) * hidden_size for count in counts)
+
+
+def compile_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    return [
+        CompileCase(
+            name="fp32",
+            function=_raise_redundancy_kernel,
+            signature={
+                **dict.fromkeys(("vectors", "redundancy"), "*fp32"),
+                **dict.fromkeys(("slots", "counts"), "*i64"),
+                **dict.fromkeys(("width", "capacity"), "i32"),
+            },
+            constexprs={"TILE": _TILE, "TILE_DEPTH": _TILE_DEPTH},
+            aligned=("width",),
+        )
+    ]

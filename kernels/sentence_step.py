@@ -1,0 +1,193 @@
+"""Add one token per row to its open sentence, and close it at a delimiter: one launch per step.
+
+``total[slot] += hidden[b]``, from zero where the token opens a sentence; at a delimiter
+``vectors[slot, sentence] = total / length``, L2-normalised. The truth is
+``reference.sentence_step``, less its writes to slot 0, which nobody reads.
+
+Source: SkipKV (arXiv 2512.07993) section 4.1. Mutates the tables of the slots. Graph-safe: slots
+and tokens are read on the device, only B decides the launch, nothing is allocated.
+
+One program per row, with the row in its registers: it alone updates the slot, once.
+
+Floors for T tracked rows, C of them at a delimiter: bytes ``T (D (hidden_bytes + 8) + 52) + 4 C D``
+(the 52 are token, slot and the slot's entries); operations ``2 T D + 5 C D``.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import CompileCase
+
+_EPS = tl.constexpr(1e-8)
+
+
+@triton.jit
+def _sentence_step_kernel(
+    hidden,
+    rows,
+    token_ids,
+    slots_of_row,
+    bits,
+    preset,
+    total,
+    length,
+    index,
+    after_delimiter,
+    vectors,
+    hidden_stride,
+    width,
+    capacity,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows + b).to(tl.int64)
+    if slots_of_row is not None:
+        slot = tl.load(slots_of_row + slot)
+    if slot == 0:
+        return
+    token_bits = tl.load(bits + tl.load(token_ids + b).to(tl.int64))
+    is_delimiter = (token_bits & tl.load(preset + slot)) != 0
+    opens = tl.load(after_delimiter + slot) & (is_delimiter == 0)
+    tokens = tl.where(opens, 0.0, tl.load(length + slot)) + 1.0
+    sentence = tl.load(index + slot) + opens.to(tl.int64)
+    # Every warp has loaded the slot's entries before the first one stores them: one that came late
+    # would see this token as the last one.
+    tl.debug_barrier()
+    tl.store(length + slot, tokens)
+    tl.store(index + slot, sentence)
+    tl.store(after_delimiter + slot, is_delimiter)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    own = total + slot * width + i
+    new = tl.load(own, mask=inside & (opens == 0), other=0.0)
+    new += tl.load(hidden + b * hidden_stride + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(own, new, mask=inside)
+    if is_delimiter:
+        mean = tl.div_rn(new, tokens)
+        norm = tl.sqrt_rn(tl.sum(mean * mean, axis=0))
+        unit = tl.div_rn(mean, tl.maximum(norm, _EPS))
+        entry = slot * capacity + tl.minimum(sentence, capacity - 1)
+        tl.store(vectors + entry * width + i, unit, mask=inside)
+
+
+def sentence_step(
+    hidden: Tensor,
+    rows: Tensor,
+    token_ids: Tensor,
+    *,
+    slots_of_row: Tensor | None = None,
+    bits: Tensor,
+    preset: Tensor,
+    total: Tensor,
+    length: Tensor,
+    index: Tensor,
+    after_delimiter: Tensor,
+    vectors: Tensor,
+) -> None:
+    """Add one token per row to its open sentence; at a delimiter store the sentence's mean vector.
+
+    A full table keeps writing its last entry.
+
+    Args:
+        hidden: float16, bfloat16 or float32 [B, D], rows contiguous, after the final norm.
+        rows: int64 or int32 [B], row of the page table of each token; any number of them may name
+            a row of slot 0, otherwise no two tokens share a slot.
+        token_ids: int64 or int32 [B], the token that each hidden state belongs to.
+        slots_of_row: int64 [table rows], slot of each row, 0 for none; without it ``rows`` are
+            slots.
+        bits: uint8 [vocabulary], the presets under which each token closes a sentence.
+        preset: uint8 [slots], the preset of each slot as a bit.
+        total: float32 [slots, D], contiguous, running sums (changed in place, as are all below).
+            Slot 0 is scratch and is not touched.
+        length: float32 [slots], tokens in the running sum.
+        index: int64 [slots], sentence that the running sum belongs to.
+        after_delimiter: bool [slots], whether the last token was a delimiter.
+        vectors: float32 [slots, capacity, D], contiguous, stored means, L2-normalised.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    count, width = hidden.shape
+    if total.shape[1] != width or vectors.shape[2] != width or hidden.stride(1) != 1:
+        raise ValueError(
+            f"hidden: expected contiguous rows of D numbers as in total {[*total.shape]} and "
+            f"vectors {[*vectors.shape]}, got {[*hidden.shape]} with strides {[*hidden.stride()]}"
+        )
+    for name, table in (("total", total), ("vectors", vectors)):
+        if not table.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {[*table.stride()]}"
+            )
+    if count == 0:
+        return
+    _sentence_step_kernel[(count,)](
+        hidden,
+        rows,
+        token_ids,
+        slots_of_row,
+        bits,
+        preset,
+        total,
+        length,
+        index,
+        after_delimiter,
+        vectors,
+        hidden.stride(0),
+        width,
+        vectors.shape[1],
+        **_options(width),
+    )
+
+
+def _options(width: int) -> dict[str, int]:
+    """A row lies in the registers of one program, 16 numbers per thread, 32 at 16 warps."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+def bytes_moved(
+    tracked: int, closing: int, *, hidden_size: int, hidden_bytes: int
+) -> dict[str, int]:
+    """Floor of the bytes of device memory that one call moves, by kind.
+
+    Args:
+        tracked: rows with a slot. closing: of those, rows at a delimiter.
+    """
+    return {
+        "hidden": tracked * hidden_size * hidden_bytes,
+        "sums": 8 * tracked * hidden_size,
+        # row, slot and token 24, bits and preset 2; read and written: length 8, index 16, flag 2
+        "entries": 52 * tracked,
+        "vectors": 4 * closing * hidden_size,
+    }
+
+
+def compile_cases() -> list[CompileCase]:
+    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one."""
+    cases = []
+    for name, width in (("bf16", 3584), ("fp16", 4096), ("fp32", 8192)):
+        options = _options(width)
+        cases.append(
+            CompileCase(
+                name=f"{name}-D{width}",
+                function=_sentence_step_kernel,
+                signature={
+                    "hidden": f"*{name}",
+                    **dict.fromkeys(("rows", "token_ids", "slots_of_row", "index"), "*i64"),
+                    **dict.fromkeys(("bits", "preset"), "*u8"),
+                    **dict.fromkeys(("total", "length", "vectors"), "*fp32"),
+                    "after_delimiter": "*i1",
+                    **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
+                },
+                constexprs={"BLOCK": options["BLOCK"]},
+                aligned=("hidden_stride", "width"),
+                num_warps=options["num_warps"],
+            )
+        )
+    return cases

@@ -1,0 +1,329 @@
+"""The one column that each row of the keys' cosine matrix spares: found without the matrix.
+
+``spared(r)`` = the largest c with ``S[r, c] > threshold``, -1 where there is none; S is the cosine
+matrix of a request's keys of one layer and KV head, its diagonal 0. ``key_redundancy`` is built on
+it; the truth is the same step of ``reference.key_redundancy``.
+
+Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
+
+How: a program takes a tile of rows and walks tiles of columns from the last one down. The first
+similar column that a row meets is its answer, and the walk ends when every row of the tile has one:
+exact, and short where keys repeat. Products are of raw 16-bit keys with float32 sums (float32 keys:
+float32 throughout), scaled by inverse norms; S is never stored.
+
+Incremental form: between two compactions rows only lose columns and gain new ones at the end. A new
+similar column beats any old one; an old answer holds while its column lives; "none" stays "none".
+So ``remap_spared`` after a compaction, then here (a) new columns against old rows, (b) new rows
+against all columns, (c) against old columns only the rows whose column was evicted, gathered into
+dense tiles, and only below where that column was. The result is the one from scratch.
+
+Mutates nothing but its own buffers. Not for CUDA graphs: the grids depend on the lengths. The order
+in which rows of (c) are gathered may differ from run to run; what is found for a row does not.
+
+Floors for n tokens, o of them known, if nothing was evicted and no walk ends early: bytes ``L Hkv
+(n (d key_bytes + 8) + 4 o)``, operations ``2 L Hkv d (n^2 - o^2)``.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+
+
+@triton.jit
+def _last_similar(
+    keys, page, inverse_norms, r, limit, floor, threshold, K_SLOT_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """int32 [BLOCK_ROWS]: of each row r, the largest similar column in [floor, limit) but r, or -1.
+
+    Rows whose limit is not above floor are not looked at and get any value.
+    """
+    d = tl.arange(0, DEPTH)[None, :]
+    wanted = limit > floor
+    slot = tl.load(page + r, mask=wanted, other=0).to(tl.int64)
+    own_keys = keys + (slot[:, None] * K_SLOT_STRIDE + d)
+    if DEPTH == HEAD_DIM:
+        own = tl.load(own_keys, mask=wanted[:, None], other=0.0)
+    # cosine > threshold, multiplied by the row's norm.
+    least = threshold / tl.load(inverse_norms + r, mask=wanted, other=1.0)
+    best = tl.full([BLOCK_ROWS], -1, tl.int32)
+    top = tl.max(tl.where(wanted, limit, floor), axis=0)
+    while top > floor:
+        start = top - BLOCK_COLUMNS
+        c = start + tl.arange(0, BLOCK_COLUMNS)
+        inside = c >= floor
+        column_slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
+        column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
+        inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
+        if DEPTH == HEAD_DIM:
+            other = tl.load(column_keys, mask=inside[:, None], other=0.0)
+            product = tl.dot(own, tl.trans(other), input_precision="ieee")
+        else:
+            product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+            for depth in range(0, HEAD_DIM, DEPTH):
+                own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0.0)
+                part = tl.load(column_keys + depth, mask=inside[:, None], other=0.0)
+                product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
+        is_similar = (product * inverse[None, :] > least[:, None]) & (r[:, None] != c[None, :])
+        column = tl.where(inside, c, -1)
+        found = tl.max(tl.where(is_similar, column[None, :], -1), axis=1)
+        best = tl.where(best < 0, found, best)
+        left = tl.where(wanted & (best < 0), tl.minimum(limit, start), floor)
+        top = tl.max(left, axis=0)
+    return best
+
+
+@triton.jit
+def _new_columns_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
+    tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Old rows: what new columns and the old answers settle; lists the others."""
+    task = tl.program_id(0) // tiles
+    head_index = (task % (LAYERS * KV_HEADS)).to(tl.int64)
+    request = task // (LAYERS * KV_HEADS)
+    first, known_first = tl.load(offsets + request), tl.load(known_offsets + request)
+    n = (tl.load(offsets + request + 1) - first).to(tl.int32)
+    old = (tl.load(known_offsets + request + 1) - known_first).to(tl.int32)
+    start = tl.program_id(0) % tiles * BLOCK_ROWS
+    if start >= old:
+        return
+    page = req_to_token + tl.load(rows + request) * page_stride
+    keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+    keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+    r = start + tl.arange(0, BLOCK_ROWS)
+    is_old = r < old
+    best = _last_similar(
+        keys,
+        page,
+        inverse_norms + head_index * columns + first,
+        r,
+        tl.where(is_old, n, 0),
+        old,
+        tl.load(thresholds + request),
+        K_SLOT_STRIDE,
+        HEAD_DIM,
+        DEPTH,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )
+    known_row = head_index * known_columns + known_first
+    before = tl.load(known + known_row + r, mask=is_old, other=-1)
+    best = tl.where(best < 0, before, best)
+    tl.store(spared + head_index * columns + first + r, best, mask=is_old & (best >= -1))
+    is_open = is_old & (best < -1)
+    count = tl.sum(is_open.to(tl.int32), axis=0)
+    if count > 0:
+        place = tl.atomic_add(unresolved + task, count, sem="relaxed")
+        place += tl.cumsum(is_open.to(tl.int32), axis=0) - 1
+        tl.store(unresolved_rows + known_row + place, r, mask=is_open)
+
+
+@triton.jit
+def _search_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
+    tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """New rows against all columns; then the listed old ones, below where their column was."""
+    task = tl.program_id(0) // tiles
+    head_index = (task % (LAYERS * KV_HEADS)).to(tl.int64)
+    request = task // (LAYERS * KV_HEADS)
+    first = tl.load(offsets + request)
+    n = (tl.load(offsets + request + 1) - first).to(tl.int32)
+    j = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    if known is None:
+        count, r = n, j
+        limit = tl.where(j < count, n, 0)
+    else:
+        known_first = tl.load(known_offsets + request)
+        old = (tl.load(known_offsets + request + 1) - known_first).to(tl.int32)
+        new = n - old
+        count = new + tl.load(unresolved + task)
+        known_row = head_index * known_columns + known_first
+        is_listed = (j >= new) & (j < count)
+        listed = tl.load(unresolved_rows + known_row + j - new, mask=is_listed, other=0)
+        r = tl.where(is_listed, listed, old + j)
+        before = tl.load(known + known_row + listed, mask=is_listed, other=-1)
+        limit = tl.where(is_listed, -1 - before, tl.where(j < new, n, 0))
+    if tl.program_id(0) % tiles * BLOCK_ROWS >= count:
+        return
+    page = req_to_token + tl.load(rows + request) * page_stride
+    keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+    keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+    threshold = tl.load(thresholds + request)
+    best = _last_similar(
+        keys,
+        page,
+        inverse_norms + head_index * columns + first,
+        r,
+        limit,
+        0,
+        threshold,
+        K_SLOT_STRIDE,
+        HEAD_DIM,
+        DEPTH,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )
+    # Below 0 the diagonal, which is 0, counts as similar as well; to spare it changes nothing.
+    best = tl.maximum(best, tl.where(threshold < 0.0, r, -1))
+    tl.store(spared + head_index * columns + first + r, best, mask=j < count)
+
+
+@dataclass(frozen=True)
+class KnownSpared:
+    """What an earlier call found, carried over a compaction by ``remap_spared``.
+
+    Attributes:
+        spared: int32 [L, Hkv, N], of the first ``row_tokens[b]`` rows of every request b, request
+            after request. c >= 0: column c, and it is still there; -1: no similar column among
+            these; -1 - m: none but perhaps among the first m.
+        row_tokens: at most as many as the request has now; 0 where nothing is known.
+        offsets: int64 [B + 1], ``row_tokens`` summed from 0.
+    """
+
+    spared: Tensor
+    row_tokens: Sequence[int]
+    offsets: Tensor
+
+
+def spared_columns(
+    paged: PagedKeys,
+    inverse_norms: Tensor,
+    thresholds: Tensor,
+    known: KnownSpared | None = None,
+) -> Tensor:
+    """The spared column of every row.
+
+    Args:
+        paged: the requests.
+        inverse_norms: float32 [L, Hkv, N], contiguous, ``1 / max(norm, eps)`` of every key.
+        thresholds: float32 [B], cosine above which two keys count as similar.
+        known: what is known of the first rows of each request, at the same threshold.
+
+    Returns:
+        int32 [L, Hkv, N], request after request: a column of the same request, or -1.
+
+    Raises:
+        ValueError: more known rows than rows, or shapes that do not fit.
+    """
+    shape = (paged.layers, paged.kv_heads, paged.columns)
+    spared = torch.empty(shape, dtype=torch.int32, device=paged.device)
+    if not paged.columns:
+        return spared
+    options = _options(paged.layer.dtype, paged.head_dim)
+    tiles = triton.cdiv(max(paged.row_tokens), options["BLOCK_ROWS"])
+    arguments = (*paged.arguments, inverse_norms, thresholds, spared, paged.columns)
+    options |= paged.constants
+    if known is None:
+        grid = (paged.tasks * tiles,)
+        _search_kernel[grid](*arguments, tiles, None, None, 0, None, None, **options)
+        return spared
+    _check(paged, known)
+    unresolved = torch.zeros(paged.tasks, dtype=torch.int32, device=paged.device)
+    listed = torch.empty_like(known.spared)
+    old = (known.spared, known.offsets, known.spared.shape[2], unresolved, listed)
+    old_tiles = triton.cdiv(max(known.row_tokens), options["BLOCK_ROWS"])
+    if old_tiles:
+        _new_columns_kernel[(paged.tasks * old_tiles,)](*arguments, old_tiles, *old, **options)
+    _search_kernel[(paged.tasks * tiles,)](*arguments, tiles, *old, **options)
+    return spared
+
+
+def _check(paged: PagedKeys, known: KnownSpared) -> None:
+    shape = (paged.layers, paged.kv_heads, sum(known.row_tokens))
+    if known.spared.shape != shape or not known.spared.is_contiguous():
+        raise ValueError(f"known: expected contiguous {[*shape]}, got {[*known.spared.shape]}")
+    for old, tokens in zip(known.row_tokens, paged.row_tokens, strict=True):
+        if not 0 <= old <= tokens:
+            raise ValueError(f"known: expected 0 to {tokens} rows of the request, got {old}")
+
+
+def remap_spared(
+    spared: Tensor, offsets: Tensor, kept: Tensor, kept_tokens: Sequence[int], kept_offsets: Tensor
+) -> KnownSpared:
+    """What stays known when each request keeps some of its rows.
+
+    Args:
+        spared: int32 [L, Hkv, N], as ``spared_columns`` returned it or as ``KnownSpared`` has it.
+        offsets: int64 [B + 1], first column of each request.
+        kept: int64 [M], rows that each request keeps, ascending, counted from its own first.
+        kept_tokens: how many, per request.
+        kept_offsets: int64 [B + 1], ``kept_tokens`` summed from 0.
+    """
+    count = kept.shape[0]
+    if not count:
+        return KnownSpared(spared[:, :, :0], kept_tokens, kept_offsets)
+    request = torch.arange(len(kept_tokens), device=kept.device)
+    request = torch.repeat_interleave(request, kept_offsets.diff(), output_size=count)
+    first, kept_first = offsets[request], kept_offsets[request]
+    survivors = kept + first  # ascending over the whole batch
+    before = spared[:, :, survivors]
+    column = torch.where(before >= 0, before, -1 - before) + first
+    place = torch.searchsorted(survivors, column)
+    lives = (before >= 0) & (survivors[place.clamp_max(count - 1)] == column)
+    place -= kept_first
+    now = torch.where(lives, place, -1 - place).to(torch.int32)
+    return KnownSpared(now, kept_tokens, kept_offsets)
+
+
+def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """Tile sizes and launch options."""
+    if dtype == torch.float32:  # no tensor cores: operands in registers, a part of d at a time
+        tile = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 32, "DEPTH": min(head_dim, 16)}
+        return {**tile, "num_warps": 4, "num_stages": 2}
+    tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
+    return {**tile, "num_warps": 8, "num_stages": 1}
+
+
+def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) -> int:
+    """Pairs of row and column that one call compares, per layer and KV head, at the most.
+
+    If nothing was evicted since; each row whose column was costs as many as lie below it.
+    """
+    known_tokens = [0] * len(row_tokens) if known_tokens is None else known_tokens
+    return sum(n * n - old * old for n, old in zip(row_tokens, known_tokens, strict=True))
+
+
+def compile_cases() -> list[CompileCase]:
+    """Both kernels, for R1-Qwen-7B and for heads of 64."""
+    cases = []
+    for dtype, name in TRITON_NAMES.items():
+        for head_dim in (128, 64):
+            options = _options(dtype, head_dim)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            constexprs = {**example_constants(dtype, head_dim), **options}
+            integers = dict.fromkeys(("columns", "tiles", "known_columns"), "i32")
+            signature = {
+                **SIGNATURE,
+                **dict.fromkeys(("inverse_norms", "thresholds"), "*fp32"),
+                **dict.fromkeys(("spared", "known", "unresolved", "unresolved_rows"), "*i32"),
+                "known_offsets": "*i64",
+                **integers,
+            }
+            for kernel in (_new_columns_kernel, _search_kernel):
+                case_name = f"{name}-d{head_dim}-{kernel.__name__.strip('_').split('_')[0]}"
+                cases.append(
+                    CompileCase(case_name, kernel, signature, constexprs, (), warps, stages)
+                )
+    return cases

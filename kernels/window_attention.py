@@ -1,0 +1,325 @@
+"""Importance of each cached token to its request's last queries: two launches, K read once.
+
+Per layer and KV head ``a[w, i] = max over the G query heads of (q_w . k_i) * scale``, softmax over
+``i in [0, n - W)``, mean over w, ``max_pool1d(width, padding width // 2, stride 1)`` over i; then
+the mean over KV heads and layers. The truth is ``reference.window_attention``, per request and
+layer.
+
+Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2.
+
+How: persistent programs walk tasks (request, layer, KV head). Pass A loads each block of keys once
+through the page table, takes the logits of all W x G queries from it with one tensor-core product
+(or a few, where W x G is large), keeps maximum and normaliser of every w, and leaves the logits in
+a scratch of the program's own: [W, n] floats that the next task overwrites, so they stay in L2.
+Pass B reads them back and writes the mean over w of the softmax. The second kernel pools, and sums
+over heads and layers in one fixed order. No float is added atomically: the bits of a request depend
+neither on the rest of the batch nor on the number of programs.
+
+Mutates nothing but its own buffers. Not for CUDA graphs: grid and workspace depend on the lengths.
+
+Floors, with c = sum over requests of n - W: bytes ``c (L Hkv (d key_bytes + 8) + 8) + L B W Hq d
+key_bytes`` (the first 8 are the heads' means, written and read once); operations ``2 L Hq W d c``.
+"""
+
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+
+_PROGRAMS_PER_PROCESSOR = 2
+_POOL = {"HEAD_TILE": 16, "BLOCK": 64}
+
+
+@triton.jit
+def _importance_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride,
+    queries, query_slots, last_positions, layer_stride, slot_stride, entry_stride, head_stride,
+    scratch, scratch_tokens, importance, columns, scale_log2, tasks,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    RING: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    WINDOW_TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    d = tl.arange(0, HEAD_DIM)
+    m = tl.arange(0, WINDOW_TILE * GROUP_PADDED)
+    w_of_tile = tl.arange(0, WINDOW_TILE)
+    tile_index = tl.arange(0, TILES)[:, None]
+    w_all = tl.arange(0, TILES * WINDOW_TILE)
+    own_scratch = scratch + program.to(tl.int64) * WINDOW * scratch_tokens
+    for task in range(program, tasks, tl.num_programs(0)):
+        head = task % KV_HEADS
+        layer = tl.cast(task // KV_HEADS % LAYERS, tl.int64)
+        request = task // (KV_HEADS * LAYERS)
+        first = tl.load(offsets + request)
+        candidates = (tl.load(offsets + request + 1) - first).to(tl.int32) - WINDOW
+        page = req_to_token + tl.load(rows + request) * page_stride
+        keys = tl.load(k_ptrs + layer).to(tl.pointer_type(K_TYPE)) + head * K_HEAD_STRIDE
+        keys = tl.multiple_of(keys, 16)
+        query_slot = tl.load(query_slots + request)
+        own_queries = queries + layer * layer_stride + query_slot * slot_stride
+        last = tl.load(last_positions + request)
+
+        # Padding repeats the last query head, which the maximum over the group absorbs, and the
+        # oldest query, which nothing stores.
+        query_head = head * GROUP + tl.minimum(m % GROUP_PADDED, GROUP - 1)
+        q_offset = query_head.to(tl.int64) * head_stride
+        entry = (last - tl.minimum(m // GROUP_PADDED, WINDOW - 1)) % RING
+        q = tl.load(own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :])
+
+        highest = tl.full([TILES, WINDOW_TILE], float("-inf"), tl.float32)
+        normaliser = tl.zeros([TILES, WINDOW_TILE], tl.float32)
+        for start in range(0, candidates, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            inside = i < candidates
+            slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
+            k = tl.load(
+                keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]),
+                mask=inside[:, None],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            for tile in range(TILES):
+                if TILES > 1:
+                    w = tile * WINDOW_TILE + m // GROUP_PADDED
+                    entry = (last - tl.minimum(w, WINDOW - 1)) % RING
+                    q = tl.load(
+                        own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :]
+                    )
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                logits = tl.reshape(logits, [WINDOW_TILE, GROUP_PADDED, BLOCK])
+                logits = tl.max(logits, axis=1)
+                w = tile * WINDOW_TILE + w_of_tile
+                tl.store(
+                    own_scratch + (w.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
+                    logits,
+                    mask=(w < WINDOW)[:, None] & inside[None, :],
+                )
+                logits = tl.where(inside[None, :], logits, float("-inf"))
+                is_tile = tile_index == tile
+                old = tl.max(tl.where(is_tile, highest, float("-inf")), axis=0)
+                new = tl.maximum(old, tl.max(logits, axis=1))
+                added = tl.sum(tl.exp2(logits - new[:, None]), axis=1)
+                kept = tl.sum(tl.where(is_tile, normaliser, 0.0), axis=0) * tl.exp2(old - new)
+                highest = tl.where(is_tile, new[None, :], highest)
+                normaliser = tl.where(is_tile, (kept + added)[None, :], normaliser)
+
+        tl.debug_barrier()  # pass B reads what other threads wrote
+        top = tl.reshape(highest, [TILES * WINDOW_TILE])
+        weight = 1.0 / tl.reshape(normaliser, [TILES * WINDOW_TILE])
+        out = importance + (layer * KV_HEADS + head) * columns + (first - request * WINDOW)
+        for start in range(0, candidates, SUM_BLOCK):
+            i = start + tl.arange(0, SUM_BLOCK)
+            inside = i < candidates
+            logits = tl.load(
+                own_scratch + (w_all.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
+                mask=(w_all < WINDOW)[:, None] & inside[None, :],
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            mean = tl.sum(tl.exp2(logits - top[:, None]) * weight[:, None], axis=0) / WINDOW
+            tl.store(out + i, mean, mask=inside)
+        tl.debug_barrier()  # the next task overwrites the scratch
+
+
+@triton.jit
+def _pool_kernel(
+    importance, columns, offsets, widths, out, blocks,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(offsets + request)
+    candidates = (tl.load(offsets + request + 1) - first).to(tl.int32) - WINDOW
+    if tl.program_id(0) % blocks * BLOCK < candidates:
+        half = tl.load(widths + request) // 2
+        first -= request * WINDOW
+        total = tl.zeros([HEAD_TILE, BLOCK], tl.float32)
+        for start in range(0, HEADS, HEAD_TILE):
+            head = start + tl.arange(0, HEAD_TILE)
+            row = importance + (head.to(tl.int64) * columns)[:, None] + first
+            pooled = tl.full([HEAD_TILE, BLOCK], float("-inf"), tl.float32)
+            for shift in range(-half, half + 1):
+                j = i + shift
+                inside = (j >= 0) & (j < candidates)
+                seen = (head < HEADS)[:, None] & inside[None, :]
+                near = tl.load(row + j[None, :], mask=seen, other=float("-inf"))
+                pooled = tl.maximum(pooled, near)
+            total += tl.where((head < HEADS)[:, None], pooled, 0.0)
+        mean = tl.sum(total, axis=0) / HEADS
+        tl.store(out + first + i, mean, mask=i < candidates)
+
+
+def window_attention(
+    paged: PagedKeys,
+    queries: Tensor,
+    query_slots: Tensor,
+    last_positions: Tensor,
+    widths: Tensor,
+    *,
+    window: int,
+    scale: float,
+    programs: int | None = None,
+) -> Tensor:
+    """Importance of each request's candidates, the tokens before its last ``window``.
+
+    Args:
+        paged: requests of more than ``window`` tokens each.
+        queries: [L, query slots, R, Hq, d] in the dtype of the keys, ring buffer of rotated
+            queries: that of logical position p at ``p % R``.
+        query_slots: int64 [B], where in it each request's queries are.
+        last_positions: int64 [B], logical position of each request's newest query, ``window - 1``
+            or more.
+        widths: int32 [B], odd width of each request's max-pool, in tokens.
+        window: W, queries per request, R or fewer.
+        scale: factor on the logits.
+        programs: how many share the tasks; default two per multiprocessor.
+
+    Returns:
+        float32 [sum of n - window], request after request.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    _check(paged, queries, window)
+    columns = paged.columns - window * len(paged.row_tokens)
+    out = torch.empty(columns, dtype=torch.float32, device=paged.device)
+    if not paged.row_tokens:
+        return out
+    heads, group = paged.layers * paged.kv_heads, queries.shape[3] // paged.kv_heads
+    programs = paged.programs(programs, _PROGRAMS_PER_PROCESSOR)
+    longest = max(paged.row_tokens) - window
+    scratch = out.new_empty(programs, window, longest)
+    importance = out.new_empty(heads, columns)
+    _importance_kernel[(programs,)](
+        *paged.arguments,
+        *(queries, query_slots, last_positions, *queries.stride()[:4]),
+        *(scratch, longest, importance, columns, scale * math.log2(math.e), paged.tasks),
+        **paged.constants,
+        **_options(paged.layer.dtype, queries.shape[2], window, group),
+    )
+    blocks = triton.cdiv(longest, _POOL["BLOCK"])
+    _pool_kernel[(len(paged.row_tokens) * blocks,)](
+        *(importance, columns, paged.offsets, widths, out, blocks),
+        WINDOW=window,
+        HEADS=heads,
+        **_POOL,
+    )
+    return out
+
+
+def _check(paged: PagedKeys, queries: Tensor, window: int) -> None:
+    layers, _, ring, query_heads, head_dim = queries.shape
+    if (
+        queries.dtype != paged.layer.dtype
+        or (layers, head_dim, queries.stride(4)) != (paged.layers, paged.head_dim, 1)
+        or query_heads % paged.kv_heads
+    ):
+        raise ValueError(
+            f"queries: expected {paged.layer.dtype} [{paged.layers}, slots, R, a multiple of "
+            f"{paged.kv_heads}, {paged.head_dim}], got {queries.dtype} {[*queries.shape]}"
+        )
+    if not 1 <= window <= ring:
+        raise ValueError(f"window: expected 1 to {ring} queries, got {window}")
+    if min(paged.row_tokens, default=window + 1) <= window:
+        raise ValueError(f"row_tokens: expected more than {window}, got {min(paged.row_tokens)}")
+
+
+def _options(dtype: torch.dtype, ring: int, window: int, group: int) -> dict[str, int]:
+    """Constants of a window and launch options."""
+    full = dtype == torch.float32
+    group_padded = triton.next_power_of_2(group)
+    # Rows of one product: all W x G queries where they fit; 16 at least, for the tensor cores.
+    tile = min(triton.next_power_of_2(window), max(1, (32 if full else 64) // group_padded))
+    tile = max(tile, 16 // group_padded)
+    tiles = triton.next_power_of_2(triton.cdiv(window, tile))
+    return {
+        "RING": ring,
+        "WINDOW": window,
+        "GROUP": group,
+        "GROUP_PADDED": group_padded,
+        "WINDOW_TILE": tile,
+        "TILES": tiles,
+        "BLOCK": 32 if full else 64,
+        "SUM_BLOCK": max(16, min(256, 2048 // (tile * tiles))),
+        "num_warps": 8 if full or tiles > 1 else 4,
+        # Slots, then keys, then products: five stages keep three blocks of keys in flight.
+        "num_stages": 2 if full else 5,
+    }
+
+
+def workspace_bytes(
+    row_tokens: Sequence[int], *, window: int, layers: int, kv_heads: int, programs: int
+) -> int:
+    """Bytes that one call allocates besides its output: the scratches and the heads' means."""
+    tasks = len(row_tokens) * layers * kv_heads
+    candidates = [n - window for n in row_tokens]
+    scratch = min(tasks, programs) * window * max(candidates, default=0)
+    return 4 * (scratch + layers * kv_heads * sum(candidates))
+
+
+def bytes_moved(
+    row_tokens: Sequence[int],
+    *,
+    window: int,
+    layers: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    key_bytes: int,
+) -> dict[str, int]:
+    """Floor of the bytes of device memory that one call moves, by what they are."""
+    candidates = sum(row_tokens) - window * len(row_tokens)
+    return {
+        "keys": layers * kv_heads * candidates * head_dim * key_bytes,
+        "queries": layers * len(row_tokens) * window * query_heads * head_dim * key_bytes,
+        "slots": 4 * candidates,
+        "means": 2 * 4 * layers * kv_heads * candidates,
+        "output": 4 * candidates,
+    }
+
+
+def operations(
+    row_tokens: Sequence[int], *, window: int, layers: int, query_heads: int, head_dim: int
+) -> int:
+    """Multiplications and additions of the products of queries and keys."""
+    candidates = sum(row_tokens) - window * len(row_tokens)
+    return 2 * layers * query_heads * window * head_dim * candidates
+
+
+def compile_cases() -> list[CompileCase]:
+    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), and one of several products."""
+    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    cases = []
+    for dtype, name in TRITON_NAMES.items():
+        signature = {
+            **SIGNATURE,
+            "queries": f"*{name}",
+            **dict.fromkeys(("query_slots", "last_positions"), "*i64"),
+            **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
+            **dict.fromkeys(("scratch", "importance"), "*fp32"),
+            "scale_log2": "fp32",
+        }
+        for head_dim, group, window in ((128, 7, 8), (128, 4, 8), (64, 5, 32)):
+            options = _options(dtype, window, window, group)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            constexprs = {**example_constants(dtype, head_dim), **options}
+            case_name, kernel = f"{name}-d{head_dim}-g{group}-w{window}", _importance_kernel
+            cases.append(
+                CompileCase(case_name, kernel, signature, constexprs, strides, warps, stages)
+            )
+    signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
+    signature |= dict.fromkeys(("importance", "out"), "*fp32")
+    constexprs = {"WINDOW": 8, "HEADS": 112, **_POOL}
+    return [*cases, CompileCase("pool", _pool_kernel, signature, constexprs)]

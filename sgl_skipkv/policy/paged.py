@@ -1,0 +1,98 @@
+"""Token scores of many calls from a few launches, which read keys and queries where they lie.
+
+On a GPU ``add_token_scores`` runs before the policies: importance and redundancy of every call that
+is due, all layers at once. A policy takes what is there and computes the rest in plain torch, so on
+a CPU, where nothing is added, the same policies run by themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.policy.base import Page, Policy, ScoreInput
+
+if TYPE_CHECKING:
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+Call = tuple[Policy, ScoreInput]
+
+
+def add_token_scores(calls: Sequence[Call]) -> list[ScoreInput]:
+    """The inputs, with importance and redundancy where the policy takes them and pages are known.
+
+    Calls of the same window share the launches; what a call gets does not depend on the others.
+    """
+    inputs = [one for _, one in calls]
+    by_window: defaultdict[int, list[int]] = defaultdict(list)
+    for i, (policy, one) in enumerate(calls):
+        if one.page is not None and policy.takes:
+            by_window[policy.params.window].append(i)
+    for window, chosen in by_window.items():
+        together = [calls[i] for i in chosen]
+        importance = _importance(together, window)
+        repeating = [i for i in chosen if "redundancy" in calls[i][0].takes]
+        redundancy = dict(zip(repeating, _redundancy([calls[i] for i in repeating]), strict=True))
+        for i, important in zip(chosen, importance, strict=True):
+            inputs[i] = replace(inputs[i], importance=important, redundancy=redundancy.get(i))
+    return inputs
+
+
+def _importance(calls: Sequence[Call], window: int) -> Sequence[Tensor]:
+    from sgl_skipkv.kernels.window_attention import window_attention
+
+    pages, paged = [_page(one) for _, one in calls], _paged_keys(calls)
+    found: Tensor = window_attention(
+        paged,
+        pages[0].ring,
+        device_tensor([page.ring_slot for page in pages], paged.device),
+        device_tensor([page.last_position for page in pages], paged.device),
+        device_tensor([_knob(policy, "kernel") for policy, _ in calls], paged.device, torch.int32),
+        window=window,
+        scale=calls[0][1].scale,
+    )
+    return torch.split(found, [tokens - window for tokens in paged.row_tokens])
+
+
+def _redundancy(calls: Sequence[Call]) -> Sequence[Tensor]:
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
+
+    if not calls:
+        return ()
+    paged = _paged_keys(calls)
+    thresholds = [_knob(policy, "threshold") for policy, _ in calls]
+    found, _ = key_redundancy(paged, device_tensor(thresholds, paged.device, torch.float32))
+    return torch.split(found, list(paged.row_tokens))
+
+
+def _paged_keys(calls: Sequence[Call]) -> PagedKeys:
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+    pages = [_page(one) for _, one in calls]
+    cache, tokens = pages[0].cache, [one.positions.shape[0] for _, one in calls]
+    device = cache.layer.device
+    return PagedKeys(
+        cache.layer,
+        cache.k_ptrs,
+        cache.req_to_token,
+        device_tensor([page.row for page in pages], device),
+        tokens,
+        device_tensor([0, *accumulate(tokens)], device),
+    )
+
+
+def _page(inputs: ScoreInput) -> Page:
+    assert inputs.page is not None
+    return inputs.page
+
+
+def _knob(policy: Policy, name: str) -> float:
+    value: float = getattr(policy.params, name)
+    return value

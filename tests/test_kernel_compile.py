@@ -1,0 +1,97 @@
+"""Every kernel compiles for every architecture it is meant for, and fits into its registers.
+
+What the machine code must have and no interpreter can show is asserted here as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import sys
+from types import ModuleType
+
+import pytest
+from triton_tools import KERNELS, compile_report
+
+from sgl_skipkv.kernels import (
+    row_compaction,
+    sentence_redundancy,
+    sentence_step,
+    steering_add,
+)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ModuleType:
+    """``bench/compile_kernels.py``."""
+    sys.path.insert(0, str(KERNELS.parent / "bench"))
+    try:
+        import compile_kernels
+    finally:
+        sys.path.pop(0)
+    return compile_kernels
+
+
+def test_no_variant_spills() -> None:
+    assert not [row for row in compile_report() if row["spilled_bytes"]]
+
+
+def test_the_recorded_rows_are_of_these_kernels() -> None:
+    """All variants, three architectures each; what is compiled here is what was recorded."""
+    with (KERNELS.parent / "bench" / "rows" / "compile.csv").open(newline="") as file:
+        recorded = list(csv.DictReader(file))
+    assert not [row for row in recorded if int(row["spilled_bytes"])]
+    names = ("kernel", "case", "architecture", "registers", "shared_bytes")
+    on_h100 = [row for row in recorded if row["architecture"] == "sm_90"]
+    assert {tuple(row[name] for name in names) for row in on_h100} == {
+        tuple(str(row[name]) for name in names) for row in compile_report()
+    }
+    variants = {(row["kernel"], row["case"]) for row in on_h100}
+    assert {(row["kernel"], row["case"], row["architecture"]) for row in recorded} == {
+        (*variant, architecture)
+        for variant in variants
+        for architecture in ("sm_80", "sm_90", "sm_100")
+    }
+
+
+def test_a_spill_is_seen(compiler: ModuleType) -> None:
+    (case,) = sentence_redundancy.compile_cases()
+    cramped = dataclasses.replace(case, options={"maxnreg": 32})
+    assert compiler.resources("sentence_redundancy", cramped, 90)["spilled_bytes"] > 0
+
+
+def test_every_kernel_is_compiled() -> None:
+    """A kernel that nobody compiles would only fail on a user's GPU."""
+    jitted = {path.stem for path in KERNELS.glob("*.py") if "\n@triton.jit" in path.read_text()}
+    assert jitted and jitted == {row["kernel"] for row in compile_report()}
+
+
+def test_shared_memory_of_one_block_fits() -> None:
+    """227 KiB on sm_90, and the 163 KiB of sm_80 as well."""
+    assert max(row["shared_bytes"] for row in compile_report()) <= 163 * 1024
+
+
+@pytest.mark.parametrize("kernel", [steering_add, sentence_step], ids=lambda m: m.__name__)
+def test_a_row_is_read_by_all_before_one_writes_it(
+    compiler: ModuleType, kernel: ModuleType
+) -> None:
+    """All warps read the row's entries, one thread writes them."""
+    code = compiler.compiled(kernel.compile_cases()[0], 90).asm["ptx"]
+    loads, _, rest = code.partition("bar.sync")
+    assert "ld.global" in loads and "st.global" not in loads and "st.global" in rest
+
+
+def test_a_block_is_read_by_all_before_one_writes_it(compiler: ModuleType) -> None:
+    """Loads and stores of page-table entries, which are the 4-byte ones, and barriers: evicted
+    entries, kept entries, then the stores."""
+    (case,) = row_compaction.compile_cases()
+    code = compiler.compiled(case, 90).asm["ptx"]
+    found = re.findall(r"(ld\.global\.b32|st\.global\.b32|bar\.sync)", code)
+    assert re.fullmatch("l+bl+bs+", "".join(name[0] for name in found))
+
+
+def test_steering_rounds_like_torch(compiler: ModuleType) -> None:
+    """A fused product and sum would be rounded once where torch rounds twice."""
+    for case in steering_add.compile_cases():
+        assert "fma" not in compiler.compiled(case, 90).asm["ptx"]

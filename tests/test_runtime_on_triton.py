@@ -1,0 +1,105 @@
+"""The runtime with its Triton kernels, interpreted: the same kept sets and tables as in torch.
+
+On a GPU ``uses_triton`` is true by itself; here it is said, and nothing else differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from synthetic import SyntheticServer, served
+from triton_tools import interpreted
+
+import sgl_skipkv.kernels.key_redundancy as key_redundancy
+import sgl_skipkv.kernels.ring_write as ring_write
+import sgl_skipkv.kernels.row_compaction as row_compaction
+import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
+import sgl_skipkv.kernels.sentence_step as sentence_step
+import sgl_skipkv.kernels.spared_columns as spared_columns
+import sgl_skipkv.kernels.steering_add as steering_add
+import sgl_skipkv.kernels.window_attention as window_attention
+from sgl_skipkv import page_table, recorder, steering
+from sgl_skipkv.kernels import on_device
+
+KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy, sentence_step)
+KERNELS += (spared_columns, steering_add, window_attention)
+USERS = (page_table, recorder, steering, on_device)
+
+
+@contextmanager
+def on_triton() -> Iterator[None]:
+    """Tensors of the CPU go through the kernels, in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patch, interpreted(*KERNELS):
+        for module in USERS:
+            patch.setattr(module, "uses_triton", lambda device: True)
+        yield
+
+
+def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
+    """Kept positions of every compaction of every call, and what was recorded."""
+    server = SyntheticServer(check_ledger=False, **config)
+    calls = [
+        served(
+            server,
+            seed=seed,
+            kv_policy=name,
+            kv_params={"interval": 12, "window": 4 + 4 * (seed % 2), "delimiters": "paper"},
+        )
+        for seed, name in enumerate(("skipkv", "rkv", "snapkv", "skipkv+"))
+    ]
+    for _ in range(steps):
+        server.decode(*calls)
+    sentences = server.recorder.sentences
+    tables = {
+        "queries": server.recorder.queries.data[:, 1:],
+        **{name: getattr(sentences, name)[1:] for name in ("total", "length", "index", "vectors")},
+        "redundancy": sentences.redundancy[1:],
+    }
+    return [call.compactions for call in calls], tables
+
+
+def test_kept_sets_and_tables_are_those_of_torch() -> None:
+    expected, tables = history(80)
+    with on_triton():
+        found, recorded = history(80)
+    assert found == expected and all(len(one) >= 3 for one in found)
+    for name in ("queries", "length", "index"):
+        assert torch.equal(recorded[name], tables[name]), name
+    for name in ("total", "vectors", "redundancy"):
+        torch.testing.assert_close(recorded[name], tables[name], atol=1e-5, rtol=1e-5)
+
+
+def test_due_calls_share_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two scoring launches for any number of calls, and one that rewrites all of their rows."""
+    launches: list[tuple[str, int]] = []
+
+    def counted(module: Any, name: str, calls_of: Any) -> None:
+        original = getattr(module, name)
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            launches.append((name, calls_of(*arguments)))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, run)
+
+    with on_triton():
+        counted(window_attention, "window_attention", lambda paged, *_: len(paged.row_tokens))
+        counted(key_redundancy, "key_redundancy", lambda paged, *_: len(paged.row_tokens))
+        counted(row_compaction, "compact_rows", lambda table, rows, *_: len(rows))
+        server = SyntheticServer(check_ledger=False)
+        calls = [
+            served(server, seed=seed, kv_policy=name)
+            for seed, name in enumerate(("skipkv", "rkv", "snapkv"))
+        ]
+        while not server.runtime.due(calls[0].state, len(calls[0].slots)):
+            server.decode(*calls)
+        plans = server.runtime.plan([server.due(call) for call in calls])
+        server.runtime.commit(
+            [(call.state, plan) for call, plan in zip(calls, plans, strict=True)],
+            server.req_to_token,
+        )
+    assert launches == [("window_attention", 3), ("key_redundancy", 2), ("compact_rows", 3)]
