@@ -333,6 +333,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached"),
+    Capability("head sizes", "yes", "powers of two by Triton kernels on a GPU, others in torch"),
 )
 
 
