@@ -40,7 +40,9 @@ class Server(ServerProcess):
         self._trace_bytes = 0
         self._events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         environment = {**STRICT, **(env or {})}
-        arguments = ["--max-total-tokens", "8192", "--decode-log-interval", "1", *arguments]
+        # The pool's size is given; the fraction would only ask how much memory other servers left.
+        pool = ("--max-total-tokens", "8192", "--mem-fraction-static", "0.98")
+        arguments = [*pool, "--decode-log-interval", "1", *arguments]
         if not plugin:
             environment["SGLANG_PLUGINS"] = "none-such"
         elif trace:
