@@ -32,7 +32,8 @@ class PagedKeys:
     Attributes:
         layer: float16, bfloat16 or float32 [slots, Hkv, d], any layer's rotated keys: only shape,
             strides and dtype count. d: a power of two, at least 16; its stride 1.
-        k_ptrs: int64 [L], address of every layer's keys, laid out as ``layer``, 16-byte aligned.
+        k_ptrs: int64 [L], address of every layer's keys, laid out as ``layer``, 16-byte aligned;
+            their owner keeps them.
         req_to_token: int32 [table rows, width], slot of each cached token; columns contiguous.
         rows: int64 [B], each request's row of it.
         row_tokens: cached tokens of each request.

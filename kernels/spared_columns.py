@@ -81,7 +81,7 @@ def _last_similar(
         is_similar = (product * inverse[None, :] > least[:, None]) & (r[:, None] != c[None, :])
         column = tl.where(inside, c, -1)
         found = tl.max(tl.where(is_similar, column[None, :], -1), axis=1)
-        best = tl.where(best < 0, found, best)
+        best = tl.maximum(best, found)  # what comes later lies lower
         left = tl.where(wanted & (best < 0), tl.minimum(limit, start), floor)
         top = tl.max(left, axis=0)
     return best
@@ -291,7 +291,7 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     """Tile sizes and launch options."""
     if dtype == torch.float32:  # no tensor cores: operands in registers, a part of d at a time
         tile = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 32, "DEPTH": min(head_dim, 16)}
-        return {**tile, "num_warps": 4, "num_stages": 2}
+        return {**tile, "num_warps": 8, "num_stages": 2}
     tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
     return {**tile, "num_warps": 8, "num_stages": 1}
 
@@ -306,7 +306,7 @@ def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) 
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both kernels, for R1-Qwen-7B and for heads of 64."""
+    """Both kernels, for R1-Qwen-7B and for heads of 64, and a search where nothing is known."""
     cases = []
     for dtype, name in TRITON_NAMES.items():
         for head_dim in (128, 64):
@@ -321,9 +321,13 @@ def compile_cases() -> list[CompileCase]:
                 "known_offsets": "*i64",
                 **integers,
             }
-            for kernel in (_new_columns_kernel, _search_kernel):
-                case_name = f"{name}-d{head_dim}-{kernel.__name__.strip('_').split('_')[0]}"
-                cases.append(
-                    CompileCase(case_name, kernel, signature, constexprs, (), warps, stages)
-                )
+            tag, launch = f"{name}-d{head_dim}", ((), warps, stages)
+            cases += [
+                CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, *launch),
+                CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, *launch),
+            ]
+        nothing = ("known", "known_offsets", "unresolved", "unresolved_rows")
+        first_types = {key: kind for key, kind in signature.items() if key not in nothing}
+        first = {**constexprs, **dict.fromkeys(nothing)}
+        cases.append(CompileCase(f"{tag}-first", _search_kernel, first_types, first, *launch))
     return cases

@@ -25,11 +25,11 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
-from sgl_skipkv.policy.paged import add_token_scores
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.steering import Steerer
+from sgl_skipkv.token_scores import add_token_scores
 from sgl_skipkv.trace import TraceWriter
 
 

@@ -28,7 +28,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"moments", "policy", "select", "sentences", "steering_vector", "trace"}),
     frozenset({"steering"}),
     frozenset(
-        {"call", "compaction", "page_table", "recorder", "report", "server_process", "viewer"}
+        {
+            *("call", "compaction", "page_table", "recorder", "report", "server_process"),
+            *("token_scores", "viewer"),
+        }
     ),
     frozenset({"call_state"}),
     frozenset({"extract", "runtime"}),

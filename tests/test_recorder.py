@@ -262,7 +262,7 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
     sums = server.recorder.sentences.total[slot].clone()
     late = Recording(server.recorder.slots.of_row[torch.tensor([row])], torch.tensor([16]))
     assert late.slots.tolist() == [0]
-    server.recorder.record_queries(late, 0, torch.ones(1, 4, 8))
+    server.recorder.record_queries(late, 0, torch.ones(1, 4, 16))
     server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
     assert torch.equal(server.recorder.queries.data[:, slot], before)
     assert torch.equal(server.recorder.sentences.total[slot], sums)
@@ -270,11 +270,11 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
 
 def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:
     server = SyntheticServer()
-    flat = torch.arange(3 * 4 * 8, dtype=torch.float32).view(3, 32)
+    flat = torch.arange(3 * 4 * 16, dtype=torch.float32).view(3, 64)
     recording = Recording(torch.tensor([2]), torch.tensor([5]), torch.tensor([1]))
     server.recorder.record_queries(recording, 1, flat)
     stored = server.recorder.queries.read(2, 5, 1)
-    assert torch.equal(stored[1, 0], flat[1].view(4, 8)) and not stored[0].any()
+    assert torch.equal(stored[1, 0], flat[1].view(4, 16)) and not stored[0].any()
     server.recorder.record_hidden(recording, torch.tensor([WORD] * 3), torch.ones(3, HIDDEN))
     assert not server.recorder.sentences.length.any(), "a prefill without replay adds no sentence"
 

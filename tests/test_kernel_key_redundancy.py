@@ -1,0 +1,219 @@
+"""``kernels/key_redundancy.py`` against the reference, on paged keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from paged_world import (
+    Allocations,
+    PagedWorld,
+    bfloat16_products,
+    clustered,
+    cosines,
+    counted_launches,
+    counted_loads,
+    paged,
+    poisoned_memory,
+    spared_truth,
+)
+from torch import Tensor
+from triton_tools import (
+    FLOATS,
+    assert_as_close,
+    device_fixture,
+    far_tensor,
+    forbid_launches,
+)
+
+from sgl_skipkv.kernels import key_redundancy as module
+from sgl_skipkv.kernels import reference, spared_columns
+from sgl_skipkv.kernels.spared_columns import KnownSpared
+
+device = device_fixture(module, spared_columns)
+fixtures = (bfloat16_products, poisoned_memory)  # both for every test
+
+
+def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[tuple[Any, Any]]:
+    """Per request: redundancy float32 [n] and spared columns int32 [L, Hkv, n], of the kernel."""
+    limits = torch.tensor(thresholds, device=world.rows.device)
+    redundancy, spared = module.key_redundancy(world.paged, limits, **options)
+    assert redundancy.dtype == torch.float32 and spared.dtype == torch.int32
+    tokens = world.row_tokens
+    return [*zip(redundancy.split(tokens), spared.split(tokens, dim=2), strict=True)]
+
+
+def exact(keys: Tensor, threshold: float) -> Tensor:
+    """float64 [n], the mean over layers and KV heads. keys: [L, n, Hkv, d]."""
+    cosine, spared = cosines(keys), spared_truth(keys, threshold)
+    columns = torch.arange(keys.shape[1], device=keys.device)
+    left = cosine.masked_fill(spared[..., None] == columns, 0.0)
+    return left.mean(2).softmax(-1).mean((0, 1))
+
+
+def referred(keys: Tensor, threshold: float) -> Tensor:
+    """float32 [n], as the policies form it from the reference."""
+    total = torch.zeros(keys.shape[1], device=keys.device)
+    for layer in keys:
+        total += reference.key_redundancy(layer, threshold=threshold).mean(0)
+    return total / len(keys)
+
+
+def check(of_request: list[Tensor], thresholds: list[float], device: torch.device) -> None:
+    world = paged([keys.to(device) for keys in of_request], seed=len(of_request))
+    found = scored(world, thresholds)
+    for keys, threshold, (redundancy, spared) in zip(
+        world.of_request, thresholds, found, strict=True
+    ):
+        assert torch.equal(spared, spared_truth(keys, threshold))
+        assert_as_close(redundancy, referred(keys, threshold), exact(keys, threshold))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    """Odd lengths, several tiles, one token and two, scrambled slots and rows."""
+    tokens, thresholds = [71, 1, 2, 150], [0.5] * 4
+    keys = clustered(tokens, thresholds, dtype=dtype, head_dim=head_dim, noise=0.9)
+    assert (spared_truth(keys[3], 0.5) == -1).any(), "every row has a similar column"
+    check(keys, thresholds, device)
+
+
+def test_each_request_has_its_own_threshold(device: torch.device) -> None:
+    """Below 0 the diagonal, which is 0, counts as similar too."""
+    thresholds = [-1.0, -0.3, 0.0, 0.5, 0.9, 1.0]
+    check(clustered([40, 33, 20, 70, 65, 31], thresholds), thresholds, device)
+
+
+def test_zeros_and_tiny_keys(device: torch.device) -> None:
+    """Norms below the floor of 1e-8 are no similarity, and no NaN."""
+    (keys,) = clustered([50], [0.5])
+    keys[:, [0, 7, 20, 49]] = 0.0
+    keys[:, [3, 30]] *= 1e-10
+    check([keys, 0.0 * keys[:, :5]], [0.5, 0.5], device)
+
+
+def test_equal_and_opposite_keys(device: torch.device) -> None:
+    (keys,) = clustered([45], [0.5])
+    keys[:, 10:20] = keys[:, :10]
+    keys[:, 20:30] = -keys[:, :10]
+    check([keys, keys[:, :1].expand(-1, 40, -1, -1)], [0.5, 0.5], device)
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.5])
+def test_keys_with_a_common_part(noise: float, device: torch.device) -> None:
+    """All cosines near 1: column sums are large, their differences small."""
+    keys = clustered([130], [0.5], noise=noise, seed=3)[0] * 0.1 + 2.0
+    check([keys], [0.5], device)
+
+
+def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:
+    """Neither on the batch, nor on how many programs share the work, nor on the run."""
+    thresholds = [0.5, 0.5, 0.9]
+    keys = clustered([71, 150, 20], thresholds, dtype=torch.bfloat16)
+    world = paged([one.to(device) for one in keys])
+    together = scored(world, thresholds)
+    for programs in (1, 5, 1000):
+        for one, other in zip(together, scored(world, thresholds, programs=programs), strict=True):
+            assert all(map(torch.equal, one, other))
+    for b, (redundancy, spared) in enumerate(together):
+        alone = scored(world.alone(b), thresholds[b : b + 1])[0]
+        assert torch.equal(redundancy, alone[0]) and torch.equal(spared, alone[1])
+
+
+def test_only_the_requests_own_keys_are_loaded(device: torch.device) -> None:
+    """The other slots hold NaN; and outside the search every key is loaded three times or less."""
+    if device.type != "cpu":
+        pytest.skip("a GPU does not say what it loads")
+    world = paged(clustered([71, 40], [2.0, 2.0]))
+    norms = torch.ones(2, 2, 111)
+    limits = torch.full((2,), 1e9)
+    with counted_loads(world.layers) as all_counts:
+        scored(world, [2.0, 2.0])
+    with counted_loads(world.layers) as search_counts:
+        spared_columns.spared_columns(world.paged, norms, limits)
+    for all_loads, search_loads in zip(all_counts, search_counts, strict=True):
+        own = torch.zeros(len(all_loads), dtype=torch.bool)
+        for row, n in zip(world.rows, world.row_tokens, strict=True):
+            own[world.req_to_token[row, :n].long()] = True
+        assert not all_loads[~own].any()
+        # Nothing is similar, so no row spares a column: its norm, and its column sum.
+        assert torch.equal(
+            all_loads - search_loads, own.long()[:, None, None].expand(-1, 2, 16) * 2
+        )
+
+
+def test_nobody_and_requests_without_tokens(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = clustered([33, 20], [0.5, 0.5])
+    empty = keys[0][:, :0]
+    world = paged([one.to(device) for one in (empty, keys[0], empty, keys[1])])
+    found, expected = scored(world, [0.5] * 4), [scored(world.alone(b), [0.5])[0] for b in (1, 3)]
+    assert [len(redundancy) for redundancy, _ in found] == [0, 33, 0, 20]
+    for one, other in zip((found[1], found[3]), expected, strict=True):
+        assert all(map(torch.equal, one, other))
+    forbid_launches(monkeypatch)
+    nobody = dataclasses.replace(
+        world.paged, rows=world.rows[:0], row_tokens=[], offsets=torch.zeros_like(world.rows[:1])
+    )
+    redundancy, spared = module.key_redundancy(nobody, torch.zeros(0, device=device))
+    assert redundancy.shape == (0,) and spared.shape == (2, 2, 0)
+
+
+def test_offsets_beyond_two_to_the_31(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("would take 20 GB of the GPU")
+    plain = paged(clustered([50, 20], [0.5, 0.5], layers=1))
+    slots, kv_heads, d = plain.layers[0].shape
+    far = far_tensor((2**31 // (kv_heads * d) + slots, kv_heads, d), torch.float32, device)
+    far[-slots:] = plain.layers[0]
+    far_table = far_tensor((2**22 + 9, 600), torch.int32, device)
+    for row, n in zip(plain.rows.tolist(), plain.row_tokens, strict=True):
+        far_table[2**22 + row, :n] = plain.req_to_token[row, :n] + (len(far) - slots)
+    distant = PagedWorld([far], plain.of_request, far_table, plain.rows + 2**22)
+    for one, other in zip(scored(plain, [0.5] * 2), scored(distant, [0.5] * 2), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_launches_do_not_grow_with_the_batch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = paged([keys.to(device) for keys in clustered([20, 50, 33], [0.5] * 3, layers=4)])
+    launched = counted_launches(monkeypatch)
+    scored(world, [0.5] * 3)
+    expected = ["_norms_kernel", "_search_kernel", "_column_sums_kernel", "_mean_kernel"]
+    assert launched == expected
+
+
+@pytest.mark.parametrize("known_tokens", [None, [60, 0, 100]])
+def test_the_stated_workspace_is_what_it_takes(
+    known_tokens: list[int] | None, device: torch.device
+) -> None:
+    """A dozen bytes per key, no matrix; and besides it nothing but the output."""
+    tokens, thresholds = [71, 9, 130], [0.5] * 3
+    world = paged([keys.to(device) for keys in clustered(tokens, thresholds)])
+    limits, told = torch.tensor(thresholds, device=device), world.paged
+    known = None
+    if known_tokens is not None:
+        nothing = torch.full((2, 2, sum(known_tokens)), -1, dtype=torch.int32, device=device)
+        offsets = torch.tensor([0, 60, 60, 160], device=device)
+        known = KnownSpared(nothing, known_tokens, offsets)
+    with Allocations() as taken:
+        redundancy, spared = module.key_redundancy(told, limits, known)
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 16}
+    stated = module.workspace_bytes(tokens, known_tokens, **shape)
+    assert taken.total_bytes == stated + redundancy.nbytes + spared.nbytes
+
+
+def test_floors() -> None:
+    """1152 and 100 tokens of R1-Qwen-7B, 1024 of the first known."""
+    shape = {"layers": 28, "kv_heads": 4, "head_dim": 128}
+    moved = module.bytes_moved([1152, 100], [1024, 0], **shape, key_bytes=2)
+    assert moved["keys"] == 1252 * 112 * 128 * 2
+    assert moved["spared"] == (1252 + 1024) * 112 * 4
+    compared = 1152**2 - 1024**2 + 100**2
+    assert module.operations([1152, 100], [1024, 0], **shape) == 2 * 112 * 128 * compared
+    assert module.operations([1152], **shape) == 2 * 112 * 128 * 1152**2
