@@ -1,6 +1,6 @@
 """Write the documents' result tables from the rows: what is quoted is what was measured.
 
-python bench/tables.py            # rewrite README.md and docs/results.md between their markers
+python bench/tables.py            # rewrite README.md and three files in docs/ between their markers
 python bench/tables.py --check    # exit 1 if one of them says something else
 """
 
@@ -16,7 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = (README, ROOT / "docs" / "results.md", ROOT / "docs" / "steering.md")
+DOCUMENTS = (
+    README,
+    *(ROOT / "docs" / f"{one}.md" for one in ("results", "steering", "performance")),
+)
 LEVELS = ("easy", "medium", "hard")
 #: order of policies in tables; the same as in the figures
 POLICIES = (
@@ -350,6 +353,42 @@ def steering_cost() -> str:
     return paired_ratio("steering_cost", what, rows("steering_cost"))
 
 
+def compiled() -> str:
+    """One line per variant; registers on every architecture, the rest on an H100."""
+    found = rows("compile")
+    latest = {(row["kernel"], row["case"], row["architecture"]): row for row in found}
+    architectures = list(dict.fromkeys(row["architecture"] for row in found))
+    header = ["kernel", "variant", *(f"registers, {one}" for one in architectures)]
+    header += ["spilled bytes, all", "shared bytes, sm_90", "warps", "stages"]
+    lines = []
+    for kernel, case in dict.fromkeys((row["kernel"], row["case"]) for row in found):
+        each = [latest[kernel, case, one] for one in architectures]
+        on_h100 = latest[kernel, case, "sm_90"]
+        spilled = sum(int(row["spilled_bytes"]) for row in each)
+        lines.append([f"`{kernel}`", case, *(row["registers"] for row in each), str(spilled)])
+        lines[-1] += [on_h100[name] for name in ("shared_bytes", "warps", "stages")]
+    return table(header, lines, found, "compile")
+
+
+def kernel_floors() -> str:
+    found = rows("kernel_floors")
+    header = ["kernel", "cached tokens of a request", "bytes", "operations", "memory floor, us"]
+    header += ["compute floor, us", "what binds"]
+    lines = [
+        [
+            f"`{row['kernel']}`",
+            f"{int(row['cached_tokens']):,}" if row["cached_tokens"] else "",
+            f"{int(row['bytes']):,}",
+            f"{int(row['operations']):,} ({row['arithmetic']})" if int(row["operations"]) else "0",
+            f"{float(row['memory_us']):,.2f}",
+            f"{float(row['compute_us']):,.2f}",
+            row["binds"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "kernel_floors")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "comparison": lambda: comparison(("hard",)),
@@ -370,6 +409,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steering_cost": steering_cost,
     "without_checks": without_checks,
     "stagger": stagger,
+    "compile": compiled,
+    "kernel_floors": kernel_floors,
 }
 
 

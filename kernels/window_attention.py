@@ -90,7 +90,7 @@ def _importance_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            for tile in range(TILES):
+            for tile in range((WINDOW + WINDOW_TILE - 1) // WINDOW_TILE):
                 if TILES > 1:
                     w = tile * WINDOW_TILE + m // GROUP_PADDED
                     entry = (last - tl.minimum(w, WINDOW - 1)) % RING
@@ -116,20 +116,21 @@ def _importance_kernel(
                 normaliser = tl.where(is_tile, (kept + added)[None, :], normaliser)
 
         tl.debug_barrier()  # pass B reads what other threads wrote
-        top = tl.reshape(highest, [TILES * WINDOW_TILE])
-        weight = 1.0 / tl.reshape(normaliser, [TILES * WINDOW_TILE])
+        is_query = w_all < WINDOW
+        top = tl.where(is_query, tl.reshape(highest, [TILES * WINDOW_TILE]), 0.0)
+        total = tl.where(is_query, tl.reshape(normaliser, [TILES * WINDOW_TILE]), 1.0)
         out = importance + (layer * KV_HEADS + head) * columns + (first - request * WINDOW)
         for start in range(0, candidates, SUM_BLOCK):
             i = start + tl.arange(0, SUM_BLOCK)
             inside = i < candidates
             logits = tl.load(
                 own_scratch + (w_all.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
-                mask=(w_all < WINDOW)[:, None] & inside[None, :],
+                mask=is_query[:, None] & inside[None, :],
                 other=float("-inf"),
                 cache_modifier=".cg",
             )
-            mean = tl.sum(tl.exp2(logits - top[:, None]) * weight[:, None], axis=0) / WINDOW
-            tl.store(out + i, mean, mask=inside)
+            attention = tl.exp2(logits - top[:, None]) * (1.0 / total)[:, None]
+            tl.store(out + i, tl.sum(attention, axis=0) / WINDOW, mask=inside)
         tl.debug_barrier()  # the next task overwrites the scratch
 
 

@@ -1,0 +1,200 @@
+"""The plugin's own runtime for a batch of made-up calls that have been generating for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from decode_model import DecodeModel, KVPool, Size
+from torch import Tensor
+
+from sgl_skipkv.call import resolve_call
+from sgl_skipkv.call_state import CallState
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recorder import ModelShape, Recorder
+from sgl_skipkv.runtime import Due, Runtime
+from sgl_skipkv.sentences import Delimiters
+
+SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
+#: page table, free slots, positions and the attention's list of slots, per cached token
+BOOKKEEPING_BYTES = 48
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What every call of a batch is like.
+
+    Attributes:
+        kv_budget: None for a full cache.
+        generated_tokens: by the end of a call.
+        stagger: compactions are spread over the interval; else all calls compact in one step.
+    """
+
+    kv_budget: int | None
+    generated_tokens: int
+    prompt_tokens: int
+    interval: int
+    policy: str
+    stagger: bool
+
+    @property
+    def peak_tokens(self) -> int:
+        """Most that a row ever holds, and the slot of the next token."""
+        own = self.generated_tokens
+        if self.kv_budget is not None:
+            own = min(own, self.kv_budget + self.interval)
+        return self.prompt_tokens + own + 1
+
+    def own_tokens(self, generated: int, phase: int = 0) -> int:
+        """Cached tokens of its own, of a call that has generated this many.
+
+        Args:
+            phase: tokens by which its compactions come early.
+        """
+        if self.kv_budget is None or generated <= self.kv_budget + self.interval - phase:
+            return generated
+        return self.kv_budget + 1 + (generated + phase - self.kv_budget - 1) % self.interval
+
+
+def recorded_bytes(size: Size, dtype: torch.dtype) -> int:
+    """What the plugin records per call: the ring of queries, the table of sentences."""
+    config, heads = ServerConfig(), size.heads
+    queries = config.query_window * size.layers * heads.query * heads.dim * dtype.itemsize
+    return queries + 4 * size.hidden_size * (config.max_sentences + 1)
+
+
+def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtype) -> int:
+    """Calls whose KV and records fit.
+
+    Raises:
+        ValueError: not even one.
+    """
+    token_bytes = size.kv_bytes_per_token(dtype) + BOOKKEEPING_BYTES
+    call_bytes = calls.peak_tokens * token_bytes
+    call_bytes += 0 if calls.kv_budget is None else recorded_bytes(size, dtype)
+    if memory_bytes < call_bytes:
+        raise ValueError(f"memory: expected {call_bytes} bytes or more, got {memory_bytes}")
+    return memory_bytes // call_bytes
+
+
+class Compactor:
+    """Runtime, recorder and the states of a batch of budgeted calls; row b belongs to call b.
+
+    Args:
+        pool, req_to_token: as the decode loop has them.
+    """
+
+    def __init__(
+        self, model: DecodeModel, calls: Calls, batch: int, pool: KVPool, req_to_token: Tensor
+    ) -> None:
+        size, heads = model.size, model.size.heads
+        self.calls, self.pool, self.req_to_token = calls, pool, req_to_token
+        self.vocabulary = size.vocabulary
+        config = ServerConfig(
+            kv_interval=calls.interval, max_tracked_calls=batch, stagger=calls.stagger
+        )
+        keys = {"kv_budget": calls.kv_budget, "kv_policy": calls.policy}
+        settings = resolve_call(keys, config)
+        assert settings is not None
+        self.settings = settings
+        texts = ((token, ".\n") for token in range(0, size.vocabulary, SENTENCE_TOKENS))
+        delimiters = Delimiters(texts, size.vocabulary)
+        self.recorder = Recorder(
+            ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
+            slots=batch,
+            query_window=config.query_window,
+            max_sentences=config.max_sentences,
+            delimiters=delimiters,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.recorder.slots.use_rows(batch)
+        self.recorder.reserve()
+        self.recorder.queries.data.normal_()
+        self.recorder.sentences.vectors.normal_()
+        self.runtime = Runtime(
+            config,
+            delimiters,
+            recorder=self.recorder,
+            layers=size.layers,
+            scale=heads.dim**-0.5,
+            pool_tokens=batch * calls.peak_tokens,
+        )
+        self.states: list[CallState] = []
+        self.output_ids: list[list[int]] = []
+        self.cache: PagedCache | None = None
+        if uses_triton(model.device):
+            pointers = device_tensor([k.data_ptr() for k in pool.k], model.device)
+            self.cache = PagedCache(pool.k[0], pointers, req_to_token)
+
+    def open(self, generated: int) -> list[int]:
+        """New calls that have generated this many tokens already.
+
+        Returns:
+            what each of them holds of its own, in tokens.
+        """
+        owned = []
+        for b in range(len(self.req_to_token)):
+            prompt = [b] * self.calls.prompt_tokens
+            state = self.runtime.open(str(b), self.settings, prompt)
+            own = self.calls.own_tokens(generated, state.phase)
+            if own < generated:
+                state.phase = 0  # its first compaction was long ago
+            ids = torch.randint(self.vocabulary, (own,)).tolist()
+            state.tracker.feed(ids)
+            self.runtime.admit(state, b)
+            self.runtime.start_recording(state)
+            self.states.append(state)
+            self.output_ids.append(ids)
+            owned.append(own)
+        return owned
+
+    def close(self, row_tokens: Sequence[int]) -> None:
+        """All calls end.
+
+        Raises:
+            RuntimeError: one of them could not be compacted.
+        """
+        for state, tokens, ids in zip(self.states, row_tokens, self.output_ids, strict=True):
+            self.runtime.close(state, tokens, ids, None)
+            if state.failure is not None:
+                raise RuntimeError(f"call {state.rid}: {state.failure}")
+        self.states, self.output_ids = [], []
+
+    def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> list[int]:
+        """Note a step's tokens; the calls whose compaction comes before the next step."""
+        due = []
+        for b, (state, tokens) in enumerate(zip(self.states, row_tokens, strict=True)):
+            self.runtime.observe(state, tokens)
+            if self.runtime.due(state, tokens):
+                due.append(b)
+        for ids, token in zip(self.output_ids, new_ids, strict=False):
+            ids.append(token)
+        return due
+
+    def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:
+        """Score, select, rewrite the rows, and shorten ``row_tokens``.
+
+        Returns:
+            int64 [freed], slots that nobody refers to any more.
+        """
+        calls = [
+            Due(
+                *(self.states[b], row_tokens[b], self.output_ids[b]),
+                *(partial(self._keys, b, row_tokens[b]), self.cache),
+            )
+            for b in due
+        ]
+        plans = self.runtime.plan(calls)
+        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
+        freed = self.runtime.commit(pairs, self.req_to_token)
+        for b, plan in zip(due, plans, strict=True):
+            row_tokens[b] -= plan.evicted_tokens
+        return torch.cat(freed)
+
+    def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
+        return self.pool.k[layer][self.req_to_token[b, :tokens].long()]
