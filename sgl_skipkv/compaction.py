@@ -16,6 +16,7 @@ class Plan(NamedTuple):
     Attributes:
         positions: int64 [row tokens], logical positions before it.
         finite: bool [], whether every score was a number.
+        spared: as in ``ScoreInput``, for the next compaction; None where no kernel found it.
     """
 
     selection: Selection
@@ -23,6 +24,7 @@ class Plan(NamedTuple):
     finite: Tensor
     row_tokens: int
     logical_tokens: int
+    spared: Tensor | None = None
 
     @property
     def evicted_tokens(self) -> int:

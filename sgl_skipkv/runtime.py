@@ -29,7 +29,7 @@ from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.steering import Steerer
-from sgl_skipkv.token_scores import add_token_scores
+from sgl_skipkv.token_scores import add_token_scores, carry_spared
 from sgl_skipkv.trace import TraceWriter
 
 
@@ -232,6 +232,7 @@ class Runtime:
             scores.isfinite().all(),
             row_tokens,
             row_tokens + state.evicted_tokens,
+            inputs.spared,
         )
 
     def commit(self, plans: Sequence[tuple[CallState, Plan]], req_to_token: Tensor) -> list[Tensor]:
@@ -248,7 +249,7 @@ class Runtime:
             check=self.config.check_ledger,
         )
         for (state, plan), (_, positions) in zip(plans, compacted, strict=True):
-            state.last = Snapshot(plan, positions)
+            state.last, state.known = Snapshot(plan, positions), None
             kept = plan.selection.kept
             state.statistics = {name: values[kept] for name, values in state.statistics.items()}
             state.evicted_tokens += plan.evicted_tokens
@@ -256,6 +257,12 @@ class Runtime:
             state.compactions += 1
             self.total_compactions += 1
             self.total_evicted_tokens += plan.evicted_tokens
+        found = [(state, plan, plan.spared) for state, plan in plans if plan.spared is not None]
+        known = carry_spared(
+            [spared for _, _, spared in found], [plan.selection.kept for _, plan, _ in found]
+        )
+        for (state, _, _), one in zip(found, known, strict=True):
+            state.known = one
         return [freed for freed, _ in compacted]
 
     def retract(self, state: CallState, generated: int) -> None:
@@ -267,6 +274,7 @@ class Runtime:
         state.alive, state.alive_closed = [], 0
         state.table, state.table_closed = [], 0
         state.statistics, state.tracked_tokens = {}, state.prompt_tokens + generated
+        state.known = None
         state.recomputes = generated
 
     def close(
@@ -318,6 +326,7 @@ class Runtime:
             seed=seed,
             statistics=state.statistics,
             page=page,
+            known=state.known,
         )
 
     def _sentences(self, state: CallState) -> Sentences:

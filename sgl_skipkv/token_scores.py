@@ -39,10 +39,38 @@ def add_token_scores(calls: Sequence[Call]) -> list[ScoreInput]:
         together = [calls[i] for i in chosen]
         importance = _importance(together, window)
         repeating = [i for i in chosen if "redundancy" in calls[i][0].takes]
-        redundancy = dict(zip(repeating, _redundancy([calls[i] for i in repeating]), strict=True))
         for i, important in zip(chosen, importance, strict=True):
-            inputs[i] = replace(inputs[i], importance=important, redundancy=redundancy.get(i))
+            inputs[i] = replace(inputs[i], importance=important)
+        found = _redundancy([calls[i] for i in repeating])
+        for i, (redundancy, spared) in zip(repeating, found, strict=True):
+            inputs[i] = replace(inputs[i], redundancy=redundancy, spared=spared)
     return inputs
+
+
+def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    """What stays known of each call's spared columns when it keeps some of its rows.
+
+    Args:
+        spared: int32 [L, Hkv, n] each, as in ``ScoreInput``.
+        kept: int64 [kept] each, rows that stay, ascending.
+
+    Returns:
+        int32 [L, Hkv, kept] each, ``ScoreInput.known`` of the call's next compaction.
+    """
+    from sgl_skipkv.kernels.spared_columns import remap_spared
+
+    if not spared:
+        return []
+    device, stay = spared[0].device, [rows.shape[0] for rows in kept]
+    known = remap_spared(
+        torch.cat(list(spared), dim=2),
+        _offsets([one.shape[2] for one in spared], device),
+        torch.cat(list(kept)),
+        stay,
+        _offsets(stay, device),
+    )
+    # A copy each: a view would keep what the whole batch knew alive.
+    return [part.clone() for part in torch.split(known.spared, stay, dim=2)]
 
 
 def _importance(calls: Sequence[Call], window: int) -> Sequence[Tensor]:
@@ -61,15 +89,23 @@ def _importance(calls: Sequence[Call], window: int) -> Sequence[Tensor]:
     return torch.split(found, [tokens - window for tokens in paged.row_tokens])
 
 
-def _redundancy(calls: Sequence[Call]) -> Sequence[Tensor]:
+def _redundancy(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
+    """Of each call its redundancy and its spared columns."""
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
+    from sgl_skipkv.kernels.spared_columns import KnownSpared
 
     if not calls:
-        return ()
-    paged = _paged_keys(calls)
+        return []
+    paged, known = _paged_keys(calls), None
+    if parts := [one.known for _, one in calls if one.known is not None]:
+        tokens = [0 if one.known is None else one.known.shape[2] for _, one in calls]
+        known = KnownSpared(torch.cat(parts, dim=2), tokens, _offsets(tokens, paged.device))
     thresholds = [_knob(policy, "threshold") for policy, _ in calls]
-    found, _ = key_redundancy(paged, device_tensor(thresholds, paged.device, torch.float32))
-    return torch.split(found, list(paged.row_tokens))
+    found, spared = key_redundancy(
+        paged, device_tensor(thresholds, paged.device, torch.float32), known
+    )
+    counts = list(paged.row_tokens)
+    return list(zip(torch.split(found, counts), torch.split(spared, counts, dim=2), strict=True))
 
 
 def _paged_keys(calls: Sequence[Call]) -> PagedKeys:
@@ -84,8 +120,13 @@ def _paged_keys(calls: Sequence[Call]) -> PagedKeys:
         cache.req_to_token,
         device_tensor([page.row for page in pages], device),
         tokens,
-        device_tensor([0, *accumulate(tokens)], device),
+        _offsets(tokens, device),
     )
+
+
+def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [len + 1], where each part starts, and the sum."""
+    return device_tensor([0, *accumulate(counts)], device)
 
 
 def _page(inputs: ScoreInput) -> Page:

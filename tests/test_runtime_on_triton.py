@@ -62,10 +62,19 @@ def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str,
     return [call.compactions for call in calls], tables
 
 
-def test_kept_sets_and_tables_are_those_of_torch() -> None:
+def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, tables = history(80)
+    original, known = key_redundancy.key_redundancy, []
+
+    def spied(paged: Any, thresholds: Any, carried: Any = None) -> Any:
+        known.append(carried is not None)
+        return original(paged, thresholds, carried)
+
     with on_triton():
+        monkeypatch.setattr(key_redundancy, "key_redundancy", spied)
         found, recorded = history(80)
+    assert known.count(False) == 3, "each of the three from scratch, once"
+    assert known.count(True) >= 6
     assert found == expected and all(len(one) >= 3 for one in found)
     for name in ("queries", "length", "index"):
         assert torch.equal(recorded[name], tables[name]), name

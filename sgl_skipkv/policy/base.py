@@ -115,6 +115,8 @@ class ScoreInput:
         importance, redundancy: what kernels found for this call already (``token_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
+        spared: int32 [L, Hkv, n], found with ``redundancy``: the column that each row spares.
+        known: int32 [L, Hkv, k], what the last compaction's ``spared`` tells of the first k rows.
     """
 
     positions: Tensor
@@ -129,6 +131,8 @@ class ScoreInput:
     page: Page | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
+    spared: Tensor | None = None
+    known: Tensor | None = None
 
 
 class Policy(ABC):
