@@ -61,7 +61,9 @@ def referred(keys: Tensor, threshold: float) -> Tensor:
     return total / len(keys)
 
 
-def check(of_request: list[Tensor], thresholds: list[float], device: torch.device) -> None:
+def assert_as_reference(
+    of_request: list[Tensor], thresholds: list[float], device: torch.device
+) -> None:
     world = paged([keys.to(device) for keys in of_request], seed=len(of_request))
     found = scored(world, thresholds)
     for keys, threshold, (redundancy, spared) in zip(
@@ -78,13 +80,13 @@ def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torc
     tokens, thresholds = [71, 1, 2, 150], [0.5] * 4
     keys = clustered(tokens, thresholds, dtype=dtype, head_dim=head_dim, noise=0.9)
     assert (spared_truth(keys[3], 0.5) == -1).any(), "every row has a similar column"
-    check(keys, thresholds, device)
+    assert_as_reference(keys, thresholds, device)
 
 
 def test_each_request_has_its_own_threshold(device: torch.device) -> None:
     """Below 0 the diagonal, which is 0, counts as similar too."""
     thresholds = [-1.0, -0.3, 0.0, 0.5, 0.9, 1.0]
-    check(clustered([40, 33, 20, 70, 65, 31], thresholds), thresholds, device)
+    assert_as_reference(clustered([40, 33, 20, 70, 65, 31], thresholds), thresholds, device)
 
 
 def test_zeros_and_tiny_keys(device: torch.device) -> None:
@@ -92,21 +94,21 @@ def test_zeros_and_tiny_keys(device: torch.device) -> None:
     (keys,) = clustered([50], [0.5])
     keys[:, [0, 7, 20, 49]] = 0.0
     keys[:, [3, 30]] *= 1e-10
-    check([keys, 0.0 * keys[:, :5]], [0.5, 0.5], device)
+    assert_as_reference([keys, 0.0 * keys[:, :5]], [0.5, 0.5], device)
 
 
 def test_equal_and_opposite_keys(device: torch.device) -> None:
     (keys,) = clustered([45], [0.5])
     keys[:, 10:20] = keys[:, :10]
     keys[:, 20:30] = -keys[:, :10]
-    check([keys, keys[:, :1].expand(-1, 40, -1, -1)], [0.5, 0.5], device)
+    assert_as_reference([keys, keys[:, :1].expand(-1, 40, -1, -1)], [0.5, 0.5], device)
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.5])
 def test_keys_with_a_common_part(noise: float, device: torch.device) -> None:
     """All cosines near 1: column sums are large, their differences small."""
     keys = clustered([130], [0.5], noise=noise, seed=3)[0] * 0.1 + 2.0
-    check([keys], [0.5], device)
+    assert_as_reference([keys], [0.5], device)
 
 
 def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:

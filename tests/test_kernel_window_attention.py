@@ -123,7 +123,7 @@ def referred(q: Tensor, k: Tensor, width: int) -> Tensor:
     return total / len(q)
 
 
-def check(batch: Case, **options: Any) -> None:
+def assert_as_reference(batch: Case, **options: Any) -> None:
     for b, found in enumerate(batch.found(**options)):
         inputs = (batch.queries(b), batch.keys.of_request[b], batch.widths[b])
         assert_as_close(found, referred(*inputs), exact(*inputs))
@@ -133,7 +133,7 @@ def check(batch: Case, **options: Any) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     """Odd lengths, one block and several, a single candidate, scrambled slots and rows."""
-    check(case([71, 9, 130], dtype=dtype, head_dim=head_dim, device=device))
+    assert_as_reference(case([71, 9, 130], dtype=dtype, head_dim=head_dim, device=device))
 
 
 @pytest.mark.parametrize(
@@ -141,19 +141,19 @@ def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torc
 )
 def test_groups_and_windows(group: int, window: int, device: torch.device) -> None:
     """Padded groups and windows, and windows that take several products per block of keys."""
-    check(case([window + 50, window + 1], window=window, group=group, device=device))
+    assert_as_reference(case([window + 50, window + 1], window=window, group=group, device=device))
 
 
 @pytest.mark.parametrize("widths", [[1, 3, 7], [63, 255, 5]])
 def test_each_request_has_its_own_pool(widths: list[int], device: torch.device) -> None:
     """Among them pools wider than the request."""
-    check(case([90, 30, 75], widths=widths, device=device))
+    assert_as_reference(case([90, 30, 75], widths=widths, device=device))
 
 
 @pytest.mark.parametrize("ring", [8, 9, 21])
 def test_the_newest_queries_of_a_longer_ring(ring: int, device: torch.device) -> None:
     batch = case([60, 33], ring=ring, device=device)
-    check(batch)
+    assert_as_reference(batch)
     taken = torch.zeros(batch.ring.shape[1:3], dtype=torch.bool, device=device)
     for b, newest in enumerate(batch.last_positions):
         taken[batch.query_slots[b], [(newest - w) % ring for w in range(8)]] = True
@@ -163,7 +163,7 @@ def test_the_newest_queries_of_a_longer_ring(ring: int, device: torch.device) ->
 
 
 def test_more_heads_than_the_pool_takes_at_once(device: torch.device) -> None:
-    check(case([40, 75], layers=3, kv_heads=7, group=1, device=device))
+    assert_as_reference(case([40, 75], layers=3, kv_heads=7, group=1, device=device))
 
 
 def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:
