@@ -42,7 +42,7 @@ Row = dict[str, str]
 
 
 def selected(name: str, model: str, sampling: str) -> list[Row]:
-    """The rows of one comparison.
+    """The rows of one comparison, those with the most problems.
 
     Raises:
         ValueError: there are none.
@@ -52,7 +52,8 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     ]
     if not found:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
-    return found
+    most = max(int(row["problems"]) for row in found)
+    return [row for row in found if int(row["problems"]) == most]
 
 
 def levels_of(rows: Sequence[Row]) -> list[str]:

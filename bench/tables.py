@@ -92,6 +92,8 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
         for row in rows("accuracy")
         if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
     ]
+    most = max(int(row["problems"]) for row in found)
+    found = [row for row in found if int(row["problems"]) == most]
     lines, shares = [], (8, 15, 25, 35, 50)
     for level in levels:
         here = [row for row in found if row["level"] == level]
@@ -393,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "comparison": lambda: comparison(("hard",)),
     "comparison_all": lambda: comparison(LEVELS),
+    "comparison_sampled": lambda: comparison(("easy",), "sampled"),
     "components": components,
     "prompt": prompt,
     "thresholds": thresholds,
