@@ -7,6 +7,7 @@ next file start while the tests of this one run, in the order of the table.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +123,14 @@ SPECS: dict[str, Spec] = {
 }
 
 
+#: memory of a server's three processes while they start, with something to spare
+SERVER_GIB = 3.5
+
+
+def total_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
 def tiny_vector(layer: int) -> SteeringVector:
     """A vector for the random models, large enough to change what they say."""
     origin = Origin(
@@ -206,12 +215,14 @@ class Fleet:
         self.stop(*self._started)
 
     def _start_ahead(self) -> None:
-        """Start what the next file needs."""
+        """Start what the next file needs, if there is room for it beside what runs."""
         waiting = [
             name
             for name, spec in SPECS.items()
             if name not in self._started and self._files.intersection(spec.files)
         ]
-        for name in waiting:
-            if SPECS[name].files[0] == SPECS[waiting[0]].files[0]:
+        ahead = [n for n in waiting if SPECS[n].files[0] == SPECS[waiting[0]].files[0]]
+        running = sum(server.process.poll() is None for server in self._started.values())
+        if not running or (running + len(ahead)) * SERVER_GIB < total_gib():
+            for name in ahead:
                 self.started(name)

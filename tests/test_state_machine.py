@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -28,6 +29,21 @@ from hypothesis.stateful import (
 )
 from pool_books import POOL, ROWS, plugin_and_topology
 from pool_world import World
+
+
+@pytest.fixture(autouse=True)
+def same_draws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same runs, whatever other tests have imported.
+
+    Hypothesis likes to draw constants that it finds in the modules of the project that are loaded,
+    so how often something happens in a run would depend on the rest of the session.
+    """
+    nothing = providers.Constants()
+    monkeypatch.setattr(providers, "_get_local_constants", lambda: nothing)
+    providers.CONSTANTS_CACHE.cache.clear()
+    yield
+    providers.CONSTANTS_CACHE.cache.clear()
+
 
 MACHINE = settings(
     deadline=None,
@@ -155,7 +171,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 def test_memory_stays_sound() -> None:
     PoolMachine.seen = Counter()
-    run_state_machine_as_test(PoolMachine, settings=settings(MACHINE, max_examples=350))
+    run_state_machine_as_test(PoolMachine, settings=settings(MACHINE, max_examples=450))
     # an empty run proves nothing
     wanted = {"compactions": 800, "retractions": 200, "retractions, pool full": 5, "refused": 5}
     wanted |= {"prefix hits": 400, "finished": 400, "aborts": 500}
