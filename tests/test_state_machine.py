@@ -171,7 +171,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 def test_memory_stays_sound() -> None:
     PoolMachine.seen = Counter()
-    run_state_machine_as_test(PoolMachine, settings=settings(MACHINE, max_examples=450))
+    run_state_machine_as_test(PoolMachine, settings=settings(MACHINE, max_examples=650))
     # an empty run proves nothing
     wanted = {"compactions": 800, "retractions": 200, "retractions, pool full": 5, "refused": 5}
     wanted |= {"prefix hits": 400, "finished": 400, "aborts": 500}
