@@ -65,11 +65,16 @@ def attention_layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
-def build_model_side(config: ServerConfig, scheduler: Any) -> ModelSide:
+def build_model_side(
+    config: ServerConfig, scheduler: Any, vector: SteeringVector | None = None
+) -> ModelSide:
     """Build it and attach it to the model.
 
+    Args:
+        vector: the operator's.
+
     Raises:
-        SettingError: the steering vector is no vector of this model.
+        SettingError: the vector is no vector of this model.
         torch.OutOfMemoryError: no room for the buffers.
     """
     runner = scheduler.tp_worker.model_runner
@@ -83,11 +88,12 @@ def build_model_side(config: ServerConfig, scheduler: Any) -> ModelSide:
     vocab_size = runner.model_config.vocab_size
     delimiters = Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
     steerer = capture = None
-    if config.steering_vector is not None:
-        steerer = _build_steerer(config, scheduler, delimiters, device)
+    if vector is not None:
+        steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
+    most_running = scheduler.server_args.max_running_requests or config.max_tracked_calls
     recorder = Recorder(
         shape,
-        slots=min(config.max_tracked_calls, scheduler.server_args.max_running_requests or 1 << 30),
+        slots=min(config.max_tracked_calls, most_running),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -107,16 +113,14 @@ def build_model_side(config: ServerConfig, scheduler: Any) -> ModelSide:
 
 
 def _build_steerer(
-    config: ServerConfig, scheduler: Any, delimiters: Delimiters, device: torch.device
+    vector: SteeringVector, gamma: float, scheduler: Any, delimiters: Delimiters
 ) -> Steerer:
     """The operator's vector, checked against the model and attached to its layer."""
-    assert config.steering_vector is not None
-    vector = SteeringVector.load(config.steering_vector)
     runner = scheduler.tp_worker.model_runner
     vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
     preset, keywords = vector.origin.delimiters, vector.keywords
     classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
-    steerer = Steerer(vector, classes, config.steering_gamma, device=device)
+    steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
     attach_steering(runner.model, steerer)
     return steerer
 

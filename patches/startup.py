@@ -23,6 +23,7 @@ from sgl_skipkv.patches.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.server_args import config_of
 from sgl_skipkv.runtime import Runtime
+from sgl_skipkv.steering_vector import SteeringVector
 from sgl_skipkv.trace import TraceWriter
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,10 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
     side, scheduler.skipkv_reasons = None, []
     try:
         config = config_of(scheduler.server_args)
-        if config.asked and not seams.problems() and can_record(scheduler):
-            side = build_model_side(config, scheduler)
+        path = config.steering_vector
+        vector = SteeringVector.load(path) if path is not None else None
+        if config.asked and not seams.problems() and _can_record(scheduler):
+            side = build_model_side(config, scheduler, vector)
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
@@ -47,7 +50,7 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
 
-def can_record(scheduler: Any) -> bool:
+def _can_record(scheduler: Any) -> bool:
     """Whether recording may run in this model's forward pass, as far as can be told before pools.
 
     What it does not tell is found by ``bind``, which has all the reasons.
@@ -69,8 +72,10 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
+        side = model_side_of(runner)
+        if not reasons and side is None and config.asked:
+            reasons.append("attention whose queries cannot be recorded (keys unlike values)")
         if not reasons:
-            side = model_side_of(runner)
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])

@@ -118,7 +118,10 @@ SPECS: dict[str, Spec] = {
     "refused": Spec(
         ("states",),
         "qwen2",
-        (*UNSUPPORTED, "--kv-budget", "64", "--steering-vector", "v.safetensors"),
+        (
+            *(*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64"),
+            *("--steering-vector", "v.safetensors"),
+        ),
     ),
 }
 
