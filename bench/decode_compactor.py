@@ -13,7 +13,6 @@ from torch import Tensor
 from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder
 from sgl_skipkv.runtime import Due, Runtime
@@ -126,10 +125,7 @@ class Compactor:
         )
         self.states: list[CallState] = []
         self.output_ids: list[list[int]] = []
-        self.cache: PagedCache | None = None
-        if uses_triton(model.device):
-            pointers = device_tensor([k.data_ptr() for k in pool.k], model.device)
-            self.cache = PagedCache(pool.k[0], pointers, req_to_token)
+        self.cache = PagedCache.of(pool.k, req_to_token)
 
     def open(self, generated: int) -> list[int]:
         """New calls that have generated this many tokens already.

@@ -17,6 +17,11 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def kernels_read(head_dim: int) -> bool:
+    """Whether the scoring kernels read heads of this size: powers of two, from 16 on."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+
+
 def device_tensor(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:

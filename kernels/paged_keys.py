@@ -15,6 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+from sgl_skipkv.kernels.on_device import kernels_read
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 SIGNATURE = {
@@ -53,7 +54,7 @@ class PagedKeys:
     def __post_init__(self) -> None:
         if self.layer.dtype not in _TRITON_TYPES:
             raise ValueError(f"layer: expected one of {[*TRITON_NAMES]}, got {self.layer.dtype}")
-        if self.head_dim < 16 or self.head_dim & (self.head_dim - 1) or self.layer.stride(2) != 1:
+        if not kernels_read(self.head_dim) or self.layer.stride(2) != 1:
             raise ValueError(
                 f"layer: expected contiguous heads of 16, 32, 64, ... numbers, got "
                 f"{self.head_dim} with stride {self.layer.stride(2)}"

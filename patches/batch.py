@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.runtime import Due, Runtime
@@ -112,16 +112,10 @@ def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:
 
 
 def _paged_cache(batch: Any) -> PagedCache | None:
-    """What kernels need to read keys in place; None where plain torch scores instead."""
     kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
     first = kv_pool.start_layer
     layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
-    head_dim = layers[0].shape[2]
-    is_power_of_two = head_dim >= 16 and head_dim & (head_dim - 1) == 0  # as kernels want it
-    if not (uses_triton(layers[0].device) and is_power_of_two):
-        return None
-    pointers = device_tensor([layer.data_ptr() for layer in layers], layers[0].device)
-    return PagedCache(layers[0], pointers, batch.req_to_token_pool.req_to_token)
+    return PagedCache.of(layers, batch.req_to_token_pool.req_to_token)
 
 
 def _keys_of(batch: Any, i: int) -> _KeyReader:

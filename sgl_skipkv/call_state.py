@@ -27,7 +27,7 @@ class CallState:
         recomputes: generated tokens that the coming prefill computes again, after a retraction.
         alive: indices into ``tracker.closed`` of sentences not known to be evicted.
         statistics: what the policy tracks, name -> one value per row entry with a statistic.
-        known: what the last compaction found out about the rows that stayed (``ScoreInput.known``).
+        known_spared: what the last compaction found out about the rows that stayed.
         tracked_tokens: logical tokens whose queries those have seen.
         table: sentence index of each entry of the device's sentence table, as of ``table_closed``
             closed sentences.
@@ -50,7 +50,7 @@ class CallState:
     alive: list[int] = field(default_factory=list)
     alive_closed: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    known: Tensor | None = None
+    known_spared: Tensor | None = None
     tracked_tokens: int = 0
     table: list[int] = field(default_factory=list)
     table_closed: int = 0

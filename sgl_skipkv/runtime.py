@@ -249,7 +249,7 @@ class Runtime:
             check=self.config.check_ledger,
         )
         for (state, plan), (_, positions) in zip(plans, compacted, strict=True):
-            state.last, state.known = Snapshot(plan, positions), None
+            state.last, state.known_spared = Snapshot(plan, positions), None
             kept = plan.selection.kept
             state.statistics = {name: values[kept] for name, values in state.statistics.items()}
             state.evicted_tokens += plan.evicted_tokens
@@ -262,7 +262,7 @@ class Runtime:
             [spared for _, _, spared in found], [plan.selection.kept for _, plan, _ in found]
         )
         for (state, _, _), one in zip(found, known, strict=True):
-            state.known = one
+            state.known_spared = one
         return [freed for freed, _ in compacted]
 
     def retract(self, state: CallState, generated: int) -> None:
@@ -274,7 +274,7 @@ class Runtime:
         state.alive, state.alive_closed = [], 0
         state.table, state.table_closed = [], 0
         state.statistics, state.tracked_tokens = {}, state.prompt_tokens + generated
-        state.known = None
+        state.known_spared = None
         state.recomputes = generated
 
     def close(
@@ -306,14 +306,13 @@ class Runtime:
         if state.last is not None:
             positions = torch.cat([state.last.positions, positions])
         assert positions.shape[0] == due.row_tokens, "row + evicted = logical length"
-        if policy.needs_queries:
-            queries = self.recorder.queries.read(
-                state.slot, logical_tokens - 1, policy.params.window
-            )
-        if due.cache is not None and policy.takes:
+        newest = logical_tokens - 1
+        if due.cache is not None and policy.kernel_scores:
             assert state.row is not None
             ring = self.recorder.queries.data
-            page = Page(due.cache, state.row, ring, state.slot, logical_tokens - 1)
+            page = Page(due.cache, state.row, ring, state.slot, newest)
+        elif policy.needs_queries:
+            queries = self.recorder.queries.read(state.slot, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
@@ -326,7 +325,7 @@ class Runtime:
             seed=seed,
             statistics=state.statistics,
             page=page,
-            known=state.known,
+            known_spared=state.known_spared,
         )
 
     def _sentences(self, state: CallState) -> Sentences:

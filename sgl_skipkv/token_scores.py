@@ -33,12 +33,12 @@ def add_token_scores(calls: Sequence[Call]) -> list[ScoreInput]:
     inputs = [one for _, one in calls]
     by_window: defaultdict[int, list[int]] = defaultdict(list)
     for i, (policy, one) in enumerate(calls):
-        if one.page is not None and policy.takes:
+        if one.page is not None and policy.kernel_scores:
             by_window[policy.params.window].append(i)
     for window, chosen in by_window.items():
         together = [calls[i] for i in chosen]
         importance = _importance(together, window)
-        repeating = [i for i in chosen if "redundancy" in calls[i][0].takes]
+        repeating = [i for i in chosen if "redundancy" in calls[i][0].kernel_scores]
         for i, important in zip(chosen, importance, strict=True):
             inputs[i] = replace(inputs[i], importance=important)
         found = _redundancy([calls[i] for i in repeating])
@@ -55,7 +55,7 @@ def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tenso
         kept: int64 [kept] each, rows that stay, ascending.
 
     Returns:
-        int32 [L, Hkv, kept] each, ``ScoreInput.known`` of the call's next compaction.
+        int32 [L, Hkv, kept] each, ``ScoreInput.known_spared`` of the call's next compaction.
     """
     from sgl_skipkv.kernels.spared_columns import remap_spared
 
@@ -97,8 +97,8 @@ def _redundancy(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
     if not calls:
         return []
     paged, known = _paged_keys(calls), None
-    if parts := [one.known for _, one in calls if one.known is not None]:
-        tokens = [0 if one.known is None else one.known.shape[2] for _, one in calls]
+    if parts := [one.known_spared for _, one in calls if one.known_spared is not None]:
+        tokens = [0 if one.known_spared is None else one.known_spared.shape[2] for _, one in calls]
         known = KnownSpared(torch.cat(parts, dim=2), tokens, _offsets(tokens, paged.device))
     thresholds = [_knob(policy, "threshold") for policy, _ in calls]
     found, spared = key_redundancy(

@@ -18,7 +18,6 @@ from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels import on_device
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.runtime import Due, Runtime
@@ -199,15 +198,9 @@ class SyntheticServer:
 
     def due(self, call: Call) -> Due:
         return Due(
-            call.state, len(call.slots), call.output_ids, self.keys_of(call), self.paged_cache()
+            *(call.state, len(call.slots), call.output_ids, self.keys_of(call)),
+            PagedCache.of(list(self.pool_keys), self.req_to_token),
         )
-
-    def paged_cache(self) -> PagedCache | None:
-        """Where kernels find the keys, if kernels run."""
-        if not on_device.uses_triton(self.pool_keys.device):
-            return None
-        pointers = torch.tensor([layer.data_ptr() for layer in self.pool_keys])
-        return PagedCache(self.pool_keys[0], pointers, self.req_to_token)
 
     def keys_of(self, call: Call) -> Callable[[int], Tensor]:
         """layer -> cached keys in row order."""

@@ -233,7 +233,7 @@ def test_the_loop_with_kernels_is_the_loop_without(
         return found.compactions, [loop.req_to_token, *loop.pool.k, loop.sampled]
 
     expected = decoded()
-    for module in (page_table, recorder, on_device, bench["decode_compactor"]):
+    for module in (page_table, recorder, on_device):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     with interpreted(*KERNELS):
         found = decoded()

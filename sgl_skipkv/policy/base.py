@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from sgl_skipkv.config import SettingError, Settings
+from sgl_skipkv.kernels import on_device
 
 
 def _odd(tokens: int) -> int:
@@ -77,6 +78,15 @@ class PagedCache:
     k_ptrs: Tensor
     req_to_token: Tensor
 
+    @classmethod
+    def of(cls, layers: Sequence[Tensor], req_to_token: Tensor) -> PagedCache | None:
+        """The cache whose layers have these keys; None where plain torch scores instead."""
+        first = layers[0]
+        if not (on_device.uses_triton(first.device) and on_device.kernels_read(first.shape[2])):
+            return None
+        pointers = on_device.device_tensor([layer.data_ptr() for layer in layers], first.device)
+        return cls(first, pointers, req_to_token)
+
 
 @dataclass(frozen=True)
 class Page:
@@ -106,7 +116,7 @@ class ScoreInput:
         layers: number of attention layers.
         keys: layer -> float [n, Hkv, d], the cached rotated keys of that layer.
         queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest
-            first; None for policies that did not ask for them.
+            first; None for policies that did not ask for them, and where kernels read them.
         scale: the model's factor on attention logits.
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
@@ -116,7 +126,7 @@ class ScoreInput:
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
         spared: int32 [L, Hkv, n], found with ``redundancy``: the column that each row spares.
-        known: int32 [L, Hkv, k], what the last compaction's ``spared`` tells of the first k rows.
+        known_spared: int32 [L, Hkv, k], what the last compaction's tells of the first k rows.
     """
 
     positions: Tensor
@@ -132,7 +142,7 @@ class ScoreInput:
     importance: Tensor | None = None
     redundancy: Tensor | None = None
     spared: Tensor | None = None
-    known: Tensor | None = None
+    known_spared: Tensor | None = None
 
 
 class Policy(ABC):
@@ -149,8 +159,8 @@ class Policy(ABC):
     needs_sentences: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
-    #: which of ``ScoreInput``'s token scores it takes from kernels where those run
-    takes: ClassVar[frozenset[str]] = frozenset()
+    #: token scores of ``ScoreInput`` that it lets kernels find, where those run
+    kernel_scores: ClassVar[frozenset[str]] = frozenset()
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 

@@ -33,18 +33,18 @@ class RKV(Policy):
     name = "rkv"
     Params: ClassVar[type[PolicyParams]] = RKVParams
     needs_queries = True
-    takes = frozenset({"importance", "redundancy"})
+    kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""
-        assert inputs.queries is not None
-        params, window = self.params, inputs.queries.shape[1]
+        params, window = self.params, self.params.window
         n = inputs.positions.shape[0]
         if inputs.importance is not None and inputs.redundancy is not None:
             repeated = inputs.redundancy[: n - window]
             z = params.sigma * inputs.importance - (1.0 - params.sigma) * repeated
             return F.pad(z, (0, window))
+        assert inputs.queries is not None
         total = torch.zeros(n - window, device=inputs.positions.device)
         for layer in range(inputs.layers):
             keys = inputs.keys(layer)

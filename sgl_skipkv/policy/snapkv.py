@@ -28,15 +28,15 @@ class SnapKV(Policy):
     name = "snapkv"
     Params: ClassVar[type[PolicyParams]] = SnapKVParams
     needs_queries = True
-    takes = frozenset({"importance"})
+    kernel_scores = frozenset({"importance"})
     params: SnapKVParams
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``I`` of every cached token; the last W, which are protected, score 0."""
-        assert inputs.queries is not None
-        window = inputs.queries.shape[1]
+        window = self.params.window
         if inputs.importance is not None:
             return F.pad(inputs.importance, (0, window))
+        assert inputs.queries is not None
         n = inputs.positions.shape[0]
         total = torch.zeros(n - window, device=inputs.positions.device)
         for layer in range(inputs.layers):
