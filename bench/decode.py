@@ -104,9 +104,8 @@ class PagedLoop:
 
     def _step(self) -> None:
         recorder = None if self.compactor is None else self.compactor.recorder
-        recorded = None if recorder is None else recorder.slots.of_row[self.lanes]
         at = (self.token_ids, self.positions, self.new_slots)
-        sampled = self.model.step(*at, self.pool, self.attention, recorder, recorded)
+        sampled = self.model.step(*at, self.pool, self.attention, recorder, self.lanes)
         self.sampled.copy_(sampled)
         self.positions.add_(1)
 

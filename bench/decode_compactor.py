@@ -105,6 +105,7 @@ class Compactor:
         self.recorder = Recorder(
             ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
             slots=batch,
+            rings=batch,  # calls that begin together and compact together share none
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
@@ -142,7 +143,7 @@ class Compactor:
                 state.phase = 0  # its first compaction was long ago
             ids = torch.randint(self.vocabulary, (own,)).tolist()
             state.tracker.feed(ids)
-            self.runtime.admit(state, b)
+            self.runtime.admit(state, b, len(prompt) + own)
             self.runtime.start_recording(state)
             self.states.append(state)
             self.output_ids.append(ids)
@@ -162,7 +163,7 @@ class Compactor:
         self.states, self.output_ids = [], []
 
     def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> list[int]:
-        """Note a step's tokens; the calls whose compaction comes before the next step."""
+        """Before a step: note the tokens of the last one; the calls that are compacted first."""
         due = []
         for b, (state, tokens) in enumerate(zip(self.states, row_tokens, strict=True)):
             self.runtime.observe(state, tokens)
@@ -170,6 +171,7 @@ class Compactor:
                 due.append(b)
         for ids, token in zip(self.output_ids, new_ids, strict=False):
             ids.append(token)
+        self.runtime.step()
         return due
 
     def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from decode_attention import DecodeAttention, Heads
 from torch import Tensor
 
-from sgl_skipkv.recorder import Recorder, Recording
+from sgl_skipkv.recorder import Recorder
 
 EPS, ROPE_BASE = 1e-6, 10_000.0
 
@@ -75,20 +75,20 @@ class DecodeModel:
         pool: KVPool,
         attention: DecodeAttention,
         recorder: Recorder | None,
-        recorded_slots: Tensor | None,
+        rows: Tensor,
     ) -> Tensor:
         """One token per request, as the plugin sees it: queries and final hidden states recorded.
 
         Args:
             token_ids, positions: int64 [B]. slots: int64 [B], where their KV goes.
-            recorder: None where nothing is evicted. recorded_slots: int64 [B], its slots.
+            recorder: None where nothing is evicted. rows: int64 [B], of the page table.
 
         Returns:
             int64 [B], the most likely next tokens.
         """
         heads, recording = self.size.heads, None
-        if recorder is not None and recorded_slots is not None:
-            recording = Recording(recorded_slots, positions)
+        if recorder is not None:
+            recording = recorder.decode_recording(rows, positions)
         angles = positions[:, None, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding[token_ids]

@@ -153,7 +153,7 @@ def carried_over(cache: Cache, tokens: int, thresholds: Tensor) -> KnownSpared:
 
 def sentences(cache: Cache) -> Case:
     shape, count = cache.shape, cache.shape.sentences
-    vectors = cache.random(shape.requests + 1, count, shape.hidden_size, dtype=torch.float32)
+    vectors = cache.random(shape.requests + 1, count, shape.hidden_size)
     highest = torch.full((shape.requests + 1, count), -1.0, device=cache.device)
     counts = torch.full_like(cache.slots, count)
 

@@ -95,7 +95,7 @@ def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
             due, before, key_bytes=size, **keys
         ),
         "sentence_redundancy": sentence_redundancy.bytes_moved(
-            [shape.sentences] * shape.requests, hidden_size=hidden
+            [shape.sentences] * shape.requests, hidden_size=hidden, vector_bytes=size
         ),
         "row_compaction": row_compaction.bytes_moved(
             sum(before), shape.interval * shape.requests, requests=shape.requests
@@ -108,7 +108,10 @@ def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
             ring_bytes=size,
         ),
         "sentence_step": sentence_step.bytes_moved(
-            shape.requests, closing, hidden_size=hidden, hidden_bytes=size
+            *(shape.requests, closing),
+            hidden_size=hidden,
+            hidden_bytes=size,
+            vector_bytes=size,
         ),
         "steering_add": steering_add.bytes_moved(
             shape.requests, shape.requests, closing, hidden_size=hidden, residual_bytes=size
@@ -126,8 +129,9 @@ def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
         "steering_add": 2 * closing * hidden,
     }
     tokens = {"window_attention": shape.tokens}
-    products = ("window_attention", "key_redundancy", "key_redundancy_incremental")
-    tokens |= dict.fromkeys((*products[1:], "row_compaction"), shape.tokens + shape.interval)
+    scored = ("key_redundancy", "key_redundancy_incremental")
+    tokens |= dict.fromkeys((*scored, "row_compaction"), shape.tokens + shape.interval)
+    products = (*scored, "window_attention", "sentence_redundancy")
     return {
         name: Work(
             tokens.get(name, 0),

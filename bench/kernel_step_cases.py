@@ -60,7 +60,7 @@ def open_sentences(cache: Cache) -> Case:
             "length": torch.full((tracked,), 3.0, device=cache.device),
             "index": torch.ones(tracked, dtype=torch.int64, device=cache.device),
             "after_delimiter": torch.zeros(tracked, dtype=torch.bool, device=cache.device),
-            "vectors": cache.random(tracked, CAPACITY, shape.hidden_size, dtype=torch.float32),
+            "vectors": cache.random(tracked, CAPACITY, shape.hidden_size),
         }
 
         def launch(

@@ -212,7 +212,7 @@ def sentence_step(
         length: float32 [slots], tokens in the running sum.
         index: int64 [slots], sentence that the running sum belongs to.
         after_delimiter: bool [slots], whether the last token was a delimiter.
-        vectors: float32 [slots, capacity, D], stored means.
+        vectors: float [slots, capacity, D], stored means.
     """
     opens = after_delimiter[slots] & ~is_delimiter
     keep = (~opens).unsqueeze(1)
@@ -226,7 +226,8 @@ def sentence_step(
     mean = new_total / new_length.unsqueeze(1)
     unit = mean / mean.norm(dim=-1, keepdim=True).clamp_min(_EPS)
     entry = new_index.clamp_max(vectors.shape[1] - 1)
-    vectors[slots, entry] = torch.where(is_delimiter.unsqueeze(1), unit, vectors[slots, entry])
+    stored = vectors[slots, entry]
+    vectors[slots, entry] = torch.where(is_delimiter.unsqueeze(1), unit.to(stored.dtype), stored)
 
 
 def steering_step(

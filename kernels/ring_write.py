@@ -3,7 +3,7 @@
 ``ring[slot(b), positions[b] % R] = q[b]`` for every token b of a tracked call.
 
 Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
-2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRing.write``, less
+2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
 its writes to slot 0, which nobody reads.
 
 Mutates ``ring``. Graph-safe: slots and positions are read on the device, only shapes decide the

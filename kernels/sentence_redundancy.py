@@ -9,7 +9,7 @@ CUDA graphs: the grid depends on the number of sentences.
 
 One program per pair of tiles of 32 sentences; the same pair gives the same bits in any batch.
 
-Floors for S sentences per call: bytes ``sum of (S (4 D + 8) + 16)``; operations
+Floors for S sentences per call: bytes ``sum of (S (D vector_bytes + 8) + 16)``; operations
 ``sum of S (S - 1) D``.
 """
 
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import CompileCase
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
 
 _EPS = tl.constexpr(1e-8)
 _TILE, _TILE_DEPTH = 32, 64
@@ -58,8 +58,9 @@ def _raise_redundancy_kernel(
         a = tl.load(own + k[None, :], mask=inside & (i < count)[:, None], other=0.0)
         b = tl.load(later + k[None, :], mask=inside & (j < count)[:, None], other=0.0)
         product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
-        squares_i += tl.sum(a * a, axis=1)
-        squares_j += tl.sum(b * b, axis=1)
+        wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+        squares_i += tl.sum(wide_a * wide_a, axis=1)
+        squares_j += tl.sum(wide_b * wide_b, axis=1)
     norm_i = tl.maximum(tl.sqrt_rn(squares_i), _EPS)
     norm_j = tl.maximum(tl.sqrt_rn(squares_j), _EPS)
     cosine = tl.div_rn(product, norm_i[:, None] * norm_j[None, :])
@@ -75,7 +76,8 @@ def raise_redundancy(
     """Raise each entry's redundancy to its similarity with any later entry.
 
     Args:
-        vectors: float32 [slots, capacity, D], contiguous, sentence vectors; normalised again here.
+        vectors: float16, bfloat16 or float32 [slots, capacity, D], contiguous, sentence vectors;
+            normalised again here.
         redundancy: float32 [slots, capacity], contiguous, -1 or more (changed in place).
         slots: int64 [B], whose tables; no slot twice.
         counts: int64 or int32 [B], entries in use.
@@ -109,11 +111,11 @@ def raise_redundancy(
     )
 
 
-def bytes_moved(counts: Sequence[int], *, hidden_size: int) -> dict[str, int]:
+def bytes_moved(counts: Sequence[int], *, hidden_size: int, vector_bytes: int) -> dict[str, int]:
     """Floor of the bytes of device memory that one call moves, by kind."""
     entries = sum(counts)
     return {
-        "vectors": 4 * entries * hidden_size,
+        "vectors": vector_bytes * entries * hidden_size,
         "redundancy": 8 * entries,
         "slots": 16 * len(counts),
     }
@@ -125,17 +127,19 @@ def operations(counts: Sequence[int], *, hidden_size: int) -> int:
 
 
 def compile_cases() -> list[CompileCase]:
-    """There is one: all its types are fixed."""
+    """One per type of the stored vectors."""
     return [
         CompileCase(
-            name="fp32",
+            name=name,
             function=_raise_redundancy_kernel,
             signature={
-                **dict.fromkeys(("vectors", "redundancy"), "*fp32"),
+                "vectors": f"*{name}",
+                "redundancy": "*fp32",
                 **dict.fromkeys(("slots", "counts"), "*i64"),
                 **dict.fromkeys(("width", "capacity"), "i32"),
             },
             constexprs={"TILE": _TILE, "TILE_DEPTH": _TILE_DEPTH},
             aligned=("width",),
         )
+        for name in TRITON_NAMES.values()
     ]

@@ -9,8 +9,9 @@ and tokens are read on the device, only B decides the launch, nothing is allocat
 
 One program per row, with the row in its registers: it alone updates the slot, once.
 
-Floors for T tracked rows, C of them at a delimiter: bytes ``T (D (hidden_bytes + 8) + 52) + 4 C D``
-(the 52 are token, slot and the slot's entries); operations ``2 T D + 5 C D``.
+Floors for T tracked rows, C of them at a delimiter: bytes
+``T (D (hidden_bytes + 8) + 52) + C D vector_bytes`` (the 52 are token, slot and its entries);
+operations ``2 T D + 5 C D``.
 """
 
 # Triton ships no types, and its functions are a language of their own.
@@ -108,7 +109,8 @@ def sentence_step(
         length: float32 [slots], tokens in the running sum.
         index: int64 [slots], sentence that the running sum belongs to.
         after_delimiter: bool [slots], whether the last token was a delimiter.
-        vectors: float32 [slots, capacity, D], contiguous, stored means, L2-normalised.
+        vectors: float16, bfloat16 or float32 [slots, capacity, D], contiguous, stored means,
+            L2-normalised.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -152,7 +154,7 @@ def _options(width: int) -> dict[str, int]:
 
 
 def bytes_moved(
-    tracked: int, closing: int, *, hidden_size: int, hidden_bytes: int
+    tracked: int, closing: int, *, hidden_size: int, hidden_bytes: int, vector_bytes: int
 ) -> dict[str, int]:
     """Floor of the bytes of device memory that one call moves, by kind.
 
@@ -164,7 +166,7 @@ def bytes_moved(
         "sums": 8 * tracked * hidden_size,
         # row, slot and token 24, bits and preset 2; read and written: length 8, index 16, flag 2
         "entries": 52 * tracked,
-        "vectors": 4 * closing * hidden_size,
+        "vectors": vector_bytes * closing * hidden_size,
     }
 
 
@@ -181,7 +183,8 @@ def compile_cases() -> list[CompileCase]:
                     "hidden": f"*{name}",
                     **dict.fromkeys(("rows", "token_ids", "slots_of_row", "index"), "*i64"),
                     **dict.fromkeys(("bits", "preset"), "*u8"),
-                    **dict.fromkeys(("total", "length", "vectors"), "*fp32"),
+                    **dict.fromkeys(("total", "length"), "*fp32"),
+                    "vectors": f"*{name}",
                     "after_delimiter": "*i1",
                     **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
                 },

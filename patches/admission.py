@@ -59,8 +59,12 @@ class _BudgetedAdder:
         # SGLang counts at most CLIP_MAX_NEW_TOKENS of a request's future; ours is exact.
         clipped = max(_future_tokens(state, req) - CLIP_MAX_NEW_TOKENS, 0)
         needed = len(req.full_untruncated_fill_ids) - req.prefix_len + _future_tokens(state, req)
-        if not self._has_slot(req) or (clipped and needed >= self.rem_total_tokens):
+        runtime, before = state.runtime, self._admitted_before()
+        has_slot = runtime.has_slot(state, [other for other, _ in before])
+        if not has_slot or (clipped and needed >= self.rem_total_tokens):
             return AddReqResult.NO_TOKEN
+        if not runtime.has_ring(state, prefill_tokens(req), before):
+            return AddReqResult.OTHER  # not full: it will fit within a few steps
         with _future_as_max_new_tokens(req):
             result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         if self.can_run_list and self.can_run_list[-1] is req:
@@ -84,13 +88,10 @@ class _BudgetedAdder:
                 self.preempt_list.remove(running)
         return preempted
 
-    def _has_slot(self, req: Any) -> bool:
-        state = state_of(req)
-        assert state is not None
-        waiting = [state_of(other) for other in self.can_run_list]
-        taken = sum(1 for other in waiting if other and other.needs_slot and not other.slot)
-        has_slot: bool = state.runtime.can_admit(state, taken)
-        return has_slot
+    def _admitted_before(self) -> list[tuple[CallState, int]]:
+        """Budgeted calls of this step, with the tokens of their prefill."""
+        found = [(state_of(req), req) for req in self.can_run_list]
+        return [(state, prefill_tokens(req)) for state, req in found if state is not None]
 
 
 def must_stay(req: Any) -> bool:
@@ -99,13 +100,18 @@ def must_stay(req: Any) -> bool:
     return state is not None and not state.runtime.can_recompute(state, len(req.output_ids))
 
 
+def prefill_tokens(req: Any) -> int:
+    """Tokens of a request that has no row: its prompt, and what it had generated before."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
 def _tokens_left(req: Any) -> int:
     return max(int(req.sampling_params.max_new_tokens) - len(req.output_ids), 0)
 
 
 def _future_tokens(state: CallState, req: Any) -> int:
     """KV tokens that a request which is about to be prefilled may need after its prefill."""
-    return state.future_tokens(len(req.origin_input_ids) + len(req.output_ids), _tokens_left(req))
+    return state.future_tokens(prefill_tokens(req), _tokens_left(req))
 
 
 @contextmanager

@@ -7,6 +7,8 @@ the compaction waits for it there, never on the CPU.
 
 from __future__ import annotations
 
+import logging
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -14,9 +16,12 @@ from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.admission import prefill_tokens
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.runtime import Due, Runtime
+
+logger = logging.getLogger(__name__)
 
 
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
@@ -37,6 +42,9 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         if state is None:
             continue
         runtime.observe(state, req.kv.kv_allocated_len)
+        if state.failure is not None:
+            _fail(req, state)
+            continue
         # Before the first decode step the prefill may still be running and its prompt is not in the
         # tree yet.
         if req.decode_batch_idx < 1:
@@ -48,10 +56,23 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     if (due or untracked) and batch.device != "cpu":
         # Keys, queries and hidden states of the running step are written on the forward stream.
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
+    runtime.step()
     for i, state in untracked:
         runtime.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
     if due:
         _compact(batch, binding, runtime, due)
+
+
+def _fail(req: Any, state: CallState) -> None:
+    """End a call that can no longer be served as it was asked for; the others go on."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if req.to_finish is None:
+        message = f"kv_budget call {req.rid}: {state.failure}"
+        logger.error(message)
+        req.to_finish = FINISH_ABORT(
+            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+        )
 
 
 def _compact(
@@ -143,4 +164,4 @@ def admit_rows(result: None, batch: Any) -> None:
     for req in batch.reqs:
         state = state_of(req)
         if state is not None:
-            binding.runtime.admit(state, req.kv.req_pool_idx)
+            binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

@@ -51,8 +51,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         positions = result.orig_seq_lens - 1
         result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
         if any(state is not None and state.slot for state in states):
-            slots = recorder.slots.of_row[result.req_pool_indices]
-            recorder.current = Recording(slots, positions.long())
+            recorder.current = recorder.decode_recording(result.req_pool_indices, positions.long())
     elif result.forward_mode.is_extend():
         recorder.current = _prefill_recording(binding.runtime, batch, states)
         prepare_prefill(binding.runtime, batch, states)
@@ -61,12 +60,10 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
 def _prefill_recording(
     runtime: Runtime, batch: Any, states: list[CallState | None]
 ) -> Recording | None:
-    """The last queries where the first compaction may ask for them, and the generated tokens that a
-    recomputation replays. None for a prefill that need not be recorded.
+    """The queries that the first compaction asks for, and the generated tokens that a recomputation
+    replays. None for a prefill that need not be recorded.
     """
-    slotted = any(state is not None and state.slot for state in states)
-    window = runtime.recorder.queries.window if slotted else 0
-    slots: list[int] = []
+    rings: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []
     replay: list[tuple[int, int, int]] = []
@@ -74,24 +71,23 @@ def _prefill_recording(
     for state, first, count in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
         if state is not None:
             runtime.start_recording(state)
-        generates = state is not None and first + count > state.prompt_tokens  # after a retraction
-        if state is not None and state.slot and (generates or state.needs_prompt_queries):
-            recorded = range(max(count - window, 0), count)
-            slots.extend(state.slot for _ in recorded)
-            positions.extend(first + i for i in recorded)
-            tokens.extend(offset + i for i in recorded)
-            generated_from = max(state.prompt_tokens - first, 0)
-            if generated_from < count and state.settings.policy.needs_sentences:
-                replay.append((state.slot, offset + generated_from, offset + count))
+            at, stop = offset - first, first + count  # token of position p is number at + p
+            recorded = range(max(first, state.records_from), stop) if state.ring else range(0)
+            rings.extend(state.ring for _ in recorded)
+            positions.extend(recorded)
+            tokens.extend(at + position for position in recorded)
+            generated_from = max(first, state.prompt_tokens)
+            if state.slot and generated_from < stop and state.settings.policy.needs_sentences:
+                replay.append((state.slot, at + generated_from, at + stop))
         offset += count
-    if not slots:
+    if not rings and not replay:
         return None
     device = runtime.recorder.device
     return Recording(
-        device_tensor(slots, device),
+        device_tensor(rings, device),
         device_tensor(positions, device),
-        device_tensor(tokens, device),
-        tuple(replay),
+        tokens=device_tensor(tokens, device),
+        replay=tuple(replay),
     )
 
 
@@ -105,8 +101,9 @@ def record_queries(
     if attention.layer_id == 0 and capturing() and forward_batch.forward_mode.is_decode():
         # A captured step records for every lane, whoever will sit there; lanes of nobody go to
         # scratch. The rows and positions it reads are the graph's own buffers.
-        slots = recorder.slots.of_row[forward_batch.req_pool_indices]
-        recorder.current = Recording(slots, forward_batch.positions.long())
+        recorder.current = recorder.decode_recording(
+            forward_batch.req_pool_indices, forward_batch.positions.long()
+        )
     if recorder.current is not None:
         recorder.record_queries(recorder.current, attention.layer_id, q)
 

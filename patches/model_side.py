@@ -91,9 +91,11 @@ def build_model_side(
     if vector is not None:
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_calls
+    slots = min(config.max_tracked_calls, most_running)
     recorder = Recorder(
         shape,
-        slots=min(config.max_tracked_calls, most_running),
+        slots=slots,
+        rings=config.rings(slots),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,

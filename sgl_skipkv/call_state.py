@@ -21,6 +21,9 @@ class CallState:
         runtime: the ``Runtime`` that opened it.
         evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
         last: the last compaction since the last prefill.
+        ring: the ring of recent queries that it may write to in its ``ring_steps``, 0 for none.
+        first_due: logical length at which the first compaction since the last prefill comes.
+        length_less_steps: logical length minus decode steps launched, the same all the while.
         phase: tokens by which the first compaction comes early, so that calls that began together
             do not compact together.
         schedule: the strength before the first generated token; None where nothing is steered.
@@ -42,6 +45,10 @@ class CallState:
     phase: int = 0
     schedule: Schedule | None = None
     slot: int = 0
+    ring: int = 0
+    ring_steps: int = 0
+    first_due: int = 0
+    length_less_steps: int = 0
     row: int | None = None
     started: bool = False
     recomputes: int | None = None
@@ -70,12 +77,29 @@ class CallState:
         return self.settings.evicts and needs
 
     @property
-    def needs_prompt_queries(self) -> bool:
-        """Whether a compaction may come before the window holds nothing but decoded tokens."""
-        params = self.settings.policy.params
-        if params.count_prompt:
-            return True
-        return self.settings.budget_after(0) + params.interval - self.phase < params.window
+    def needs_ring(self) -> bool:
+        policy = self.settings.policy
+        return self.settings.evicts and (policy.needs_queries or policy.needs_attention)
+
+    @property
+    def due_tokens(self) -> int:
+        """Own tokens at which the next compaction comes."""
+        interval = self.settings.policy.params.interval
+        early = self.phase if self.compactions == 0 else 0
+        return self.settings.budget_after(self.compactions) + interval - early
+
+    @property
+    def records_from(self) -> int:
+        """First position whose query the first compaction since the last prefill asks for."""
+        return self.first_due - self.settings.policy.params.window
+
+    def due_length(self, prefill_tokens: int) -> int:
+        """Logical length at which the first compaction after a prefill of so many tokens comes.
+
+        Not before the first decode step: until then the prefill may still be running.
+        """
+        prompt = self.settings.prompt_on_top(self.prompt_tokens)
+        return max(prefill_tokens + 1, self.due_tokens + prompt)
 
     @property
     def keeps_prompt_private(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ServerConfig, SettingError
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 
@@ -174,13 +174,21 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
     prompt = arguments.prompt_tokens
     table = Table(
         *("kv_budget", "KV tokens of a request", "requests at once"),
+        *("recorded beside it, MiB", "of the pool"),
         title=f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
         title_justify="left",
     )
-    own = {str(b): b + arguments.interval + 1 for b in arguments.kv_budget}
-    for name, own_tokens in {**own, "none": arguments.output_tokens}.items():
-        fit = report.capacity(pool_tokens, prompt, own_tokens)
-        table.add_row(name, f"{prompt + own_tokens:,}", f"{fit:,}")
+    for kv_budget in arguments.kv_budget:
+        row_tokens = prompt + kv_budget + arguments.interval + 1
+        fit = report.capacity(pool_tokens, row_tokens)
+        sizes = fit, kv_budget, ServerConfig(), arguments.kv_value_bytes
+        recorded = sum(report.recorded_bytes(config, *sizes).values())
+        share = recorded / (pool_tokens * token_bytes)
+        own = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
+        table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *own)
+    row_tokens = prompt + arguments.output_tokens
+    fit = report.capacity(pool_tokens, row_tokens)
+    table.add_row("none", f"{row_tokens:,}", f"{fit:,}", "0", "0.0%")
     return table
 
 

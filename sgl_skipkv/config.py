@@ -99,6 +99,9 @@ class ServerConfig(Settings):
     max_tracked_calls: int = Field(
         256, ge=1, le=65536, description="budgeted calls that can run at once"
     )
+    query_rings: int | None = Field(
+        None, ge=1, le=65536, description="rings of recent queries; calls that take turns share one"
+    )
     stagger: bool = Field(
         False, description="first compactions come early by a part of the interval, per prompt"
     )
@@ -131,6 +134,14 @@ class ServerConfig(Settings):
             choices = "a weaker steering or a larger steering_max"
             raise SettingError("steering", expected, self.steering, choices)
         return self
+
+    def rings(self, slots: int) -> int:
+        """How many rings so many tracked calls get: by default a quarter, and 32 or one each.
+
+        With an interval of 128 and a window of 8, sixteen calls can take turns on one ring; a
+        quarter leaves room for calls that began together.
+        """
+        return min(slots, self.query_rings or max(slots // 4, 32))
 
     @property
     def asked(self) -> bool:

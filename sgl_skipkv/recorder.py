@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that the buffers depend on; heads are those of this rank."""
+
+    layers: int
+    query_heads: int
+    head_dim: int
+    hidden_size: int
 
 
 class SlotTable:
@@ -42,39 +53,71 @@ class SlotTable:
         self._free.append(slot)
 
 
-class QueryRing:
-    """The last ``window`` rotated queries of every tracked call, per layer.
+class Loan(NamedTuple):
+    """A ring that is lent to a call, and the positions whose queries go there.
+
+    Position p is recorded if ``(p - first) % interval < window``, so from ``first`` on ``window``
+    positions of every ``interval``.
+    """
+
+    ring: int = 0
+    first: int = 0
+    interval: int = 1
+    window: int = 1
+
+
+class QueryRings:
+    """The last ``window`` rotated queries of calls that are about to be compacted, per layer.
 
     Token at logical position p is stored at ``p % window``; the formulas take queries in any order.
+    Ring 0 is scratch. ``ring_book`` decides who has which ring when.
+
+    Attributes:
+        data: float [layers, rings + 1, window, Hq, d].
+        loans: int64 [slots + 1, 4], the ``Loan`` of each slot.
     """
 
     def __init__(
         self,
-        layers: int,
+        shape: ModelShape,
+        *,
         slots: int,
+        rings: int,
         window: int,
-        heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.window = window
-        shape = (layers, slots + 1, window, heads, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        sizes = (shape.layers, rings + 1, window, shape.query_heads, shape.head_dim)
+        self.data = torch.zeros(sizes, dtype=dtype, device=device)
+        self.loans = device_tensor(Loan(), device).repeat(slots + 1, 1)
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, q: Tensor) -> None:
-        """Store one query per token. slots, positions: int64 [B]; q: float [B, Hq, d]."""
+    def lend(self, slot: int, loan: Loan) -> None:
+        """From now on the slot's call records by this loan."""
+        self.loans[slot] = device_tensor(loan, self.loans.device)
+
+    def of_tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """int64 [B], the ring of each token, 0 where its query is not wanted.
+
+        Args:
+            slots, positions, rings: int64 [B]; tokens of ring 0 leave no query.
+        """
+        ring, first, interval, window = self.loans[slots].unbind(dim=1)
+        return torch.where((positions - first) % interval < window, ring, 0)
+
+    def write(self, layer: int, rings: Tensor, positions: Tensor, q: Tensor) -> None:
+        """Store one query per token. rings, positions: int64 [B]; q: float [B, Hq, d]."""
         if uses_triton(q.device):
             from sgl_skipkv.kernels.ring_write import ring_write
 
-            ring_write(q, slots, positions, self.data[layer])
+            ring_write(q, rings, positions, self.data[layer])
         else:
-            self.data[layer][slots, positions % self.window] = q.to(self.data.dtype)
+            self.data[layer][rings, positions % self.window] = q.to(self.data.dtype)
 
-    def read(self, slot: int, last_position: int, count: int) -> Tensor:
+    def read(self, ring: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
         entries = [(last_position - i) % self.window for i in range(count)]
-        return self.data[:, slot, device_tensor(entries, self.data.device)]
+        return self.data[:, ring, device_tensor(entries, self.data.device)]
 
 
 class SentenceTable:
@@ -86,6 +129,7 @@ class SentenceTable:
         capacity: int,
         hidden_size: int,
         delimiters: Delimiters,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.capacity = capacity
@@ -96,7 +140,8 @@ class SentenceTable:
         self.length = torch.zeros(rows, device=device)
         self.index = torch.zeros(rows, dtype=torch.int64, device=device)
         self.after_delimiter = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.vectors = torch.zeros(rows, capacity, hidden_size, device=device)
+        # In the cache's type: they only ever meet each other in a cosine.
+        self.vectors = torch.zeros(rows, capacity, hidden_size, dtype=dtype, device=device)
         self.redundancy = torch.full((rows, capacity), -1.0, device=device)
 
     def reset(self, slot: int, preset_bit: int) -> None:
@@ -164,29 +209,21 @@ class SentenceTable:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The sizes that the buffers depend on; heads are those of this rank."""
-
-    layers: int
-    query_heads: int
-    head_dim: int
-    hidden_size: int
-
-
-@dataclass(frozen=True)
 class Recording:
     """Where one forward pass writes: one entry per recorded token.
 
     Attributes:
-        slots, positions: int64 [B].
+        rings, positions: int64 [B]; tokens of ring 0 leave no query.
+        slots: int64 [B], whose sentences the tokens belong to; None in a prefill.
         tokens: int64 [B], which of the forward's tokens are recorded; None for all of them, in
             order, as in a decode step.
         replay: (slot, first, stop) of generated tokens that a prefill recomputes after a
             retraction: they go into the sentence table one by one, as they did when they were new.
     """
 
-    slots: Tensor
+    rings: Tensor
     positions: Tensor
+    slots: Tensor | None = None
     tokens: Tensor | None = None
     replay: tuple[tuple[int, int, int], ...] = ()
 
@@ -208,6 +245,7 @@ class Recorder:
         shape: ModelShape,
         *,
         slots: int,
+        rings: int,
         query_window: int,
         max_sentences: int,
         delimiters: Delimiters,
@@ -215,24 +253,30 @@ class Recorder:
         device: torch.device,
     ) -> None:
         self.device = device
+        self.rings = rings
         self.current: Recording | None = None
         self.slots = SlotTable(slots, device)
         self._new_queries = partial(
-            QueryRing,
-            shape.layers,
-            slots,
-            query_window,
-            shape.query_heads,
-            shape.head_dim,
-            dtype,
-            device,
+            QueryRings,
+            shape,
+            slots=slots,
+            rings=rings,
+            window=query_window,
+            dtype=dtype,
+            device=device,
         )
         self._new_sentences = partial(
-            SentenceTable, slots, max_sentences, shape.hidden_size, delimiters, device
+            SentenceTable,
+            slots,
+            max_sentences,
+            shape.hidden_size,
+            delimiters,
+            dtype=dtype,
+            device=device,
         )
 
     @cached_property
-    def queries(self) -> QueryRing:
+    def queries(self) -> QueryRings:
         return self._new_queries()
 
     @cached_property
@@ -247,13 +291,23 @@ class Recorder:
         """
         _ = self.queries, self.sentences
 
-    def start(self, row: int, slot: int, preset_bit: int) -> None:
+    def start(self, row: int, slot: int, preset_bit: int, loan: Loan) -> None:
         """A call begins its prefill: point its row at its slot and clear what was there.
 
         Belongs on the stream of the forward pass: the slot's last call may still be writing there.
         """
         self.slots.of_row[row] = slot
         self.sentences.reset(slot, preset_bit)
+        self.queries.lend(slot, loan)
+
+    def decode_recording(self, rows: Tensor, positions: Tensor) -> Recording:
+        """Where a decode step writes. Graph-safe.
+
+        Args:
+            rows: int64 [B], of the page table. positions: int64 [B], logical.
+        """
+        slots = self.slots.of_row[rows]
+        return Recording(self.queries.of_tokens(slots, positions), positions, slots)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the forward, Hq * d] or [tokens, Hq, d]."""
@@ -261,11 +315,11 @@ class Recorder:
         q = q.view(-1, heads, head_dim)
         if recording.tokens is not None:
             q = q[recording.tokens]
-        self.queries.write(layer, recording.slots, recording.positions, q)
+        self.queries.write(layer, recording.rings, recording.positions, q)
 
     def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
         """token_ids: int64 [tokens of the forward]; hidden: float [tokens, D], after final norm."""
-        if recording.tokens is None:
+        if recording.slots is not None:
             self.sentences.step(recording.slots, token_ids, hidden)
             return
         for slot, first, stop in recording.replay:

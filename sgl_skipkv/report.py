@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ServerConfig, SettingError
 
 
 @dataclass(frozen=True)
@@ -97,24 +97,71 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
     Raises:
         SettingError: the configuration lacks a size.
     """
+    sizes = _sizes(config)
+    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * value_bytes
+
+
+def recorded_bytes(
+    config: dict[str, Any], calls: int, kv_budget: int, settings: ServerConfig, value_bytes: int
+) -> dict[str, int]:
+    """What the plugin holds beside the KV pool for so many running calls, by kind.
+
+    ``rings = layers * (rings + 1) * window * Hq * d * value_bytes``, recent queries that calls take
+    turns on; ``sentences = (calls + 1) * (S * D * value_bytes + 4 (D + S))`` and a few bytes, the
+    tables of sentence vectors. Both are taken before the pool is sized. ``carried = 4 * layers *
+    Hkv`` bytes per kept token, on a GPU with a policy that scores redundancy: which token each
+    key spares, from one compaction to the next.
+
+    Args:
+        config: a model's ``config.json``.
+        calls: that run at once and are tracked.
+        settings: of the server; ``query_window``, ``query_rings`` and ``max_sentences`` count.
+        value_bytes: of one number of the cache.
+
+    Raises:
+        SettingError: the configuration lacks a size.
+    """
+    sizes, slots = _sizes(config), calls + 1
+    ring = sizes.layers * settings.query_window * sizes.heads * sizes.head_dim * value_bytes
+    stored = settings.max_sentences * (sizes.hidden_size * value_bytes + 4)
+    return {
+        # 32: a loan. 14: the running sentence's number, length, flag and preset.
+        "rings": (settings.rings(calls) + 1) * ring + 32 * slots,
+        "sentences": slots * (stored + 4 * sizes.hidden_size + 14),
+        "carried": 4 * sizes.layers * sizes.kv_heads * kv_budget * calls,
+    }
+
+
+class _Sizes(NamedTuple):
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+def _sizes(config: dict[str, Any]) -> _Sizes:
     try:
-        heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        return 2 * layers * kv_heads * head_dim * value_bytes
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return _Sizes(
+            int(config["num_hidden_layers"]),
+            heads,
+            int(config.get("num_key_value_heads") or heads),
+            int(config.get("head_dim") or hidden // heads),
+            hidden,
+        )
     except KeyError as error:
         raise SettingError(
             "model", "a config.json of a decoder", f"one without {error.args[0]}", "another model"
         ) from error
 
 
-def capacity(pool_tokens: int, prompt_tokens: int, own_tokens: int) -> int:
-    """Requests that a KV pool holds at once: ``pool / (prompt + own)``.
+def capacity(pool_tokens: int, row_tokens: int) -> int:
+    """Requests that a KV pool holds at once: ``pool / row``.
 
     Args:
         pool_tokens: KV tokens of the pool.
-        prompt_tokens: per request and not shared; 0 for one prompt in the radix cache.
-        own_tokens: most that a request ever holds of its own: ``kv_budget + interval + 1``, or its
-            whole output without a budget.
+        row_tokens: most that a request ever holds: its prompt, unless that is shared in the radix
+            cache, and ``kv_budget + interval + 1``, or its whole output without a budget.
     """
-    return pool_tokens // (prompt_tokens + own_tokens)
+    return pool_tokens // row_tokens

@@ -25,7 +25,8 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
-from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.recorder import Loan, Recorder
+from sgl_skipkv.ring_book import RingBook
 from sgl_skipkv.select import select
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.steering import Steerer
@@ -72,6 +73,7 @@ class Runtime:
         self._delimiters = delimiters
         self._layers, self._scale = layers, scale
         self._trace = trace
+        self._rings = RingBook(recorder.rings, config.kv_interval)
         self._open: set[CallState] = set()
         self.opened_calls = 0
         self.total_compactions = 0
@@ -115,22 +117,52 @@ class Runtime:
         """Whether the call, had it lost its KV, could be prefilled again from all of its tokens."""
         return self.fits_pool(state.prompt_tokens + generated)
 
-    def can_admit(self, state: CallState, admitted_now: int) -> bool:
-        """Whether a slot is left, with ``admitted_now`` calls of this step still to take theirs."""
+    def has_slot(self, state: CallState, before: Sequence[CallState] = ()) -> bool:
+        """Whether a slot is left, after the calls that are admitted before it in this step."""
         if not state.needs_slot or state.slot:
             return True
-        return self.recorder.slots.free_slots > admitted_now
+        taken = sum(1 for other in before if other.needs_slot and not other.slot)
+        return self.recorder.slots.free_slots > taken
 
-    def admit(self, state: CallState, row: int) -> None:
-        """The call got a row of the page table: it starts to hold things."""
+    def has_ring(
+        self, state: CallState, tokens: int, before: Sequence[tuple[CallState, int]] = ()
+    ) -> bool:
+        """Whether a ring is left for the steps in which the call would record.
+
+        Where not, that changes within an interval of decode steps: the call's steps come later.
+
+        Args:
+            tokens: of its prefill.
+            before: calls that are admitted before it in this step, with theirs.
+        """
+        if not state.needs_ring or state.ring or self._rings.free_rings > len(before):
+            return True
+        earlier = [
+            self._ring_steps(other, count)
+            for other, count in before
+            if other.needs_ring and not other.ring
+        ]
+        return self._rings.fits(self._ring_steps(state, tokens), earlier)
+
+    def admit(self, state: CallState, row: int, tokens: int) -> None:
+        """The call got a row of the page table: it starts to hold things.
+
+        Args:
+            tokens: of its prefill: the prompt, and what is computed again after a retraction.
+        """
         if state.row is not None:
             return
         state.row, state.started = row, False
+        state.length_less_steps = tokens - self._rings.steps
         if state.recomputes is not None and self._trace is not None:
             self._trace.write("recompute", rid=state.rid, generated=state.recomputes)
         state.recomputes = None
         if state.needs_slot:
             state.slot = self.recorder.slots.take()
+        if state.needs_ring:
+            state.first_due = state.due_length(tokens)
+            state.ring_steps = self._ring_steps(state, tokens)
+            state.ring = self._rings.take(state.ring_steps)
         if state.schedule is not None and self.steerer is not None:
             self.steerer.calls += 1
         self._open.add(state)
@@ -140,7 +172,7 @@ class Runtime:
         if state.slot and not state.started:
             assert state.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
-            self.recorder.start(state.row, state.slot, bit)
+            self.recorder.start(state.row, state.slot, bit, self._loan(state))
         state.started = True
 
     def observe(self, state: CallState, row_tokens: int) -> None:
@@ -149,16 +181,22 @@ class Runtime:
         state.peak_own_tokens = max(state.peak_own_tokens, own_tokens)
         state.own_token_steps += own_tokens  # their mean over decode steps is reported
         state.observed_steps += 1
+        ahead = row_tokens + state.evicted_tokens - self._rings.steps
+        if state.ring and ahead != state.length_less_steps and state.failure is None:
+            state.failure = (
+                f"it did not advance with every decode step (length less steps {ahead}, at its "
+                f"admission {state.length_less_steps}), so its recent queries are not its own"
+            )
+
+    def step(self) -> None:
+        """A decode step of all running calls follows."""
+        self._rings.steps += 1
 
     def due(self, state: CallState, row_tokens: int) -> bool:
         """Whether the call has grown ``interval`` past its budget."""
         if not state.settings.evicts or state.failure is not None:
             return False
-        params = state.settings.policy.params
-        limit = state.settings.budget_after(state.compactions) + params.interval
-        if state.compactions == 0:
-            limit -= state.phase
-        return state.own_tokens(row_tokens) >= limit
+        return state.own_tokens(row_tokens) >= state.due_tokens
 
     def must_track(self, state: CallState, row_tokens: int) -> bool:
         """Whether the next decode step would overwrite a query that no statistic has seen."""
@@ -185,7 +223,7 @@ class Runtime:
                 name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
             }
         steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
-        queries = self.recorder.queries.read(state.slot, logical_tokens - 1, steps.shape[0])
+        queries = self.recorder.queries.read(state.ring, logical_tokens - 1, steps.shape[0])
         attention = torch.zeros(steps.shape[0], row_tokens, device=device)
         for layer in range(self._layers):
             oldest_first = queries[layer].flip(0)
@@ -209,6 +247,21 @@ class Runtime:
             together = [(policies[i], inputs[i]) for i in chosen]
             scores.update(zip(chosen, kind.scores_together(together), strict=True))
         return [self._select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
+
+    def _ring_steps(self, state: CallState, tokens: int) -> int:
+        """The decode steps in which the call records, if its prefill comes now."""
+        policy = state.settings.policy
+        if policy.needs_attention:
+            return self._rings.always
+        last = self._rings.steps + state.due_length(tokens) - tokens
+        return self._rings.recording_steps(last, policy.params.interval, policy.params.window)
+
+    def _loan(self, state: CallState) -> Loan:
+        policy = state.settings.policy
+        if state.ring and not policy.needs_attention:
+            params = policy.params
+            return Loan(state.ring, state.records_from, params.interval, params.window)
+        return Loan(state.ring)
 
     def _prepare(self, due: Due) -> ScoreInput:
         state, row_tokens = due.state, due.row_tokens
@@ -310,9 +363,9 @@ class Runtime:
         if due.cache is not None and policy.kernel_scores:
             assert state.row is not None
             ring = self.recorder.queries.data
-            page = Page(due.cache, state.row, ring, state.slot, newest)
+            page = Page(due.cache, state.row, ring, state.ring, newest)
         elif policy.needs_queries:
-            queries = self.recorder.queries.read(state.slot, newest, policy.params.window)
+            queries = self.recorder.queries.read(state.ring, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
@@ -400,6 +453,9 @@ class Runtime:
             self.recorder.slots.of_row[state.row] = 0
             self.recorder.slots.give_back(state.slot)
             state.slot = 0
+        if state.ring:
+            self._rings.give_back(state.ring, state.ring_steps)
+            state.ring = 0
         if state.schedule is not None and state.row is not None and self.steerer is not None:
             self.steerer.stop(state.row)
             self.steerer.calls -= 1

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
@@ -200,16 +199,3 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as its bits and would multiply those; multiply values."""
-    dot = interpreter.InterpreterBuilder.create_dot
-
-    def widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        if a.dtype == tl.bfloat16:
-            a, b = self.cast_impl(a, tl.float32), self.cast_impl(b, tl.float32)
-        return dot(self, a, b, *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", widened)

@@ -203,6 +203,11 @@ class Books:
         if params.protect_prompt:
             pinned |= set(range(prompt))
         assert pinned <= kept and len(kept) == sum(stays) == settings.keep_tokens(prompt)
+        if state.ring:
+            newest = old[-params.window :]
+            ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
+            own = _QUERIES[[entry.tag % len(_QUERIES) for entry in newest]]
+            assert torch.equal(ring[0].flip(0), own), "somebody else's queries"
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
         freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
@@ -262,5 +267,9 @@ class Books:
         lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots
+        assert all(state.failure is None for state in states)
+        sharing = sum(1 for state in states if state.ring)
+        assert bool(self.runtime._rings.free_rings) == (sharing == 0)
+        self.count["steps of two calls on one ring"] += sharing > 1
         for row in range(ROWS + 1):
             assert int(self.recorder.slots.of_row[row]) == lent.get(row, 0), row

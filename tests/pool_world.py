@@ -113,12 +113,17 @@ class World(Books):
         from sgl_skipkv.sentences import Delimiters
 
         config = ServerConfig(
-            query_window=4, max_sentences=8, max_tracked_calls=TRACKED, check_ledger=True
+            query_window=4,
+            query_rings=1,
+            max_sentences=8,
+            max_tracked_calls=TRACKED,
+            check_ledger=True,
         )
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
             ModelShape(1, QUERY_HEADS, HEAD_DIM, HIDDEN),
             slots=TRACKED,
+            rings=config.rings(TRACKED),
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,

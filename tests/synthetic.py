@@ -87,6 +87,7 @@ class SyntheticServer:
         self.recorder = Recorder(
             ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
             slots=slots,
+            rings=self.config.rings(slots),
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
             delimiters=delimiters,
@@ -142,7 +143,7 @@ class SyntheticServer:
             first = len(call.slots)
             count = min(chunk, total - first)
             self._append(call, count)
-            self.runtime.admit(call.state, call.row)
+            self.runtime.admit(call.state, call.row, total)
             self.runtime.start_recording(call.state)
             self._record_prefill(call, first, count)
         call.decoded = 0
@@ -152,13 +153,14 @@ class SyntheticServer:
         """One step of a batch: compact who is due, then one token each."""
         for call in calls:
             self.compact_if_due(call)
+        self.runtime.step()
         for call in calls:
             self._append(call, 1)
             call.decoded += 1
             call.generated += 1
         rows = torch.tensor([call.row for call in calls])
         at = [call.positions[-1] for call in calls]
-        recording = Recording(self.recorder.slots.of_row[rows], torch.tensor(at))
+        recording = self.recorder.decode_recording(rows, torch.tensor(at))
         for layer in range(LAYERS):
             q = torch.stack([call.queries[layer, p] for call, p in zip(calls, at, strict=True)])
             self.recorder.record_queries(recording, layer, q)
@@ -227,7 +229,8 @@ class SyntheticServer:
     def assert_idle(self) -> None:
         """Everything was given back."""
         assert self.runtime.open_calls == 0
-        assert self.recorder.slots.free_slots == self.recorder.queries.data.shape[1] - 1
+        assert self.recorder.slots.free_slots == len(self.recorder.sentences.vectors) - 1
+        assert self.runtime._rings.free_rings == self.recorder.rings
         assert not self.recorder.slots.of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 
@@ -243,17 +246,18 @@ class SyntheticServer:
             call.positions.append(position)
 
     def _record_prefill(self, call: Call, first: int, count: int) -> None:
-        slot, window = call.state.slot, self.recorder.queries.window
-        if not slot:
+        state = call.state
+        if not state.slot:
             return
-        tokens = list(range(max(count - window, 0), count))
+        wanted = range(max(first, state.records_from), first + count) if state.ring else range(0)
+        tokens = [position - first for position in wanted]
         generated_from = max(call.prompt_tokens - first, 0)
-        replay = ((slot, generated_from, count),) if generated_from < count else ()
+        replay = ((state.slot, generated_from, count),) if generated_from < count else ()
         recording = Recording(
-            torch.tensor([slot] * len(tokens)),
-            torch.tensor([first + i for i in tokens]),
-            torch.tensor(tokens),
-            replay,
+            torch.tensor([state.ring] * len(tokens), dtype=torch.int64),
+            torch.tensor([*wanted], dtype=torch.int64),
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            replay=replay,
         )
         for layer in range(LAYERS):
             self.recorder.record_queries(

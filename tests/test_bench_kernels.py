@@ -96,10 +96,10 @@ def test_works_are_the_formulas_of_the_docstrings(bench: dict[str, Any], dtype: 
         "window_attention": importance,
         "key_redundancy": redundancy,
         "key_redundancy_incremental": redundancy + 4 * layers * hkv * b * n,
-        "sentence_redundancy": b * (s * (4 * hidden + 8) + 16),
+        "sentence_redundancy": b * (s * (hidden * size + 8) + 16),
         "row_compaction": b * (32 * n + 24 * m + 40),
         "ring_write": b * (hq * d * 2 * size + 24),
-        "sentence_step": b * (hidden * (size + 8) + 52) + 4 * hidden,
+        "sentence_step": b * (hidden * (size + 8) + 52) + hidden * size,
         "steering_add": (9 + 25) * b + 2 * hidden * size + 4 * hidden,
     }
     assert {name: work.operations for name, work in works.items() if work.operations} == {
@@ -112,7 +112,8 @@ def test_works_are_the_formulas_of_the_docstrings(bench: dict[str, Any], dtype: 
     }
     in_products = {name for name, work in works.items() if work.arithmetic == dtype}
     assert dtype == torch.float32 or in_products == {
-        *("window_attention", "key_redundancy", "key_redundancy_incremental")
+        *("window_attention", "key_redundancy", "key_redundancy_incremental"),
+        "sentence_redundancy",
     }
 
 
@@ -166,7 +167,8 @@ def test_floors_of_another_device(rows_of: Any) -> None:
     assert (scratch["binds"], importance["binds"]) == ("compute", "memory")
     assert float(scratch["compute_us"]) == pytest.approx(int(scratch["operations"]) / 500e6, abs=1)
     assert float(importance["memory_us"]) == pytest.approx(int(importance["bytes"]) / 2e6, abs=1)
-    assert rows["sentence_redundancy"]["tflop_per_s"] == "50.0"
+    assert rows["sentence_redundancy"]["tflop_per_s"] == "500.0"
+    assert rows["sentence_step"]["tflop_per_s"] == "50.0"
 
 
 def test_what_a_call_holds_after_so_many_tokens(bench: dict[str, Any]) -> None:

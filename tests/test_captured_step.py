@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sgl_skipkv.recorder import ModelShape, Recorder, Recording
+from sgl_skipkv.recorder import Loan, ModelShape, Recorder
 from sgl_skipkv.sentences import PRESETS, Delimiters
 from sgl_skipkv.steering import Steerer
 from sgl_skipkv.steering_vector import SteeringVector
@@ -87,6 +87,7 @@ class World:
         self.recorder = Recorder(
             ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
             slots=SLOTS,
+            rings=SLOTS,
             query_window=WINDOW,
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
@@ -175,8 +176,9 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
         if rng.random() < 0.3 and len(running) < SLOTS:
             row = rng.choice([row for row in range(1, SLOTS + 1) if row not in running])
             running[row] = rng.randrange(50)
+            loan = Loan(row, rng.randrange(50, 60), interval=7, window=3)
             for world in worlds:
-                world.recorder.start(row, row, PRESETS["math"])
+                world.recorder.start(row, row, PRESETS["math"], loan)
                 if row != 2:
                     schedule = world.steerer.schedule(0.5, [])
                     schedule.thinks = True
@@ -195,8 +197,9 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
             world.fill(rows, tokens, positions, draw)
         tape.replay()
         eager.steerer.calls = len(running)
-        slots = eager.recorder.slots.of_row[eager.batch.req_pool_indices]
-        eager.recorder.current = Recording(slots, eager.batch.positions)
+        eager.recorder.current = eager.recorder.decode_recording(
+            eager.batch.req_pool_indices, eager.batch.positions
+        )
         eager.step()
         moved = [world.batch.residual_stream.residual for world in worlds]
         assert torch.equal(moved[0], moved[1]), number
@@ -216,7 +219,7 @@ def test_a_step_that_looks_at_the_python_state_is_not_captured(
     with tape:
         world.step()
     draw = torch.Generator().manual_seed(0)
-    world.recorder.start(1, 1, PRESETS["math"])
+    world.recorder.start(1, 1, PRESETS["math"], Loan(1))
     world.fill([1, 0, 0, 0], [0] * LANES, [0] * LANES, draw)
     tape.replay()
     assert not world.recorder.queries.data.any()

@@ -96,6 +96,8 @@ WRONG: list[tuple[str, Any]] = [
     ("max_sentences", 65537),
     ("max_tracked_calls", 0),
     ("max_tracked_calls", 65537),
+    ("query_rings", 0),
+    ("query_rings", True),
     ("stagger", 1),
     ("check_ledger", "yes"),
     ("required", 1),

@@ -10,7 +10,6 @@ import torch
 from paged_world import (
     Allocations,
     PagedWorld,
-    bfloat16_products,
     clustered,
     cosines,
     counted_launches,
@@ -33,7 +32,7 @@ from sgl_skipkv.kernels import reference, spared_columns
 from sgl_skipkv.kernels.spared_columns import KnownSpared
 
 device = device_fixture(module, spared_columns)
-fixtures = (bfloat16_products, poisoned_memory)  # both for every test
+fixtures = (poisoned_memory,)  # for every test
 
 
 def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""The ring of recent queries, written by the kernel: byte for byte what ``QueryRing`` writes."""
+"""The ring of recent queries, written by the kernel: byte for byte what ``QueryRings`` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton_tools import FLOATS, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import ring_write as module
 from sgl_skipkv.kernels.ring_write import bytes_moved, ring_write
-from sgl_skipkv.recorder import QueryRing
+from sgl_skipkv.recorder import ModelShape, QueryRings
 
 device = device_fixture(module)
 WINDOW, SLOTS = 7, 6
@@ -20,8 +20,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def poisoned_ring(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> QueryRing:
-    ring = QueryRing(2, SLOTS, WINDOW, heads, head_dim, dtype, device)
+def poisoned_ring(
+    heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> QueryRings:
+    shape = ModelShape(layers=2, query_heads=heads, head_dim=head_dim, hidden_size=1)
+    ring = QueryRings(shape, slots=1, rings=SLOTS, window=WINDOW, dtype=dtype, device=device)
     ring.data.fill_(float("nan"))
     return ring
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from triton_tools import assert_as_close, device_fixture, far_tensor, forbid_launches
+from triton_tools import FLOATS, assert_as_close, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import sentence_redundancy as module
 from sgl_skipkv.kernels.sentence_redundancy import bytes_moved, operations, raise_redundancy
@@ -16,9 +16,11 @@ device = device_fixture(module)
 CAPACITY = 75
 
 
-def table(width: int, slots: int, device: torch.device) -> SentenceTable:
+def table(
+    width: int, slots: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> SentenceTable:
     """Vectors some of which repeat others nearly, in tables full of NaN; earlier comparisons."""
-    made = SentenceTable(slots, CAPACITY, width, Delimiters([], 4), device)
+    made = SentenceTable(slots, CAPACITY, width, Delimiters([], 4), dtype, device)
     ideas = torch.randn(12, width, device=device)
     which = torch.randint(0, 12, (slots + 1, CAPACITY), device=device)
     vectors = ideas[which] + 0.3 * torch.randn(slots + 1, CAPACITY, width, device=device)
@@ -36,13 +38,14 @@ def exact(vectors: Tensor, redundancy: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 48, 130])
-def test_a_batch_of_calls(device: torch.device, width: int) -> None:
+def test_a_batch_of_calls(device: torch.device, width: int, dtype: torch.dtype) -> None:
     """Tables of all lengths, slots in any order; what lies beyond a table stays out of it."""
     torch.manual_seed(width)
     counts = [33, 0, 2, 75, 1, 32, 64]
     slots = [3, 8, 1, 6, 2, 7, 4]
-    truth = table(width, 8, device)
+    truth = table(width, 8, device, dtype)
     for slot, count in zip(slots, counts, strict=True):
         truth.vectors[slot, count:] = float("nan")
         truth.redundancy[slot, count:] = -7.0  # below what any comparison could raise it to
@@ -129,6 +132,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_floors() -> None:
-    moved = bytes_moved([3, 2], hidden_size=100)
-    assert moved == {"vectors": 2000, "redundancy": 40, "slots": 32}
+    moved = bytes_moved([3, 2], hidden_size=100, vector_bytes=2)
+    assert moved == {"vectors": 1000, "redundancy": 40, "slots": 32}
     assert operations([3, 2], hidden_size=100) == 2 * (3 + 1) * 100

@@ -20,7 +20,12 @@ BITS = [0, 0, 1, 2, 3, 0]
 SMALL = ("length", "index", "after_delimiter")
 
 
-def tables(width: int, device: torch.device, capacity: int = CAPACITY) -> dict[str, Tensor]:
+def tables(
+    width: int,
+    device: torch.device,
+    capacity: int = CAPACITY,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
     """As ``SentenceTable`` has them, new, but with a vector table full of NaN."""
     rows = SLOTS + 1
     return {
@@ -28,7 +33,7 @@ def tables(width: int, device: torch.device, capacity: int = CAPACITY) -> dict[s
         "length": torch.zeros(rows, device=device),
         "index": torch.zeros(rows, dtype=torch.int64, device=device),
         "after_delimiter": torch.zeros(rows, dtype=torch.bool, device=device),
-        "vectors": torch.full((rows, capacity, width), float("nan"), device=device),
+        "vectors": torch.full((rows, capacity, width), float("nan"), dtype=dtype, device=device),
     }
 
 
@@ -69,7 +74,7 @@ class InFull:
 def test_many_steps(device: torch.device, dtype: torch.dtype, width: int) -> None:
     """Slots in any order, presets mixed, delimiters in a row, tables that overflow."""
     torch.manual_seed(width)
-    truth, found = tables(width, device), tables(width, device)
+    truth, found = (tables(width, device, dtype=dtype) for _ in range(2))
     slots_of_row = torch.zeros(12, dtype=torch.int64, device=device)
     rows = torch.tensor([10, 3, 8, 1, 5], device=device)
     slots_of_row[rows] = torch.tensor([4, 1, 6, 2, 5], device=device)
@@ -178,5 +183,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_bytes_moved() -> None:
-    moved = bytes_moved(4, 1, hidden_size=100, hidden_bytes=2)
-    assert moved == {"hidden": 800, "sums": 3200, "entries": 208, "vectors": 400}
+    moved = bytes_moved(4, 1, hidden_size=100, hidden_bytes=2, vector_bytes=2)
+    assert moved == {"hidden": 800, "sums": 3200, "entries": 208, "vectors": 200}

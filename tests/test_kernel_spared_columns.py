@@ -8,7 +8,6 @@ import pytest
 import torch
 from paged_world import (
     PagedWorld,
-    bfloat16_products,
     clustered,
     counted_launches,
     counted_products,
@@ -24,7 +23,7 @@ from sgl_skipkv.kernels import key_redundancy, spared_columns
 from sgl_skipkv.kernels.spared_columns import KnownSpared, remap_spared
 
 device = device_fixture(key_redundancy, spared_columns)
-fixtures = (bfloat16_products, poisoned_memory)  # both for every test
+fixtures = (poisoned_memory,)  # for every test
 TILE = 32  # rows and columns of a tile of float32 keys
 Keep = Callable[[Tensor, torch.Generator], Tensor]
 

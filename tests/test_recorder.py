@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
 from torch import Tensor
 
-from sgl_skipkv.recorder import QueryRing, Recording, SentenceTable, SlotTable
+from sgl_skipkv.recorder import Loan, ModelShape, QueryRings, Recording, SentenceTable, SlotTable
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 
 REPEATABLE = settings(deadline=None, derandomize=True)
@@ -35,11 +35,23 @@ def test_slots_are_lent_once_and_never_slot_zero() -> None:
     assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
 
 
+def query_rings(
+    layers: int,
+    rings: int,
+    window: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> QueryRings:
+    shape = ModelShape(layers, heads, head_dim, hidden_size=1)
+    return QueryRings(shape, slots=6, rings=rings, window=window, dtype=dtype, device=CPU)
+
+
 @REPEATABLE
 @given(st.integers(1, 9), st.integers(1, 30), st.data())
 def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.DataObject) -> None:
     """As a set, for every layer; older ones are overwritten."""
-    ring = QueryRing(2, 3, window, 2, 3, torch.float32, CPU)
+    ring = query_rings(2, 3, window, 2, 3)
     draw = torch.Generator().manual_seed(count)
     queries = torch.randn(2, count, 2, 3, generator=draw)
     for position in range(count):
@@ -55,25 +67,40 @@ def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.Data
 
 
 def test_ring_keeps_the_cache_precision() -> None:
-    ring = QueryRing(1, 1, 2, 1, 2, torch.bfloat16, CPU)
+    ring = query_rings(1, 1, 2, 1, 2, torch.bfloat16)
     ring.write(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([[[1.0, 1 / 3]]]))
     assert ring.data.dtype == torch.bfloat16
     assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
 
 
 def test_ring_takes_a_batch() -> None:
-    ring = QueryRing(1, 4, 3, 1, 1, torch.float32, CPU)
+    ring = query_rings(1, 4, 3, 1, 1)
     slots, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
     ring.write(0, slots, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
     assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
     assert not ring.data[0, [2, 4]].any()
 
 
+def test_a_loan_says_which_positions_are_recorded() -> None:
+    rings = query_rings(1, 4, 3, 1, 1)
+    rings.lend(2, Loan(ring=3, first=20, interval=10, window=3))
+    rings.lend(5, Loan(ring=1))
+    at = torch.arange(0, 60)
+    found = rings.of_tokens(torch.full((60,), 2), at)
+    assert found[20:].nonzero().flatten().tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32]
+    assert set(found.tolist()) == {0, 3}
+    assert rings.of_tokens(torch.full((60,), 5), at).tolist() == [1] * 60, "all of them"
+    assert not rings.of_tokens(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 3])).any()
+    rings.lend(2, Loan())
+    assert not rings.of_tokens(torch.full((60,), 2), at).any()
+
+
 # -- sentence tables
 
 
 def sentence_table(capacity: int = 8) -> SentenceTable:
-    return SentenceTable(2, capacity, 4, Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3), CPU)
+    delimiters = Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3)
+    return SentenceTable(2, capacity, 4, delimiters, torch.float32, CPU)
 
 
 def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
@@ -236,7 +263,7 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     count = min(16, generated + 1)
     for layer in range(LAYERS):
         for server, owner in ((straight, call), (stopped, again)):
-            ring = server.recorder.queries.read(owner.state.slot, last, count)[layer]
+            ring = server.recorder.queries.read(owner.state.ring, last, count)[layer]
             assert torch.equal(ring, call.queries[layer, last + 1 - count : last + 1].flip(0))
 
 
@@ -244,7 +271,7 @@ def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
     server = SyntheticServer(query_window=6)
     call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=64, kv_params={"window": 6})
     server.prefill(call, chunk=7)
-    ring = server.recorder.queries.read(call.state.slot, 19, 6)
+    ring = server.recorder.queries.read(call.state.ring, 19, 6)
     assert torch.equal(ring, call.queries[:, 14:20].flip(1))
     table = server.recorder.sentences
     assert not table.length[call.state.slot] and not table.after_delimiter[call.state.slot]
@@ -260,8 +287,8 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
     server.finish(call)
     before = server.recorder.queries.data[:, slot].clone()
     sums = server.recorder.sentences.total[slot].clone()
-    late = Recording(server.recorder.slots.of_row[torch.tensor([row])], torch.tensor([16]))
-    assert late.slots.tolist() == [0]
+    late = server.recorder.decode_recording(torch.tensor([row]), torch.tensor([16]))
+    assert late.slots is not None and late.slots.tolist() == late.rings.tolist() == [0]
     server.recorder.record_queries(late, 0, torch.ones(1, 4, 16))
     server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
     assert torch.equal(server.recorder.queries.data[:, slot], before)
@@ -271,7 +298,7 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
 def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:
     server = SyntheticServer()
     flat = torch.arange(3 * 4 * 16, dtype=torch.float32).view(3, 64)
-    recording = Recording(torch.tensor([2]), torch.tensor([5]), torch.tensor([1]))
+    recording = Recording(torch.tensor([2]), torch.tensor([5]), tokens=torch.tensor([1]))
     server.recorder.record_queries(recording, 1, flat)
     stored = server.recorder.queries.read(2, 5, 1)
     assert torch.equal(stored[1, 0], flat[1].view(4, 16)) and not stored[0].any()

@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_skipkv.cli import main
-from sgl_skipkv.config import SettingError
-from sgl_skipkv.report import capacity, kv_bytes_per_token, padding, read_prompt_tokens
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.recorder import ModelShape, Recorder
+from sgl_skipkv.report import (
+    capacity,
+    kv_bytes_per_token,
+    padding,
+    read_prompt_tokens,
+    recorded_bytes,
+)
+from sgl_skipkv.sentences import Delimiters
 
 REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
 LLAMA_8B = {
@@ -20,6 +29,12 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "hidden_size": 4096,
+}
+QWEN_7B = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
 }
 # R-KV (arXiv 2505.24133), table 3: budget -> largest batch, one A100-80G, 8K and 16K outputs.
 RKV_8K = {1024: 402, 1536: 287, 3072: 150, 819: 479, 2785: 167, 4423: 105}
@@ -44,7 +59,7 @@ def test_rkv_largest_batches() -> None:
     """Within 3% in 11 of 12 rows, with the 59.8 GiB and 66 prompt tokens that fit all of them."""
     pool_tokens = int(59.8 * 2**30) // kv_bytes_per_token(LLAMA_8B, 2)
     rows = [*RKV_8K.items(), *RKV_16K.items()]
-    found = [capacity(pool_tokens, 66, kv_budget + 128 + 1) for kv_budget, _ in rows]
+    found = [capacity(pool_tokens, 66 + kv_budget + 128 + 1) for kv_budget, _ in rows]
     close = [abs(ours / theirs - 1) <= 0.03 for ours, (_, theirs) in zip(found, rows, strict=True)]
     assert close.count(True) == 11 and not close[-1]
 
@@ -75,6 +90,47 @@ def test_capacity_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "524,288 KV tokens of 2,048 bytes" in shown
     assert f"{524288 // 161:,}" in shown and f"{524288 // 16384}" in shown
+    config = json.loads((REASONER / "config.json").read_text())
+    held = sum(recorded_bytes(config, 524288 // 161, 128, ServerConfig(), 2).values())
+    assert f"{held / 2**20:,.0f}" in shown and f"{held / 2**30:.1%}" in shown
+
+
+def test_recorded_bytes_are_those_of_the_buffers() -> None:
+    """Every tensor that a recorder makes, but for the delimiters of the vocabulary."""
+    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"hidden_size": 40, "head_dim": 16}
+    for calls, settings in ((5, ServerConfig()), (130, ServerConfig(query_window=5))):
+        recorder = Recorder(
+            ModelShape(3, 4, 16, 40),
+            slots=calls,
+            rings=settings.rings(calls),
+            query_window=settings.query_window,
+            max_sentences=settings.max_sentences,
+            delimiters=Delimiters([], 4),
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        kinds = recorded_bytes(config, calls, 64, settings, 2)
+        for kind, holder in (("rings", recorder.queries), ("sentences", recorder.sentences)):
+            tensors = [value for name, value in vars(holder).items() if name != "bits"]
+            held = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+            assert kinds[kind] == held, kind
+        assert kinds["carried"] == 4 * 3 * 2 * 64 * calls
+
+
+@pytest.mark.parametrize(("name", "limit"), [("qwen", 0.03), ("llama", 0.032)])
+def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
+    """512 running calls of a 7B and an 8B model on an 80 GB device, at budgets that fill the pool.
+
+    85% of it are for weights and pool. What is taken before the pool is sized is below 3% for both.
+    """
+    config, weights = {"qwen": (QWEN_7B, 15.2e9), "llama": (LLAMA_8B, 16.1e9)}[name]
+    pool = 0.85 * 80 * 2**30 - weights
+    kv_budget = int(pool) // kv_bytes_per_token(config, 2) // 512 - 128 - 1
+    kinds = recorded_bytes(config, 512, kv_budget, ServerConfig(max_tracked_calls=512), 2)
+    assert 600 < kv_budget < 2000 and min(kinds.values()) > 0
+    assert (kinds["rings"] + kinds["sentences"]) / pool <= 0.03
+    assert sum(kinds.values()) / pool <= limit
 
 
 @pytest.mark.parametrize(

@@ -210,14 +210,16 @@ def test_slots_bound_admission() -> None:
     first, waiting = served(server), served(server, prefill=False)
     streaming = served(server, prefill=False, kv_policy="streaming")
     runtime = server.runtime
-    assert runtime.can_admit(waiting.state, 0) and not runtime.can_admit(waiting.state, 1)
-    assert runtime.can_admit(streaming.state, 5), "nothing is recorded for it"
-    assert runtime.can_admit(first.state, 5), "it holds its slot"
+    ahead = served(server, prefill=False).state
+    assert runtime.has_slot(waiting.state) and not runtime.has_slot(waiting.state, [ahead])
+    assert runtime.has_slot(streaming.state, [ahead]), "nothing is recorded for it"
+    assert runtime.has_slot(first.state, [ahead]), "it holds its slot"
+    assert runtime.has_slot(waiting.state, [first.state, streaming.state]), "neither takes one"
     server.prefill(waiting)
     third = served(server, prefill=False)
-    assert not runtime.can_admit(third.state, 0)
+    assert not runtime.has_slot(third.state)
     server.finish(first)
-    assert runtime.can_admit(third.state, 0)
+    assert runtime.has_slot(third.state)
 
 
 def test_policies_that_record_nothing_take_no_slot() -> None:

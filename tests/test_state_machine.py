@@ -175,6 +175,7 @@ def test_memory_stays_sound() -> None:
     # an empty run proves nothing
     wanted = {"compactions": 800, "retractions": 200, "retractions, pool full": 5, "refused": 5}
     wanted |= {"prefix hits": 400, "finished": 400, "aborts": 500}
+    wanted |= {"steps of two calls on one ring": 500}
     missed = {name: PoolMachine.seen[name] for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
 
@@ -253,13 +254,13 @@ def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
 
 # -- the machine is tested by breaking what it guards
 
-FOUND = (AssertionError, RuntimeError, ValueError, IndexError, KeyError)
+FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
 
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv import page_table, runtime
-    from sgl_skipkv.patches import admission, batch, forward, release, retraction
+    from sgl_skipkv import page_table, ring_book, runtime
+    from sgl_skipkv.patches import batch, forward, release, retraction
 
     compact, plan = batch._compact, runtime.Runtime
     return [
@@ -360,14 +361,20 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a compaction comes a step too late",
             plan.due,
-            "return state.own_tokens(row_tokens) >= limit",
-            "return state.own_tokens(row_tokens) > limit + 1",
+            "return state.own_tokens(row_tokens) >= state.due_tokens",
+            "return state.own_tokens(row_tokens) > state.due_tokens + 1",
         ),
         (
             "a call reserves a slot that is taken",
-            admission._BudgetedAdder._has_slot,
-            "has_slot: bool = state.runtime.can_admit(state, taken)",
+            plan.has_slot,
+            "return self.recorder.slots.free_slots > taken",
             "return True",
+        ),
+        (
+            "two calls record on one ring in the same step",
+            ring_book.RingBook.fits,
+            "any(not ring & steps for ring in booked)",
+            "True",
         ),
     ]
 

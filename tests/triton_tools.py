@@ -51,11 +51,12 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
     """
     namespaces = (*_CHANGED, *modules)
     before = [dict(vars(namespace)) for namespace in namespaces]
-    cast = InterpreterBuilder.cast_impl
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
     # One interpreted function per function: the interpreter knows the usual reductions by identity.
     interpret = functools.cache(InterpretedFunction)
     try:
         InterpreterBuilder.cast_impl = _rounding_cast(cast)
+        InterpreterBuilder.create_dot = _widening_dot(dot)
         for namespace in namespaces:
             for name, value in list(vars(namespace).items()):
                 if isinstance(value, JITFunction):
@@ -63,7 +64,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                     setattr(namespace, name, _method(one) if namespace is tl.tensor else one)
         yield
     finally:
-        InterpreterBuilder.cast_impl = cast
+        InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
         InterpretedFunction.rewritten_fn.clear()  # they need the names that go now
         for namespace, names in zip(namespaces, before, strict=True):
             for name, value in list(vars(namespace).items()):
@@ -83,6 +84,19 @@ def _rounding_cast(cast: Callable[..., TensorHandle]) -> Callable[..., TensorHan
         return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
 
     return cast_impl
+
+
+def _widening_dot(dot: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """The interpreter keeps bfloat16 as its bits and would multiply those; multiply values."""
+
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any
+    ) -> TensorHandle:
+        if a.dtype == tl.bfloat16:
+            a, b = self.cast_impl(a, tl.float32), self.cast_impl(b, tl.float32)
+        return dot(self, a, b, *rest)
+
+    return create_dot
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
