@@ -9,28 +9,36 @@ The row holds the median of the paired ratios and its 95% bootstrap interval.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pairs import load, measure, parser_of
 
 from sgl_skipkv.server_process import ServerProcess
 
 
-def main() -> None:
-    arguments = parser_of(__doc__).parse_args()
+def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
+    return parser_of(__doc__).parse_args(given)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure and append the row."""
     flags = ["--max-total-tokens", "16384"]
     model = Path(arguments.model_path).resolve()
+    without = {"SGLANG_PLUGINS": "none"}
     with (
-        tempfile.TemporaryDirectory() as folder,
-        ServerProcess(model, Path(folder) / "with", flags) as ours,
-        ServerProcess(model, Path(folder) / "without", flags, {"SGLANG_PLUGINS": "none"}) as plain,
+        tempfile.TemporaryDirectory() as name,
+        ServerProcess(model, Path(name) / "with", flags, captures=True) as ours,
+        ServerProcess(model, Path(name) / "without", flags, without, captures=True) as plain,
     ):
         servers = {"with": ours.wait_ready(), "without": plain.wait_ready()}
         ways = {way: load(server, arguments) for way, server in servers.items()}
         metric = "throughput with the plugin loaded and no budget over without the plugin"
-        print(measure("off_cost", metric, ways, arguments))
+        return measure("off_cost", metric, ways, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    print(run(arguments_of()))

@@ -33,16 +33,19 @@ class HTTPFailure(Exception):
         self.status, self.body = status, body
 
 
-def device_arguments() -> list[str]:
-    """Flags for this machine: a CUDA GPU where there is one, else the CPU platform."""
+def device_arguments(*, captures: bool = False) -> list[str]:
+    """Flags for this machine: a CUDA GPU where there is one, else the CPU platform.
+
+    Args:
+        captures: on a GPU, whether SGLang captures CUDA graphs. Nothing of ours is in them unless a
+            flag asks at the start, so a server whose calls alone bring budgets needs them off.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
-    # Nothing of ours is captured unless a flag asks at the start, and these servers' calls bring
-    # their budgets themselves.
-    graphs = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
-    return ["--attention-backend", "triton", "--page-size", "1", *graphs]
+    off = ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+    return ["--attention-backend", "triton", "--page-size", "1", *([] if captures else off)]
 
 
 class ServerProcess:
@@ -54,6 +57,7 @@ class ServerProcess:
             named like a module.
         arguments: further command-line flags.
         environment: over the caller's own.
+        captures: as in ``device_arguments``.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class ServerProcess:
         folder: Path,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        *,
+        captures: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
@@ -69,7 +75,7 @@ class ServerProcess:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
-        device = device_arguments()
+        device = device_arguments(captures=captures)
         platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(

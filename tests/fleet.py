@@ -100,6 +100,7 @@ SPECS: dict[str, Spec] = {
         ("oracle", "oracle_steering"),
         "qwen3",
         (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
+        {"query_rings": 2},
         steering_layer=1,
     ),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps.
@@ -107,7 +108,7 @@ SPECS: dict[str, Spec] = {
         ("retraction",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {"check_ledger": True, "kv_interval": 16},
+        {"check_ledger": True, "kv_interval": 16, "query_rings": 3},
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
         steering_layer=1,
     ),

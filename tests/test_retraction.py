@@ -41,7 +41,7 @@ def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle:
         {
             **{"rid": f"retract-{i}", "input_ids": prompt_ids(i, 60), "tokens": TOKENS},
             **{"kv_budget": 24 + i, "kv_policy": policies[i % 4], **KEYS},
-            **({"steering": 1.0} if i % 2 else {}),
+            **({"steering": 1.0} if i % 4 else {}),
         }
         for i in range(8)
     ]

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -250,6 +251,28 @@ def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
     assert refused in calls and not world.waiting_queue
     assert refused.skipkv.summary["compactions"] > 0 and world.runtime.open_calls == 1
     world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
+    """With 500 and the reason; its slot, ring and KV come back, its neighbour never notices."""
+    world = World(overlap=overlap)
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    failing, sound = (
+        world.arrive([5, 6, 7, 20 + i], 60, ignore_eos=True, **keys) for i in range(2)
+    )
+    while len(failing.output_ids) < 20:
+        world.step()
+    failing.skipkv.failure = "a score was not finite"
+    before = len(failing.output_ids)
+    while world.owners():
+        world.step()
+    assert len(sound.output_ids) == 60 and sound.finished_reason.to_json()["type"] == "length"
+    ended = failing.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert ended["message"].startswith(f"kv_budget call {failing.rid}: a score was not finite")
+    assert before <= len(failing.output_ids) <= before + 3
+    assert failing.skipkv.summary["compactions"] == 1 and sound.skipkv.summary["compactions"] > 4
 
 
 # -- the machine is tested by breaking what it guards

@@ -1,0 +1,156 @@
+"""What a decode step takes while calls compact: seen by a call that streams its tokens.
+
+``python bench/serve.py --only latency compaction`` runs it. SGLang schedules one step for all
+running calls, so the gaps between the tokens of one call are the steps of the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from sgl_skipkv.server_process import ServerProcess
+from sgl_skipkv.trace import read_trace
+
+#: what the neighbours of the streaming call do, and whether their compactions are spread
+NEIGHBOURS = {"no budget": False, "compact together": False, "compact staggered": True}
+#: steps beside a compaction that its cost may fall on, and steps that it is compared with
+NEAR, FAR = 2, 8
+
+
+def gaps_ms(server: ServerProcess, prompt: Sequence[int], params: Mapping[str, Any]) -> list[float]:
+    """Times between the tokens of a streaming call.
+
+    Raises:
+        RuntimeError: two tokens came in one piece, so their gap is not known.
+    """
+    body = {"input_ids": list(prompt), "sampling_params": {**params}, "stream": True}
+    request = urllib.request.Request(
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    times = []
+    with urllib.request.urlopen(request, timeout=3600) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+    if len(times) < params["max_new_tokens"]:
+        raise RuntimeError(f"{params['max_new_tokens']} tokens came in {len(times)} pieces")
+    return [1000 * (after - before) for before, after in pairwise(times)]
+
+
+def latency(arguments: argparse.Namespace, neighbours: str) -> dict[str, Any]:
+    """One server and one batch of calls that begin together; a first one warms it up."""
+    calls = arguments.parallel
+    settings = {"stagger": NEIGHBOURS[neighbours], "kv_interval": arguments.interval}
+    with _server(arguments, settings, calls + 1) as (server, trace):
+        _run(server, arguments, neighbours, arguments.interval)
+        gaps = _run(server, arguments, neighbours, arguments.tokens)
+        lines = read_trace(trace)
+    last = {line["rid"] for line in [x for x in lines if x["event"] == "finish"][-calls:]}
+    steps = Counter(
+        line["generated"] for line in lines if line["event"] == "compact" and line["rid"] in last
+    )
+    return {
+        "neighbours": neighbours,
+        "calls": calls,
+        "kv_policy": arguments.kv_policy if steps else "",
+        "kv_budget": arguments.kv_budgets[0] if steps else "",
+        "interval": arguments.interval,
+        "tokens": arguments.tokens,
+        "compactions": sum(steps.values()),
+        "most_compactions_in_a_step": max(steps.values(), default=0),
+        "p50_ms": round(statistics.median(gaps), 1),
+        "p99_ms": round(statistics.quantiles(gaps, n=100)[-1], 1),
+        "longest_ms": round(max(gaps), 1),
+    }
+
+
+def compaction(arguments: argparse.Namespace, kv_budget: int) -> dict[str, Any]:
+    """A call by itself: what each of its compactions costs, in decode steps around it."""
+    rounds = arguments.rounds * 4
+    tokens = kv_budget + arguments.interval * (rounds + 1) + 2 * FAR
+    params = _params(arguments, tokens, kv_budget)
+    with _server(arguments, {"kv_interval": arguments.interval}, 1) as (server, trace):
+        gaps_ms(server, [9] * 16, _params(arguments, kv_budget + 2 * arguments.interval, kv_budget))
+        gaps = gaps_ms(server, [10] * 16, params)
+        lines = read_trace(trace)
+    last = [line["rid"] for line in lines if line["event"] == "finish"][-1]
+    at = [x["generated"] for x in lines if x["event"] == "compact" and x["rid"] == last]
+    costs, steps = [], []
+    for generated in at:
+        around = gaps[generated - NEAR : generated + NEAR + 1]
+        far = gaps[generated - FAR : generated - NEAR] + gaps[generated + NEAR + 1 :][:FAR]
+        step = statistics.median(far)
+        costs.append(sum(around) - len(around) * step)
+        steps.append(step)
+    in_steps = sorted(cost / step for cost, step in zip(costs, steps, strict=True))
+    return {
+        "kv_policy": arguments.kv_policy,
+        "kv_budget": kv_budget,
+        "interval": arguments.interval,
+        "calls": 1,
+        "compactions": len(costs),
+        "step_ms_p50": round(statistics.median(steps), 2),
+        "compaction_ms_p50": round(statistics.median(costs), 2),
+        "in_steps_p50": round(statistics.median(in_steps), 2),
+        "in_steps_p90": round(in_steps[int(0.9 * (len(in_steps) - 1))], 2),
+        "share_of_time": round(
+            statistics.median(costs) / (arguments.interval * statistics.median(steps)), 4
+        ),
+    }
+
+
+class _server:
+    """A server that writes a trace, as a context manager: the server, and the trace's path."""
+
+    def __init__(self, arguments: argparse.Namespace, settings: dict[str, Any], calls: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        self._trace, config = folder / "trace.jsonl", folder / "skipkv.json"
+        config.write_text(json.dumps({**settings, "trace": str(self._trace)}))
+        flags = ["--skipkv-config", str(config), "--max-running-requests", str(calls)]
+        flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
+        flags += [f"--{flag}" for flag in arguments.server_flags]
+        self._server = ServerProcess(arguments.model_path, folder / "server", flags, captures=True)
+
+    def __enter__(self) -> tuple[ServerProcess, Path]:
+        return self._server.__enter__().wait_ready(), self._trace
+
+    def __exit__(self, *error: Any) -> None:
+        self._server.__exit__(*error)
+        self._folder.cleanup()
+
+
+def _params(arguments: argparse.Namespace, tokens: int, kv_budget: int | None) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    if kv_budget is not None:
+        params |= {"kv_budget": kv_budget, "kv_policy": arguments.kv_policy}
+    return params
+
+
+def _run(
+    server: ServerProcess, arguments: argparse.Namespace, neighbours: str, tokens: int
+) -> list[float]:
+    """All calls at once, and the streaming one; its gaps once all of them decode."""
+    kv_budget = None if neighbours == "no budget" else arguments.kv_budgets[0]
+    params = _params(arguments, tokens, kv_budget)
+    prompts = [[10 + i] * arguments.prompt_tokens for i in range(arguments.parallel)]
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        calls = [
+            pool.submit(server.post, "/generate", {"input_ids": one, "sampling_params": params})
+            for one in prompts
+        ]
+        gaps = gaps_ms(server, [9] * 16, _params(arguments, tokens, None))
+        for call in calls:
+            call.result()
+    return gaps[arguments.parallel :]  # the first ones hold the prompts' prefills
