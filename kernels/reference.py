@@ -154,16 +154,19 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     n = k.shape[0]
     keys = k.float().transpose(0, 1)
     keys = keys / keys.norm(dim=-1, keepdim=True).clamp_min(_EPS)
-    columns = torch.arange(n, device=k.device)
+    narrow = torch.int16 if n < 2**15 else torch.int32
+    columns = torch.arange(n, dtype=narrow, device=k.device)
     total = torch.zeros(keys.shape[:2], device=k.device)
-    # Row blocks bound the memory at Hkv * block * n instead of Hkv * n * n.
+    # Row blocks bound the memory at Hkv * block * n instead of Hkv * n * n; what can be done in
+    # place is, as a CPU spends its time on the memory of new matrices.
     for start in range(0, n, _REDUNDANCY_BLOCK_ROWS):
-        rows = columns[start : start + _REDUNDANCY_BLOCK_ROWS]
-        cosine = keys[:, rows] @ keys.transpose(1, 2)
-        cosine = cosine.masked_fill(rows[:, None] == columns, 0.0)
+        cosine = keys[:, start : start + _REDUNDANCY_BLOCK_ROWS] @ keys.transpose(1, 2)
+        cosine.diagonal(start, dim1=1, dim2=2).zero_()
         similar = torch.where(cosine > threshold, columns, -1)
-        spared = similar.amax(dim=-1, keepdim=True)
-        total += cosine.masked_fill(spared == columns, 0.0).sum(dim=1)
+        spared = similar.amax(dim=-1, keepdim=True).long()
+        column = spared.clamp_min(0)  # of a row that spares none: put back what is there
+        values = cosine.gather(-1, column).masked_fill_(spared >= 0, 0.0)
+        total += cosine.scatter_(-1, column, values).sum(dim=1)
     return (total / n).softmax(dim=-1)
 
 
