@@ -71,14 +71,29 @@ def latency(arguments: argparse.Namespace, neighbours: str) -> dict[str, Any]:
     }
 
 
-def compaction(arguments: argparse.Namespace, kv_budget: int) -> dict[str, Any]:
-    """A call by itself: what each of its compactions costs, in decode steps around it."""
+def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dict[str, Any]:
+    """One call with a budget: what each of its compactions costs, in decode steps around it.
+
+    Args:
+        calls: in the batch, all others without a budget.
+    """
     rounds = arguments.rounds * 4
     tokens = kv_budget + arguments.interval * (rounds + 1) + 2 * FAR
     params = _params(arguments, tokens, kv_budget)
-    with _server(arguments, {"kv_interval": arguments.interval}, 1) as (server, trace):
-        gaps_ms(server, [9] * 16, _params(arguments, kv_budget + 2 * arguments.interval, kv_budget))
+    warm_up = _params(arguments, kv_budget + 2 * arguments.interval, kv_budget)
+    beside = {"sampling_params": _params(arguments, tokens, None)}
+    with (
+        _server(arguments, {"kv_interval": arguments.interval}, calls) as (server, trace),
+        ThreadPoolExecutor(calls) as pool,
+    ):
+        gaps_ms(server, [9] * 16, warm_up)
+        others = [
+            pool.submit(server.post, "/generate", {**beside, "input_ids": [10 + i] * 16})
+            for i in range(1, calls)
+        ]
         gaps = gaps_ms(server, [10] * 16, params)
+        for other in others:
+            other.result()
         lines = read_trace(trace)
     last = [line["rid"] for line in lines if line["event"] == "finish"][-1]
     at = [x["generated"] for x in lines if x["event"] == "compact" and x["rid"] == last]
@@ -94,7 +109,7 @@ def compaction(arguments: argparse.Namespace, kv_budget: int) -> dict[str, Any]:
         "kv_policy": arguments.kv_policy,
         "kv_budget": kv_budget,
         "interval": arguments.interval,
-        "calls": 1,
+        "calls": calls,
         "compactions": len(costs),
         "step_ms_p50": round(statistics.median(steps), 2),
         "compaction_ms_p50": round(statistics.median(costs), 2),

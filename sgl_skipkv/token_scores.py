@@ -57,6 +57,8 @@ def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tenso
     Returns:
         int32 [L, Hkv, kept] each, ``ScoreInput.known_spared`` of the call's next compaction.
     """
+    if not spared:
+        return []
     from sgl_skipkv.kernels.spared_columns import remap_spared
 
     if not spared:
