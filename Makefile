@@ -1,6 +1,7 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (under 15 minutes on 2 cores)
+# make fuzz    20,000 random lives of a scheduler's memory (about half an hour)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test lint bench-quick
+.PHONY: setup demo test fuzz lint bench-quick
 
 setup:
 	rm -rf $(VENV)
@@ -30,6 +31,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -P -m pytest
+
+fuzz: $(READY)
+	$(BIN)/python tests/fuzz.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

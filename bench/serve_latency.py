@@ -97,13 +97,7 @@ def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dic
         lines = read_trace(trace)
     last = [line["rid"] for line in lines if line["event"] == "finish"][-1]
     at = [x["generated"] for x in lines if x["event"] == "compact" and x["rid"] == last]
-    costs, steps = [], []
-    for generated in at:
-        around = gaps[generated - NEAR : generated + NEAR + 1]
-        far = gaps[generated - FAR : generated - NEAR] + gaps[generated + NEAR + 1 :][:FAR]
-        step = statistics.median(far)
-        costs.append(sum(around) - len(around) * step)
-        steps.append(step)
+    costs, steps = zip(*(cost_and_step(gaps, generated) for generated in at), strict=True)
     in_steps = sorted(cost / step for cost, step in zip(costs, steps, strict=True))
     return {
         "kv_policy": arguments.kv_policy,
@@ -119,6 +113,16 @@ def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dic
             statistics.median(costs) / (arguments.interval * statistics.median(steps)), 4
         ),
     }
+
+
+def cost_and_step(gaps: Sequence[float], at: int) -> tuple[float, float]:
+    """What the gaps around number ``at`` take beyond as many usual ones, and a usual one.
+
+    It may fall on the gap before or after: a server decides about a step while the last one runs.
+    """
+    around = gaps[at - NEAR : at + NEAR + 1]
+    step = statistics.median([*gaps[at - FAR : at - NEAR], *gaps[at + NEAR + 1 : at + FAR + 1]])
+    return sum(around) - len(around) * step, step
 
 
 class _server:

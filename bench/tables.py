@@ -341,13 +341,43 @@ def without_checks() -> str:
     return table(header, lines, found, "without_checks")
 
 
-def stagger() -> str:
-    found = rows("stagger")
-    header = ["staggered", "calls", "compactions", "most in one step", "median step, ms"]
+def serve_latency() -> str:
+    found = rows("serve_latency")
+    header = ["neighbours", "calls", "compactions", "most in one step", "median step, ms"]
     header += ["p99 step, ms", "longest step, ms"]
-    names = ("stagger", "calls", "compactions", "most_compactions_in_a_step", "median_step_ms")
-    lines = [[row[name] for name in (*names, "p99_step_ms", "longest_step_ms")] for row in found]
-    return table(header, lines, found, "stagger")
+    names = ("neighbours", "calls", "compactions", "most_compactions_in_a_step", "p50_ms")
+    lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in found]
+    return table(header, lines, found, "serve_latency")
+
+
+def serve_pressure() -> str:
+    found = rows("serve_pressure")
+    header = ["`kv_budget`", "tokens/s", "over the full cache", "calls at once", "by arithmetic"]
+    header += ["retractions"]
+    lines = [
+        [
+            budget(row),
+            f"{float(row['tokens_per_s_p50']):,.0f}",
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            f"{row['peak_running']} of {row['calls']}",
+            row["fits_by_arithmetic"],
+            row["retractions"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_pressure")
+
+
+def serve_compaction() -> str:
+    found = rows("serve_compaction")
+    header = ["calls in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header += ["in steps, median", "in steps, 90th percentile", "of the time"]
+    names = ("calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
+    lines = [
+        [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_compaction")
 
 
 def steering_cost() -> str:
@@ -395,7 +425,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "comparison": lambda: comparison(("hard",)),
     "comparison_all": lambda: comparison(LEVELS),
-    "comparison_sampled": lambda: comparison(("easy",), "sampled"),
+    "comparison_sampled": lambda: comparison(("easy", "medium"), "sampled"),
     "components": components,
     "prompt": prompt,
     "thresholds": thresholds,
@@ -411,7 +441,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "steering_budget": steering_budget,
     "steering_cost": steering_cost,
     "without_checks": without_checks,
-    "stagger": stagger,
+    "serve_latency": serve_latency,
+    "serve_pressure": serve_pressure,
+    "serve_compaction": serve_compaction,
     "compile": compiled,
     "kernel_floors": kernel_floors,
 }

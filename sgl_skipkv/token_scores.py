@@ -61,8 +61,6 @@ def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tenso
         return []
     from sgl_skipkv.kernels.spared_columns import remap_spared
 
-    if not spared:
-        return []
     device, stay = spared[0].device, [rows.shape[0] for rows in kept]
     known = remap_spared(
         torch.cat(list(spared), dim=2),

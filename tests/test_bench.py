@@ -15,6 +15,7 @@ from fleet import Fleet
 from servers import Server
 
 from sgl_skipkv.policy import names
+from sgl_skipkv.trace import read_trace
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -28,6 +29,9 @@ def bench() -> dict[str, ModuleType]:
         import figures
         import grading
         import record
+        import serve
+        import serve_figure
+        import serve_latency
         import serving
         import steering
         import sweep
@@ -35,6 +39,7 @@ def bench() -> dict[str, ModuleType]:
     finally:
         sys.path.remove(str(BENCH))
     modules = (accuracy, figures, grading, record, serving, steering, sweep, tables)
+    modules += (serve, serve_figure, serve_latency)
     return {module.__name__: module for module in modules}
 
 
@@ -174,3 +179,51 @@ def test_figures_are_drawn_from_the_rows(bench: Any, tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
     with pytest.raises(ValueError, match="no rows"):
         figures.selected("accuracy", "no-such-model", "greedy")
+
+
+@pytest.mark.server
+def test_a_round_under_pressure(bench: Any, fleet: Fleet) -> None:
+    """The load is what was asked for, and the numbers are read from the server's own log."""
+    server = fleet.ready("reasoner")
+    arguments = (
+        bench["serve"]
+        .parser()
+        .parse_args(
+            ["--calls", "6", "--tokens", "120", "--prompt-tokens", "20", "--interval", "32"]
+        )
+    )
+    for kv_budget in (None, 32):
+        traced = len(read_trace(server.trace_path))
+        rate, running, retracted = bench["serve"].round_of(server, arguments, kv_budget, 1)
+        assert rate > 0 and 3 <= running <= 6 and retracted == 0
+        events = read_trace(server.trace_path)[traced:]
+        compacted = [event for event in events if event["event"] == "compact"]
+        assert len(compacted) == (6 * 2 if kv_budget else 0)  # at 64 and 96 of 120 tokens
+
+
+def test_the_price_of_a_compaction(bench: Any) -> None:
+    """Against steps of 10 ms, one of which takes 34, wherever near the compaction that is."""
+    cost_and_step = bench["serve_latency"].cost_and_step
+    for shift in range(-2, 3):
+        gaps = [10.0] * 60
+        gaps[30 + shift] = 34.0
+        gaps[10] = 500.0  # somebody else's
+        assert cost_and_step(gaps, 30) == (24.0, 10.0)
+    assert cost_and_step([10.0] * 60, 30) == (0.0, 10.0)
+
+
+def test_the_serving_figure_is_drawn_from_the_rows(bench: Any, tmp_path: Path) -> None:
+    figure, drawn = bench["serve_figure"], []
+    latency = [{"calls": "8", "neighbours": "no budget", "p50_ms": "5.0", "p99_ms": "9.0"}]
+    for number, rate in enumerate(("100.0", "100.0", "101.0")):
+        pressure = [
+            {
+                **{"kv_budget": kv_budget, "tokens_per_s_p50": rate, "peak_running": "4"},
+                **{"fits_by_arithmetic": "5", "calls": "8", "pool_tokens": "999"},
+            }
+            for kv_budget in ("", "64")
+        ]
+        figure.plt.rcParams.update(figure.STYLE_PARAMETERS)
+        figure.draw(pressure, latency, tmp_path / f"{number}.svg")
+        drawn.append((tmp_path / f"{number}.svg").read_bytes())
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -25,7 +25,11 @@ LINKED = ("kernels", "patches")
 # Bottom up. A module may import its own layer's package and every layer below, never above.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
-    frozenset({"moments", "policy", "select", "sentences", "steering_vector", "trace"}),
+    frozenset(
+        {
+            *("moments", "policy", "ring_book", "select", "sentences", "steering_vector", "trace"),
+        }
+    ),
     frozenset({"steering"}),
     frozenset(
         {

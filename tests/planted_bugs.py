@@ -1,0 +1,149 @@
+"""Bugs to plant in our code, one at a time: the state machine must find each of them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
+
+
+def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
+    """Name, our function, a piece of its source, and what stands there instead."""
+    from sgl_skipkv import page_table, ring_book, runtime
+    from sgl_skipkv.patches import batch, forward, release, retraction
+
+    compact, plan = batch._compact, runtime.Runtime
+    return [
+        (
+            "a compacted row is filed in the tree",
+            release.limit_insert,
+            "if state.evicted_tokens:\n        return 0",
+            "if state.evicted_tokens:\n        return None",
+        ),
+        (
+            "a recomputed call hands its output to the tree",
+            release.limit_insert,
+            "return state.prompt_tokens if result is None else min(result, state.prompt_tokens)",
+            "return None",
+        ),
+        (
+            "a recomputed call shares more than its prompt",
+            retraction.limit_prefix_match,
+            "return min(max_prefix_len, shareable)",
+            "return None",
+        ),
+        (
+            "allocated length stays",
+            compact,
+            "req.kv.kv_allocated_len -= plan.evicted_tokens",
+            "pass",
+        ),
+        (
+            "committed length stays",
+            compact,
+            "req.kv.kv_committed_len -= plan.evicted_tokens",
+            "pass",
+        ),
+        (
+            "sequence lengths stay",
+            compact,
+            "batch.seq_lens_cpu - torch.tensor(evicted)",
+            "batch.seq_lens_cpu",
+        ),
+        ("device lengths stay", compact, "batch.seq_lens = ", "_ = "),
+        (
+            "slots are freed twice",
+            compact,
+            "        allocator.free(slots)\n",
+            "        allocator.free(slots)\n        allocator.free(slots)\n",
+        ),
+        ("slots are not freed", compact, "        allocator.free(slots)\n", "        pass\n"),
+        ("one slot is forgotten", page_table.compact_row, "return freed", "return freed[1:]"),
+        (
+            "the slot before the first evicted one is freed",
+            page_table.compact_row,
+            "return freed",
+            "return torch.cat([kept[-1:].to(torch.int64), freed[1:]])",
+        ),
+        (
+            "the kept slots are written one entry too far",
+            page_table.compact_row,
+            "req_to_token[row, :keep_tokens] = kept",
+            "req_to_token[row, 1 : keep_tokens + 1] = kept",
+        ),
+        (
+            "the prompt may go although the tree owns it",
+            plan._protected,
+            "prompt = state.prompt_tokens if params.protect_prompt else 0",
+            "prompt = 0",
+        ),
+        (
+            "an evictable prompt is shared",
+            retraction.limit_prefix_match,
+            "shareable = 0 if state.keeps_prompt_private else state.prompt_tokens",
+            "shareable = state.prompt_tokens",
+        ),
+        (
+            "state outlives a retraction",
+            retraction.reset_call,
+            "state.runtime.retract(state, generated=len(req.output_ids))",
+            "pass",
+        ),
+        (
+            "evictions outlive a retraction",
+            plan.retract,
+            "state.evicted_tokens, state.last = 0, None",
+            "pass",
+        ),
+        (
+            "a finished call keeps its slot",
+            release.close_call,
+            "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
+            "pass",
+        ),
+        ("a row keeps its slot", plan._release, "of_row[state.row] = 0", "of_row[0] = 0"),
+        (
+            "positions are physical",
+            forward.prepare_forward,
+            "positions = result.orig_seq_lens - 1",
+            "positions = batch.seq_lens - 1",
+        ),
+        (
+            "a compaction comes a step too late",
+            plan.due,
+            "return state.own_tokens(row_tokens) >= state.due_tokens",
+            "return state.own_tokens(row_tokens) > state.due_tokens + 1",
+        ),
+        (
+            "a call reserves a slot that is taken",
+            plan.has_slot,
+            "return self.recorder.slots.free_slots > taken",
+            "return True",
+        ),
+        (
+            "two calls record on one ring in the same step",
+            ring_book.RingBook.fits,
+            "any(not ring & steps for ring in booked)",
+            "True",
+        ),
+    ]
+
+
+def plant(
+    patch: pytest.MonkeyPatch, function: Callable[..., Any], piece: str, instead: str
+) -> None:
+    """Rewrite one piece of a function in place, also where a hook already holds the function."""
+    assert isinstance(function, FunctionType)
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(piece) == 1, f"{function.__qualname__} has changed: {piece!r} is not in it"
+    flags = annotations.compiler_flag
+    code = compile(source.replace(piece, instead), "planted", "exec", flags=flags)
+    namespace: dict[str, Any] = {}
+    exec(code, function.__globals__, namespace)
+    patch.setattr(function, "__code__", namespace[function.__name__].__code__)
