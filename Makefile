@@ -1,7 +1,7 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (under 15 minutes on 2 cores)
-# make fuzz    20,000 random lives of a scheduler's memory (about half an hour)
+# make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about 20 minutes)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3
@@ -34,6 +34,7 @@ test: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz.py
+	$(BIN)/python tests/fuzz.py --planted
 
 lint: $(READY)
 	$(BIN)/ruff check .

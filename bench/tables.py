@@ -1,6 +1,6 @@
 """Write the documents' result tables from the rows: what is quoted is what was measured.
 
-python bench/tables.py            # rewrite README.md and three files in docs/ between their markers
+python bench/tables.py            # rewrite README.md and four files in docs/ between their markers
 python bench/tables.py --check    # exit 1 if one of them says something else
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *(ROOT / "docs" / f"{one}.md" for one in ("results", "steering", "performance")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("results", "steering", "performance", "reliability")),
 )
 LEVELS = ("easy", "medium", "hard")
 #: order of policies in tables; the same as in the figures
@@ -380,6 +380,25 @@ def serve_compaction() -> str:
     return table(header, lines, found, "serve_compaction")
 
 
+def fuzz() -> str:
+    found = rows("fuzz")
+    found = [row for row in found if row["lives"] == found[-1]["lives"]]
+    what = f"in {int(found[-1]['lives']):,} lives of {found[-1]['steps']} steps, without a failure"
+    lines = [[row["event"], f"{int(row['times']):,}"] for row in found]
+    return table([what, "times"], lines, found, "fuzz")
+
+
+def planted_bugs() -> str:
+    found = rows("planted_bugs")
+    seeds = list(dict.fromkeys(row["seed"] for row in found))
+    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in found}
+    lines = [
+        [bug, *(lives[bug, seed] for seed in seeds)]
+        for bug in dict.fromkeys(row["bug"] for row in found)
+    ]
+    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, found, "planted_bugs")
+
+
 def steering_cost() -> str:
     what = "throughput, every call steered, over the same calls not steered"
     return paired_ratio("steering_cost", what, rows("steering_cost"))
@@ -441,6 +460,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steering_budget": steering_budget,
     "steering_cost": steering_cost,
     "without_checks": without_checks,
+    "fuzz": fuzz,
+    "planted_bugs": planted_bugs,
     "serve_latency": serve_latency,
     "serve_pressure": serve_pressure,
     "serve_compaction": serve_compaction,

@@ -13,6 +13,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from planted_bugs import FOUND, bugs, plant
@@ -22,32 +26,40 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+Row = dict[str, Any]
 STEPS = 50
 logging.disable()  # calls that the machine has refused are not news
 
 
-def fuzz(console: Console, examples: int, seed: int, part: int = 500) -> int:
-    """Lives in parts of their own seed, so that a failure names a short run that shows it."""
-    total: dict[str, int] = {}
+def fuzz(examples: int, seed: int, part: int = 500) -> list[Row]:
+    """Lives in parts of their own seed, so that a failure names a short run that shows it.
+
+    Raises:
+        SystemExit: an invariant does not hold.
+    """
+    total: Counter[str] = Counter()
     for number in tqdm(range(0, examples, part), desc="fuzz", unit=f"{part} lives"):
         try:
-            seen = run_machine(min(part, examples - number), steps=STEPS, seed=seed + number)
+            total += run_machine(min(part, examples - number), steps=STEPS, seed=seed + number)
         except FOUND as error:
-            console.print(f"seed {seed + number}: {type(error).__name__}: {error}")
-            return 1
-        for name, count in seen.items():
-            total[name] = total.get(name, 0) + count
-    table = Table(
-        "what happened", "times", title=f"{examples:,} lives of {STEPS} steps, no failure"
-    )
-    for name, count in sorted(total.items()):
-        table.add_row(name, f"{count:,}")
-    console.print(table)
-    return 0
+            raise SystemExit(f"seed {seed + number}: {type(error).__name__}: {error}") from error
+    sizes = {"lives": examples, "steps": STEPS, "seed": seed}
+    return [{**sizes, "event": name, "times": count} for name, count in sorted(total.items())]
 
 
-def lives_until_found(seed: int, most: int) -> int | None:
-    """Lives that pass before the machine fails; None if it never does."""
+def planted(seeds: Sequence[int], most: int) -> list[Row]:
+    """Lives that pass until each planted bug is found; empty where it never is."""
+    rows: list[Row] = []
+    for name, function, piece, instead in tqdm(bugs(), desc="bugs", unit="bug"):
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch, function, piece, instead)
+            for seed in seeds:
+                found = found_after(seed, most)
+                rows.append({"bug": name, "seed": seed, "lives": "" if found is None else found})
+    return rows
+
+
+def found_after(seed: int, most: int) -> int | None:
     try:
         run_machine(most, steps=STEPS, seed=seed)
     except FOUND:
@@ -55,18 +67,13 @@ def lives_until_found(seed: int, most: int) -> int | None:
     return None
 
 
-def planted(console: Console, seeds: list[int], most: int) -> int:
-    table = Table("planted bug", *(f"seed {seed}" for seed in seeds), title="lives until found")
-    survivors = 0
-    for name, function, piece, instead in tqdm(bugs(), desc="bugs", unit="bug"):
-        patch = pytest.MonkeyPatch()
-        with patch.context() as one:
-            plant(one, function, piece, instead)
-            found = [lives_until_found(seed, most) for seed in seeds]
-        survivors += found.count(None)
-        table.add_row(name, *("never" if lives is None else f"{lives:,}" for lives in found))
-    console.print(table)
-    return int(survivors > 0)
+def record(name: str, rows: Sequence[Row]) -> None:
+    """Append to bench/rows, as the benchmarks do."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+    from record import append_row
+
+    for row in rows:
+        append_row(name, row)
 
 
 def main() -> int:
@@ -75,12 +82,20 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--most", type=int, default=3_000, help="lives per planted bug and seed")
+    parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
-    console = Console(width=110)
     with plugin_and_topology():
         if arguments.planted:
-            return planted(console, arguments.seeds, arguments.most)
-        return fuzz(console, arguments.examples, arguments.seeds[0])
+            name, rows = "planted_bugs", planted(arguments.seeds, arguments.most)
+        else:
+            name, rows = "fuzz", fuzz(arguments.examples, arguments.seeds[0])
+    table = Table(*rows[0], title=name)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    if arguments.record:
+        record(name, rows)
+    return int(any(row.get("lives") == "" for row in rows))
 
 
 if __name__ == "__main__":

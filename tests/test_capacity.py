@@ -36,9 +36,9 @@ def test_a_pool_runs_as_many_budgeted_calls_as_it_can_hold(server: Server) -> No
     arithmetic = POOL_TOKENS // (PROMPT_TOKENS + BUDGET + INTERVAL + 1)
     keys = {"kv_budget": BUDGET, "kv_policy": "streaming", "kv_params": {"interval": INTERVAL}}
     at = len(server.log)
-    budgeted = peak_running(server, calls(40, 2000, **keys))
+    budgeted = peak_running(server, calls(40, 600, **keys))
     assert "Retract" not in server.log[at:]  # reserved in full, so nobody had to give way
-    without = peak_running(server, calls(4, 2000))
+    without = peak_running(server, calls(16, 600))
     print(f"peak running: {budgeted} with a budget, {without} without, {arithmetic} by arithmetic")
     assert arithmetic == 31
     assert budgeted >= 0.9 * arithmetic
