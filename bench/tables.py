@@ -382,9 +382,12 @@ def serve_compaction() -> str:
 
 def fuzz() -> str:
     found = rows("fuzz")
-    found = [row for row in found if row["lives"] == found[-1]["lives"]]
-    what = f"in {int(found[-1]['lives']):,} lives of {found[-1]['steps']} steps, without a failure"
-    lines = [[row["event"], f"{int(row['times']):,}"] for row in found]
+    lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
+    what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
+    times: dict[str, int] = {}
+    for row in found:
+        times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
+    lines = [[event, f"{count:,}"] for event, count in times.items()]
     return table([what, "times"], lines, found, "fuzz")
 
 

@@ -56,7 +56,6 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     if (due or untracked) and batch.device != "cpu":
         # Keys, queries and hidden states of the running step are written on the forward stream.
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
-    runtime.step()
     for i, state in untracked:
         runtime.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
     if due:

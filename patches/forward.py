@@ -44,6 +44,9 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     recorder.current = None  # the forward passes of one process come one after the other
     if steerer is not None:
         steerer.factors = None
+    if binding.runtime.open_calls and result.forward_mode.is_decode():
+        # Here and not where compactions are: SGLang may look for memory and then not decode.
+        binding.runtime.step()
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_calls else []
     if not any(states):
         return

@@ -189,7 +189,7 @@ class Runtime:
             )
 
     def step(self) -> None:
-        """A decode step of all running calls follows."""
+        """A decode step of all running calls is launched."""
         self._rings.steps += 1
 
     def due(self, state: CallState, row_tokens: int) -> bool:

@@ -377,6 +377,7 @@ class World(Books):
             if self._compactions(req) > compactions[req.rid]:
                 self._book_compaction(req, before[req.rid])
         if not enough and finishing:
+            self.count["decode steps that waited for memory"] += 1
             return None
         if not enough or self.retract_now:
             self.count["retractions, pool full"] += not enough
@@ -435,9 +436,11 @@ class World(Books):
         """Abort everything, run dry, empty the tree: nothing may be left anywhere."""
         for req in [*self.waiting_queue, *self.owners()]:
             self.abort(req)
-        for _ in range(8):
+        for _ in range(20):  # a prompt in chunks is prefilled to its end, aborted or not
             self.step()
             self.check()
+            if self.is_idle():
+                break
         assert self.is_idle() and self.runtime.open_calls == 0
         for req in self.finished:
             self.probe([*req.origin_input_ids, *req.output_ids])

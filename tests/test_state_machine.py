@@ -136,6 +136,33 @@ def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
     assert failing.skipkv.summary["compactions"] == 1 and sound.skipkv.summary["compactions"] > 4
 
 
+def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks for memory, finds too little, and lets a call that is about to finish end first.
+
+    Found by fuzzing (seed 102501): the rings' steps went on without a decode step, and the calls
+    that share them were ended.
+    """
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    world = World(overlap=True)
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    call = world.arrive([5, 6, 7, 20], 60, ignore_eos=True, **keys)
+    ending = world.arrive([5, 6, 7, 21], 25, ignore_eos=True)
+    look = ScheduleBatch.check_decode_mem
+
+    def scarce(batch: Any, selected_indices: Any = None) -> bool:
+        enough = look(batch, selected_indices)
+        last = ending not in batch.reqs and ending.next_output_finishes_by_length()
+        return enough and not (last and selected_indices is None)
+
+    monkeypatch.setattr(ScheduleBatch, "check_decode_mem", scarce)
+    while world.owners() or world.waiting_queue:
+        world.step()
+        world.check()
+    assert world.count["decode steps that waited for memory"] == 1
+    assert len(call.output_ids) == 60 and call.skipkv.summary["compactions"] > 4
+
+
 # -- the machine is tested by breaking what it guards
 
 
