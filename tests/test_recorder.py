@@ -237,9 +237,11 @@ def tracker_of(call: Call) -> SentenceTracker:
 def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     chunk: int, cached: int, generated: int
 ) -> None:
-    """Sentence sums to the bit, and the last queries of every layer."""
+    """Sentence sums to the bit, and the queries that its next compaction asks for."""
     tokens = words(3, 1, 6, 2, 9, 4) * 3
-    keys = {"kv_budget": 200, "kv_params": {"delimiters": "paper"}}
+    # Where more than a token was generated, the first compaction comes with the next step.
+    knobs = {"delimiters": "paper", "interval": 8, "window": 8}
+    keys = {"kv_budget": max(generated + 2 - 8, 19), "kv_params": knobs}
     straight, stopped = SyntheticServer(), SyntheticServer()
     call = straight.open(tokens, **keys)
     straight.prefill(call)
@@ -260,7 +262,9 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     last = call.positions[-1]
-    count = min(16, generated + 1)
+    count = len(range(again.state.records_from, last + 1))
+    assert again.state.records_from == call.state.records_from
+    assert count == (7 if generated > 1 else 0)
     for layer in range(LAYERS):
         for server, owner in ((straight, call), (stopped, again)):
             ring = server.recorder.queries.read(owner.state.ring, last, count)[layer]
@@ -269,10 +273,12 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
 
 def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
     server = SyntheticServer(query_window=6)
-    call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=64, kv_params={"window": 6})
+    # Counted, it is compacted right after the first decode step, which brings the sixth query.
+    knobs = {"window": 6, "interval": 8, "count_prompt": True, "protect_prompt": False}
+    call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=13, kv_params=knobs)
     server.prefill(call, chunk=7)
-    ring = server.recorder.queries.read(call.state.ring, 19, 6)
-    assert torch.equal(ring, call.queries[:, 14:20].flip(1))
+    ring = server.recorder.queries.read(call.state.ring, 19, 5)
+    assert torch.equal(ring, call.queries[:, 15:20].flip(1))
     table = server.recorder.sentences
     assert not table.length[call.state.slot] and not table.after_delimiter[call.state.slot]
 
