@@ -10,6 +10,7 @@ import torch
 from decode_model import DecodeModel, KVPool, Size
 from torch import Tensor
 
+from sgl_skipkv import report
 from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
@@ -21,6 +22,8 @@ from sgl_skipkv.sentences import Delimiters
 SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
 #: page table, free slots, positions and the attention's list of slots, per cached token
 BOOKKEEPING_BYTES = 48
+#: more rings than any batch here has calls
+MANY = 65536
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,24 @@ class Calls:
         return self.kv_budget + 1 + (generated + phase - self.kv_budget - 1) % self.interval
 
 
-def recorded_bytes(size: Size, dtype: torch.dtype) -> int:
-    """What the plugin records per call: the ring of queries, the table of sentences."""
-    config, heads = ServerConfig(), size.heads
-    queries = config.query_window * size.layers * heads.query * heads.dim * dtype.itemsize
-    return queries + 4 * size.hidden_size * (config.max_sentences + 1)
+def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
+    """What the plugin holds for one call more."""
+    config = {
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads.query,
+        "num_key_value_heads": size.heads.kv,
+        "head_dim": size.heads.dim,
+        "hidden_size": size.hidden_size,
+    }
+    if calls.kv_budget is None:
+        return 0
+    # Calls that begin together and compact together share no ring.
+    settings = ServerConfig(query_rings=MANY)
+    two, one = (
+        sum(report.recorded_bytes(config, n, calls.kv_budget, settings, dtype.itemsize).values())
+        for n in (2, 1)
+    )
+    return two - one
 
 
 def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtype) -> int:
@@ -74,7 +90,7 @@ def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtyp
     """
     token_bytes = size.kv_bytes_per_token(dtype) + BOOKKEEPING_BYTES
     call_bytes = calls.peak_tokens * token_bytes
-    call_bytes += 0 if calls.kv_budget is None else recorded_bytes(size, dtype)
+    call_bytes += recorded_bytes(size, calls, dtype)
     if memory_bytes < call_bytes:
         raise ValueError(f"memory: expected {call_bytes} bytes or more, got {memory_bytes}")
     return memory_bytes // call_bytes
@@ -105,7 +121,7 @@ class Compactor:
         self.recorder = Recorder(
             ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
             slots=batch,
-            rings=batch,  # calls that begin together and compact together share none
+            rings=batch,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
