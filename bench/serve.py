@@ -75,7 +75,11 @@ def round_of(
 def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for the full cache and one for each budget, all against the full cache."""
     flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
-    flags += ["--max-running-requests", str(arguments.calls), *server_flags(arguments)]
+    flags += [
+        "--max-running-requests",
+        str(arguments.calls),
+        *serve_latency.server_flags(arguments),
+    ]
     asked = ["--kv-interval", str(arguments.interval)]
     budgets = [None, *arguments.kv_budgets]
     found: dict[int | None, list[tuple[float, int, int]]] = {one: [] for one in budgets}
@@ -120,10 +124,6 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for one in budgets
     ]
-
-
-def server_flags(arguments: argparse.Namespace) -> list[str]:
-    return [f"--{flag}" for flag in arguments.server_flags]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,8 +13,9 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def latency(arguments: argparse.Namespace, neighbours: str) -> dict[str, Any]:
     """One server and one batch of calls that begin together; a first one warms it up."""
     calls = arguments.parallel
     settings = {"stagger": NEIGHBOURS[neighbours], "kv_interval": arguments.interval}
-    with _server(arguments, settings, calls + 1) as (server, trace):
+    with _traced_server(arguments, settings, calls + 1) as (server, trace):
         _run(server, arguments, neighbours, arguments.interval)
         gaps = _run(server, arguments, neighbours, arguments.tokens)
         lines = read_trace(trace)
@@ -83,7 +84,7 @@ def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dic
     warm_up = _params(arguments, kv_budget + 2 * arguments.interval, kv_budget)
     beside = {"sampling_params": _params(arguments, tokens, None)}
     with (
-        _server(arguments, {"kv_interval": arguments.interval}, calls) as (server, trace),
+        _traced_server(arguments, {"kv_interval": arguments.interval}, calls) as (server, trace),
         ThreadPoolExecutor(calls) as pool,
     ):
         gaps_ms(server, [9] * 16, warm_up)
@@ -125,25 +126,24 @@ def cost_and_step(gaps: Sequence[float], at: int) -> tuple[float, float]:
     return sum(around) - len(around) * step, step
 
 
-class _server:
-    """A server that writes a trace, as a context manager: the server, and the trace's path."""
+def server_flags(arguments: argparse.Namespace) -> list[str]:
+    return [f"--{flag}" for flag in arguments.server_flags]
 
-    def __init__(self, arguments: argparse.Namespace, settings: dict[str, Any], calls: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        self._trace, config = folder / "trace.jsonl", folder / "skipkv.json"
-        config.write_text(json.dumps({**settings, "trace": str(self._trace)}))
+
+@contextmanager
+def _traced_server(
+    arguments: argparse.Namespace, settings: dict[str, Any], calls: int
+) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server that writes a trace, and the trace's path."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        trace, config = folder / "trace.jsonl", folder / "skipkv.json"
+        config.write_text(json.dumps({**settings, "trace": str(trace)}))
         flags = ["--skipkv-config", str(config), "--max-running-requests", str(calls)]
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
-        flags += [f"--{flag}" for flag in arguments.server_flags]
-        self._server = ServerProcess(arguments.model_path, folder / "server", flags, captures=True)
-
-    def __enter__(self) -> tuple[ServerProcess, Path]:
-        return self._server.__enter__().wait_ready(), self._trace
-
-    def __exit__(self, *error: Any) -> None:
-        self._server.__exit__(*error)
-        self._folder.cleanup()
+        flags += server_flags(arguments)
+        with ServerProcess(arguments.model_path, folder / "server", flags, captures=True) as server:
+            yield server.wait_ready(), trace
 
 
 def _params(arguments: argparse.Namespace, tokens: int, kv_budget: int | None) -> dict[str, Any]:

@@ -97,10 +97,10 @@ class QueryRings:
         self.loans[slot] = device_tensor(loan, self.loans.device)
 
     def of_tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """int64 [B], the ring of each token, 0 where its query is not wanted.
+        """int64 [B], the ring of each token, 0 where its query is not wanted. Graph-safe.
 
         Args:
-            slots, positions, rings: int64 [B]; tokens of ring 0 leave no query.
+            slots, positions: int64 [B].
         """
         ring, first, interval, window = self.loans[slots].unbind(dim=1)
         return torch.where((positions - first) % interval < window, ring, 0)
