@@ -26,6 +26,7 @@ def bench() -> dict[str, ModuleType]:
     sys.path.insert(0, str(BENCH))
     try:
         import accuracy
+        import accuracy_tables
         import figures
         import grading
         import record
@@ -35,10 +36,9 @@ def bench() -> dict[str, ModuleType]:
         import serving
         import steering
         import sweep
-        import tables
     finally:
         sys.path.remove(str(BENCH))
-    modules = (accuracy, figures, grading, record, serving, steering, sweep, tables)
+    modules = (accuracy, figures, grading, record, serving, steering, sweep, accuracy_tables)
     modules += (serve, serve_figure, serve_latency)
     return {module.__name__: module for module in modules}
 
@@ -142,7 +142,7 @@ def test_a_setting_that_changed_is_another_cell(bench: Any) -> None:
 
 def test_every_policy_has_its_place_in_the_comparison(bench: Any) -> None:
     scored = set(names()) - {"full"}
-    orders = bench["accuracy"].ORDER, bench["figures"].STYLE, bench["tables"].POLICIES
+    orders = bench["accuracy"].ORDER, bench["figures"].STYLE, bench["accuracy_tables"].POLICIES
     assert all(set(order) == scored for order in orders)
 
 

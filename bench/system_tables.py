@@ -1,0 +1,107 @@
+"""Tables of the system: servers under load, memory under fuzzing, kernels."""
+
+from __future__ import annotations
+
+from table_text import budget, paired_ratio, rows, table
+
+
+def off_cost() -> str:
+    what = "throughput with the plugin and no budget, over SGLang without it"
+    return paired_ratio("off_cost", what, rows("off_cost")[-1:])
+
+
+def serve_latency() -> str:
+    found = rows("serve_latency")
+    header = ["neighbours", "calls", "compactions", "most in one step", "median step, ms"]
+    header += ["p99 step, ms", "longest step, ms"]
+    names = ("neighbours", "calls", "compactions", "most_compactions_in_a_step", "p50_ms")
+    lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in found]
+    return table(header, lines, found, "serve_latency")
+
+
+def serve_pressure() -> str:
+    found = rows("serve_pressure")
+    header = ["`kv_budget`", "tokens/s", "over the full cache", "calls at once", "by arithmetic"]
+    header += ["retractions"]
+    lines = [
+        [
+            budget(row),
+            f"{float(row['tokens_per_s_p50']):,.0f}",
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            f"{row['peak_running']} of {row['calls']}",
+            row["fits_by_arithmetic"],
+            row["retractions"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_pressure")
+
+
+def serve_compaction() -> str:
+    found = rows("serve_compaction")
+    header = ["calls in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header += ["in steps, median", "in steps, 90th percentile", "of the time"]
+    names = ("calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
+    lines = [
+        [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_compaction")
+
+
+def fuzz() -> str:
+    found = rows("fuzz")
+    lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
+    what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
+    times: dict[str, int] = {}
+    for row in found:
+        times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
+    lines = [[event, f"{count:,}"] for event, count in times.items()]
+    return table([what, "times"], lines, found, "fuzz")
+
+
+def planted_bugs() -> str:
+    found = rows("planted_bugs")
+    seeds = list(dict.fromkeys(row["seed"] for row in found))
+    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in found}
+    lines = [
+        [bug, *(lives[bug, seed] for seed in seeds)]
+        for bug in dict.fromkeys(row["bug"] for row in found)
+    ]
+    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, found, "planted_bugs")
+
+
+def compiled() -> str:
+    """One line per variant; registers on every architecture, the rest on an H100."""
+    found = rows("compile")
+    latest = {(row["kernel"], row["case"], row["architecture"]): row for row in found}
+    architectures = list(dict.fromkeys(row["architecture"] for row in found))
+    header = ["kernel", "variant", *(f"registers, {one}" for one in architectures)]
+    header += ["spilled bytes, all", "shared bytes, sm_90", "warps", "stages"]
+    lines = []
+    for kernel, case in dict.fromkeys((row["kernel"], row["case"]) for row in found):
+        each = [latest[kernel, case, one] for one in architectures]
+        on_h100 = latest[kernel, case, "sm_90"]
+        spilled = sum(int(row["spilled_bytes"]) for row in each)
+        lines.append([f"`{kernel}`", case, *(row["registers"] for row in each), str(spilled)])
+        lines[-1] += [on_h100[name] for name in ("shared_bytes", "warps", "stages")]
+    return table(header, lines, found, "compile")
+
+
+def kernel_floors() -> str:
+    found = rows("kernel_floors")
+    header = ["kernel", "cached tokens of a request", "bytes", "operations", "memory floor, us"]
+    header += ["compute floor, us", "what binds"]
+    lines = [
+        [
+            f"`{row['kernel']}`",
+            f"{int(row['cached_tokens']):,}" if row["cached_tokens"] else "",
+            f"{int(row['bytes']):,}",
+            f"{int(row['operations']):,} ({row['arithmetic']})" if int(row["operations"]) else "0",
+            f"{float(row['memory_us']):,.2f}",
+            f"{float(row['compute_us']):,.2f}",
+            row["binds"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "kernel_floors")
