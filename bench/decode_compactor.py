@@ -14,9 +14,10 @@ from sgl_skipkv import report
 from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.planner import Due
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder
-from sgl_skipkv.runtime import Due, Runtime
+from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.sentences import Delimiters
 
 SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
@@ -187,7 +188,7 @@ class Compactor:
                 due.append(b)
         for ids, token in zip(self.output_ids, new_ids, strict=False):
             ids.append(token)
-        self.runtime.step()
+        self.runtime.rings.step()
         return due
 
     def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:

@@ -63,7 +63,7 @@ class _BudgetedAdder:
         has_slot = runtime.has_slot(state, [other for other, _ in before])
         if not has_slot or (clipped and needed >= self.rem_total_tokens):
             return AddReqResult.NO_TOKEN
-        if not runtime.has_ring(state, prefill_tokens(req), before):
+        if not runtime.rings.fits(state, prefill_tokens(req), before):
             return AddReqResult.OTHER  # not full: it will fit within a few steps
         with _future_as_max_new_tokens(req):
             result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]

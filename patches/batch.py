@@ -18,8 +18,9 @@ from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.admission import prefill_tokens
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
+from sgl_skipkv.planner import Due
 from sgl_skipkv.policy.base import PagedCache
-from sgl_skipkv.runtime import Due, Runtime
+from sgl_skipkv.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,13 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             continue
         if runtime.due(state, req.kv.kv_allocated_len):
             due.append((i, state))
-        elif runtime.must_track(state, req.kv.kv_allocated_len):
+        elif runtime.planner.must_track(state, req.kv.kv_allocated_len):
             untracked.append((i, state))
     if (due or untracked) and batch.device != "cpu":
         # Keys, queries and hidden states of the running step are written on the forward stream.
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     for i, state in untracked:
-        runtime.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
+        runtime.planner.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
     if due:
         _compact(batch, binding, runtime, due)
 

@@ -46,7 +46,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         steerer.factors = None
     if binding.runtime.open_calls and result.forward_mode.is_decode():
         # Here and not where compactions are: SGLang may look for memory and then not decode.
-        binding.runtime.step()
+        binding.runtime.rings.step()
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_calls else []
     if not any(states):
         return

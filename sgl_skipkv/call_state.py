@@ -70,6 +70,11 @@ class CallState:
     failure: str | None = None
     summary: dict[str, Any] | None = None
 
+    def span(self, sentence: int) -> tuple[int, int]:
+        """Logical positions of a closed sentence: first, and one past the last."""
+        start, stop = self.tracker.closed[sentence]
+        return start + self.prompt_tokens, stop + self.prompt_tokens
+
     @property
     def needs_slot(self) -> bool:
         policy = self.settings.policy

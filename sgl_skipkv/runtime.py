@@ -11,48 +11,32 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sgl_skipkv.call import CallSettings
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan, Snapshot
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.page_table import compact_rows
-from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
-from sgl_skipkv.recorder import Loan, Recorder
-from sgl_skipkv.ring_book import RingBook
-from sgl_skipkv.select import select
+from sgl_skipkv.planner import Due, Planner
+from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.ring_loans import RingLoans
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.steering import Steerer
-from sgl_skipkv.token_scores import add_token_scores, carry_spared
+from sgl_skipkv.summary import summarise
+from sgl_skipkv.token_scores import carry_spared
 from sgl_skipkv.trace import TraceWriter
 
 
-class Due(NamedTuple):
-    """A call whose compaction is due.
+class Runtime:
+    """Opens, compacts and closes the budgeted calls of one scheduler process.
 
     Attributes:
-        row_tokens: entries of its row in use.
-        output_ids: generated token ids; at least those whose KV is in the row.
-        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
-        cache: where they lie, for kernels that read them in place; None where none run.
+        rings: who records its queries when.
+        planner: which tokens stay.
     """
-
-    state: CallState
-    row_tokens: int
-    output_ids: Sequence[int]
-    keys: Callable[[int], Tensor]
-    cache: PagedCache | None = None
-
-
-class Runtime:
-    """Opens, compacts and closes the budgeted calls of one scheduler process."""
 
     def __init__(
         self,
@@ -71,9 +55,9 @@ class Runtime:
         self.steerer = steerer
         self.pool_tokens = pool_tokens
         self._delimiters = delimiters
-        self._layers, self._scale = layers, scale
         self._trace = trace
-        self._rings = RingBook(recorder.rings, config.kv_interval)
+        self.rings = RingLoans(recorder.rings, config.kv_interval)
+        self.planner = Planner(recorder, layers=layers, scale=scale)
         self._open: set[CallState] = set()
         self.opened_calls = 0
         self.total_compactions = 0
@@ -124,26 +108,6 @@ class Runtime:
         taken = sum(1 for other in before if other.needs_slot and not other.slot)
         return self.recorder.slots.free_slots > taken
 
-    def has_ring(
-        self, state: CallState, tokens: int, before: Sequence[tuple[CallState, int]] = ()
-    ) -> bool:
-        """Whether a ring is left for the steps in which the call would record.
-
-        Where not, that changes within an interval of decode steps: the call's steps come later.
-
-        Args:
-            tokens: of its prefill.
-            before: calls that are admitted before it in this step, with theirs.
-        """
-        if not state.needs_ring or state.ring or self._rings.free_rings > len(before):
-            return True
-        earlier = [
-            self._ring_steps(other, count)
-            for other, count in before
-            if other.needs_ring and not other.ring
-        ]
-        return self._rings.fits(self._ring_steps(state, tokens), earlier)
-
     def admit(self, state: CallState, row: int, tokens: int) -> None:
         """The call got a row of the page table: it starts to hold things.
 
@@ -153,16 +117,12 @@ class Runtime:
         if state.row is not None:
             return
         state.row, state.started = row, False
-        state.length_less_steps = tokens - self._rings.steps
         if state.recomputes is not None and self._trace is not None:
             self._trace.write("recompute", rid=state.rid, generated=state.recomputes)
         state.recomputes = None
         if state.needs_slot:
             state.slot = self.recorder.slots.take()
-        if state.needs_ring:
-            state.first_due = state.due_length(tokens)
-            state.ring_steps = self._ring_steps(state, tokens)
-            state.ring = self._rings.take(state.ring_steps)
+        self.rings.take(state, tokens)
         if state.schedule is not None and self.steerer is not None:
             self.steerer.calls += 1
         self._open.add(state)
@@ -172,7 +132,7 @@ class Runtime:
         if state.slot and not state.started:
             assert state.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
-            self.recorder.start(state.row, state.slot, bit, self._loan(state))
+            self.recorder.start(state.row, state.slot, bit, self.rings.loan(state))
         state.started = True
 
     def observe(self, state: CallState, row_tokens: int) -> None:
@@ -181,16 +141,7 @@ class Runtime:
         state.peak_own_tokens = max(state.peak_own_tokens, own_tokens)
         state.own_token_steps += own_tokens  # their mean over decode steps is reported
         state.observed_steps += 1
-        ahead = row_tokens + state.evicted_tokens - self._rings.steps
-        if state.ring and ahead != state.length_less_steps and state.failure is None:
-            state.failure = (
-                f"it did not advance with every decode step (length less steps {ahead}, at its "
-                f"admission {state.length_less_steps}), so its recent queries are not its own"
-            )
-
-    def step(self) -> None:
-        """A decode step of all running calls is launched."""
-        self._rings.steps += 1
+        self.rings.check(state, row_tokens + state.evicted_tokens)
 
     def due(self, state: CallState, row_tokens: int) -> bool:
         """Whether the call has grown ``interval`` past its budget."""
@@ -198,95 +149,11 @@ class Runtime:
             return False
         return state.own_tokens(row_tokens) >= state.due_tokens
 
-    def must_track(self, state: CallState, row_tokens: int) -> bool:
-        """Whether the next decode step would overwrite a query that no statistic has seen."""
-        untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
-        policy = state.settings.policy
-        return policy.needs_attention and untracked >= self.recorder.queries.window
-
-    def track(self, state: CallState, row_tokens: int, keys: Callable[[int], Tensor]) -> None:
-        """Bring the policy's statistics up to date: replay the decode steps since the last time.
-
-        The row has only grown since then, so every step's attention can be computed once more from
-        its query and the keys it saw.
-
-        Args:
-            state, row_tokens, keys: as in ``Due``.
-        """
-        policy, device = state.settings.policy, self.recorder.device
-        logical_tokens = row_tokens + state.evicted_tokens
-        known = next((len(values) for values in state.statistics.values()), 0)
-        born = logical_tokens - (row_tokens - known)
-        statistics = policy.newborn(torch.arange(born, logical_tokens, device=device))
-        if known:
-            statistics = {
-                name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
-            }
-        steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
-        queries = self.recorder.queries.read(state.ring, logical_tokens - 1, steps.shape[0])
-        attention = torch.zeros(steps.shape[0], row_tokens, device=device)
-        for layer in range(self._layers):
-            oldest_first = queries[layer].flip(0)
-            attention += causal_attention(oldest_first, keys(layer), scale=self._scale)
-        state.statistics = policy.track(statistics, attention / self._layers, steps)
-        state.tracked_tokens = logical_tokens
-
     def plan(self, calls: Sequence[Due]) -> list[Plan]:
-        """Choose what stays. Changes nothing that another call or the scheduler can see.
-
-        Calls that are due in the same step share one scoring call per policy.
-        """
-        inputs = [self._prepare(due) for due in calls]
-        policies = [due.state.settings.policy for due in calls]
-        inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
-        scores: dict[int, Tensor] = {}
-        by_policy: defaultdict[type[Policy], list[int]] = defaultdict(list)
-        for i, policy in enumerate(policies):
-            by_policy[type(policy)].append(i)
-        for kind, chosen in by_policy.items():
-            together = [(policies[i], inputs[i]) for i in chosen]
-            scores.update(zip(chosen, kind.scores_together(together), strict=True))
-        return [self._select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
-
-    def _ring_steps(self, state: CallState, tokens: int) -> int:
-        """The decode steps in which the call records, if its prefill comes now."""
-        policy = state.settings.policy
-        if policy.needs_attention:
-            return self._rings.always
-        last = self._rings.steps + state.due_length(tokens) - tokens
-        return self._rings.recording_steps(last, policy.params.interval, policy.params.window)
-
-    def _loan(self, state: CallState) -> Loan:
-        policy = state.settings.policy
-        if state.ring and not policy.needs_attention:
-            params = policy.params
-            return Loan(state.ring, state.records_from, params.interval, params.window)
-        return Loan(state.ring)
-
-    def _prepare(self, due: Due) -> ScoreInput:
-        state, row_tokens = due.state, due.row_tokens
-        self._settle(state)
-        logical_tokens = row_tokens + state.evicted_tokens
-        generated = logical_tokens - state.prompt_tokens
-        state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
-        state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
-        state.alive_closed = len(state.tracker.closed)
-        if state.settings.policy.needs_attention:
-            self.track(state, row_tokens, due.keys)
-        return self._score_input(due, logical_tokens)
-
-    def _select(self, due: Due, inputs: ScoreInput, scores: Tensor) -> Plan:
-        state, row_tokens = due.state, due.row_tokens
-        keep_tokens = state.settings.keep_tokens(state.prompt_tokens, state.compactions + 1)
-        selection = select(scores, self._protected(state, row_tokens), keep_tokens)
-        return Plan(
-            selection,
-            inputs.positions,
-            scores.isfinite().all(),
-            row_tokens,
-            row_tokens + state.evicted_tokens,
-            inputs.spared,
-        )
+        """Choose what stays. Changes nothing that another call or the scheduler can see."""
+        for due in calls:
+            self._settle(due.state)
+        return self.planner.plan(calls)
 
     def commit(self, plans: Sequence[tuple[CallState, Plan]], req_to_token: Tensor) -> list[Tensor]:
         """Rewrite the calls' rows; the caller frees the slots returned and shrinks lengths."""
@@ -339,7 +206,7 @@ class Runtime:
         self._release(state)
         generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
         state.tracker.feed(output_ids[state.tracker.seen_tokens :])
-        state.summary = self._summarise(state, generated, output_ids)
+        state.summary = summarise(state, generated, output_ids)
         if self._trace is not None:
             self._trace.write(
                 "finish",
@@ -350,73 +217,6 @@ class Runtime:
                 **state.summary,
             )
 
-    # -- the parts of a plan ---------------------------------------------------------------------
-
-    def _score_input(self, due: Due, logical_tokens: int) -> ScoreInput:
-        state, policy, queries, page = due.state, due.state.settings.policy, None, None
-        first_new = 0 if state.last is None else state.last.logical_tokens
-        positions = torch.arange(first_new, logical_tokens, device=self.recorder.device)
-        if state.last is not None:
-            positions = torch.cat([state.last.positions, positions])
-        assert positions.shape[0] == due.row_tokens, "row + evicted = logical length"
-        newest = logical_tokens - 1
-        if due.cache is not None and policy.kernel_scores:
-            assert state.row is not None
-            ring = self.recorder.queries.data
-            page = Page(due.cache, state.row, ring, state.ring, newest)
-        elif policy.needs_queries:
-            queries = self.recorder.queries.read(state.ring, newest, policy.params.window)
-        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
-        return ScoreInput(
-            positions=positions,
-            prompt_tokens=state.prompt_tokens,
-            layers=self._layers,
-            keys=due.keys,
-            queries=queries,
-            scale=self._scale,
-            sentences=self._sentences(state) if policy.needs_sentences else None,
-            seed=seed,
-            statistics=state.statistics,
-            page=page,
-            known_spared=state.known_spared,
-        )
-
-    def _sentences(self, state: CallState) -> Sentences:
-        """Drop the sentences that are gone from the device's table, compare the rest."""
-        closed, capacity = state.tracker.closed, self.recorder.sentences.capacity
-        entries = state.table + list(range(state.table_closed, len(closed)))
-        if len(entries) > capacity:  # a full table kept overwriting its last entry
-            entries = [*entries[: capacity - 1], entries[-1]]
-        alive = set(state.alive)
-        # A quarter of the table stays free for the sentences of the next interval.
-        live = [i for i, sentence in enumerate(entries) if sentence in alive]
-        live = live[-(capacity - capacity // 4) :]
-        self.recorder.sentences.keep_entries(
-            state.slot, live, closed_last=state.tracker.after_delimiter
-        )
-        state.table = [entries[i] for i in live]
-        state.table_closed = len(closed)
-        offset = state.prompt_tokens
-        spans = [(closed[s][0] + offset, closed[s][1] + offset) for s in state.table]
-        return self.recorder.sentences.compare(state.slot, spans)
-
-    def _protected(self, state: CallState, row_tokens: int) -> list[tuple[int, int]]:
-        """Row ranges that stay whatever their score; counts only, known to the CPU.
-
-        The tail is contiguous in logical position: a compaction never evicts in it, and it only
-        grows until the next one.
-        """
-        policy, params = state.settings.policy, state.settings.policy.params
-        prompt = state.prompt_tokens if params.protect_prompt else 0
-        head = max(prompt, min(params.sink, row_tokens))
-        compactions = state.compactions + 1
-        keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
-        tail = policy.protected_tail(state.settings.budget_after(compactions))
-        if policy.protects_open_sentence:  # up to half of what generated tokens may keep
-            tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2))
-        tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
-        return [(0, head), (row_tokens - tail, row_tokens)]
-
     def _settle(self, state: CallState) -> None:
         """Read what the last compaction kept: sentences that went whole, the trace line."""
         snapshot = state.last
@@ -426,8 +226,8 @@ class Runtime:
         kept, finite = snapshot.read()
         if not finite:
             state.failure = "a score was not finite, so the kept set means nothing"
-        evicted = [span for i in state.alive if not _survives(span := self._span(state, i), kept)]
-        state.alive = [i for i in state.alive if _survives(self._span(state, i), kept)]
+        evicted = [span for i in state.alive if not _survives(span := state.span(i), kept)]
+        state.alive = [i for i in state.alive if _survives(state.span(i), kept)]
         state.evicted_sentences += len(evicted)
         if self._trace is not None:
             self._trace.write(
@@ -442,10 +242,6 @@ class Runtime:
                 evicted_sentences=evicted,
             )
 
-    def _span(self, state: CallState, sentence: int) -> tuple[int, int]:
-        start, stop = state.tracker.closed[sentence]
-        return start + state.prompt_tokens, stop + state.prompt_tokens
-
     def _release(self, state: CallState) -> None:
         if state.slot:
             assert state.row is not None
@@ -453,38 +249,12 @@ class Runtime:
             self.recorder.slots.of_row[state.row] = 0
             self.recorder.slots.give_back(state.slot)
             state.slot = 0
-        if state.ring:
-            self._rings.give_back(state.ring, state.ring_steps)
-            state.ring = 0
+        self.rings.give_back(state)
         if state.schedule is not None and state.row is not None and self.steerer is not None:
             self.steerer.stop(state.row)
             self.steerer.calls -= 1
         state.row = None
         self._open.discard(state)
-
-    def _summarise(
-        self, state: CallState, generated: int, output_ids: Sequence[int]
-    ) -> dict[str, Any]:
-        count_prompt = state.settings.policy.params.count_prompt
-        full = generated + (state.prompt_tokens if count_prompt else 0)
-        summary = {
-            "policy": state.settings.policy.name,
-            "kv_budget": state.settings.kv_budget,
-            "compactions": state.compactions,
-            "evicted_tokens": state.total_evicted_tokens,
-            "kv_tokens": max(full - state.evicted_tokens, 0),
-            "peak_kv_tokens": state.peak_own_tokens,
-            "mean_kv_tokens": round(state.own_token_steps / max(state.observed_steps, 1), 1),
-            "full_kv_tokens": full,
-            "sentences": len(state.tracker.closed),
-            "evicted_sentences": state.evicted_sentences,
-        }
-        if state.schedule is not None:
-            steered = state.schedule.copy()
-            steered.feed(output_ids)
-            summary["nonexecution_sentences"] = steered.nonexecution_sentences
-            summary["steering_alpha"] = round(steered.alpha, 6)
-        return {name: value for name, value in summary.items() if value is not None}
 
 
 def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:

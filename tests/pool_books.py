@@ -269,7 +269,7 @@ class Books:
         assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots
         assert all(state.failure is None for state in states)
         sharing = sum(1 for state in states if state.ring)
-        assert bool(self.runtime._rings.free_rings) == (sharing == 0)
+        assert bool(self.runtime.rings.free_rings) == (sharing == 0)
         self.count["steps of two calls on one ring"] += sharing > 1
         for row in range(ROWS + 1):
             assert int(self.recorder.slots.of_row[row]) == lent.get(row, 0), row

@@ -18,9 +18,10 @@ from sgl_skipkv.call import resolve_call
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.planner import Due
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder, Recording
-from sgl_skipkv.runtime import Due, Runtime
+from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.trace import TraceWriter
 
@@ -153,7 +154,7 @@ class SyntheticServer:
         """One step of a batch: compact who is due, then one token each."""
         for call in calls:
             self.compact_if_due(call)
-        self.runtime.step()
+        self.runtime.rings.step()
         for call in calls:
             self._append(call, 1)
             call.decoded += 1
@@ -178,8 +179,8 @@ class SyntheticServer:
         if call.decoded < 1:
             return None
         if not self.runtime.due(call.state, len(call.slots)):
-            if self.runtime.must_track(call.state, len(call.slots)):
-                self.runtime.track(call.state, len(call.slots), self.keys_of(call))
+            if self.runtime.planner.must_track(call.state, len(call.slots)):
+                self.runtime.planner.track(call.state, len(call.slots), self.keys_of(call))
             return None
         plan = self.plan(call)
         freed = self.runtime.commit([(call.state, plan)], self.req_to_token)[0].tolist()
@@ -230,7 +231,7 @@ class SyntheticServer:
         """Everything was given back."""
         assert self.runtime.open_calls == 0
         assert self.recorder.slots.free_slots == len(self.recorder.sentences.vectors) - 1
-        assert self.runtime._rings.free_rings == self.recorder.rings
+        assert self.runtime.rings.free_rings == self.recorder.rings
         assert not self.recorder.slots.of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 

@@ -38,7 +38,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"call_state"}),
-    frozenset({"extract", "runtime"}),
+    frozenset({"extract", "planner", "ring_loans", "summary"}),
+    frozenset({"runtime"}),
     frozenset({"cpu_attention", "patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),
 )

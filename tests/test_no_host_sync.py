@@ -23,7 +23,10 @@ DEVICE_PATH = sorted(
         *(ROOT / "kernels").glob("*.py"),
         *(ROOT / "sgl_skipkv" / "policy").glob("*.py"),
         *(ROOT / "sgl_skipkv" / f"{name}.py" for name in ("compaction", "page_table", "recorder")),
-        *(ROOT / "sgl_skipkv" / f"{name}.py" for name in ("runtime", "select", "steering")),
+        *(
+            ROOT / "sgl_skipkv" / f"{name}.py"
+            for name in ("planner", "ring_loans", "runtime", "select", "steering")
+        ),
         *(ROOT / "patches" / f"{name}.py" for name in ("batch", "forward", "steering")),
     ]
 )

@@ -15,7 +15,7 @@ from synthetic import INTERVAL, Call, SyntheticServer, served, words
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.ring_book import RingBook
-from sgl_skipkv.runtime import Runtime
+from sgl_skipkv.ring_loans import RingLoans
 
 REPEATABLE = settings(deadline=None, derandomize=True)
 WINDOW = 8  # of a policy that is not told otherwise
@@ -144,7 +144,9 @@ def run_all(rings: int, seed: int, mix: str) -> tuple[dict[int, list[list[int]]]
         if waiting and server.free_rows and draw.random() < 0.5:
             number, call = waiting[0]
             tokens = call.prompt_tokens + (len(call.output_ids) if call.generated else 0)
-            if server.runtime.has_slot(call.state) and server.runtime.has_ring(call.state, tokens):
+            if server.runtime.has_slot(call.state) and server.runtime.rings.fits(
+                call.state, tokens
+            ):
                 running.append(waiting.pop(0))
                 server.prefill(call, chunk=draw.randrange(3, 200))
             else:
@@ -179,9 +181,11 @@ def test_sharing_rings_changes_nothing_but_when_a_call_starts(mix: str) -> None:
 def test_rings_lent_for_other_steps_change_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that the test above can fail."""
     expected, _ = run_all(8, 1, "windowed")
-    right = Runtime._ring_steps
+    right = RingLoans.recording_steps
     with monkeypatch.context() as patch:
-        patch.setattr(Runtime, "_ring_steps", lambda self, state, tokens: right(self, state, 0))
+        patch.setattr(
+            RingLoans, "recording_steps", lambda self, state, tokens: right(self, state, 0)
+        )
         assert run_all(3, 0, "windowed")[0] != expected
 
 

@@ -1,0 +1,193 @@
+"""Which tokens of the due calls stay: from what a policy needs to see to a plan.
+
+Changes nothing that another call or the scheduler can see. All counts come from integers that the
+CPU has; all choices stay on the device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.call_state import CallState
+from sgl_skipkv.compaction import Plan
+from sgl_skipkv.kernels.reference import causal_attention
+from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
+from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.select import select
+from sgl_skipkv.token_scores import add_token_scores
+
+
+class Due(NamedTuple):
+    """A call whose compaction is due.
+
+    Attributes:
+        row_tokens: entries of its row in use.
+        output_ids: generated token ids; at least those whose KV is in the row.
+        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        cache: where they lie, for kernels that read them in place; None where none run.
+    """
+
+    state: CallState
+    row_tokens: int
+    output_ids: Sequence[int]
+    keys: Callable[[int], Tensor]
+    cache: PagedCache | None = None
+
+
+class Planner:
+    """Makes the plans of one scheduler process.
+
+    Args:
+        layers: of the model. scale: of its attention, usually 1 / sqrt(d).
+    """
+
+    def __init__(self, recorder: Recorder, *, layers: int, scale: float) -> None:
+        self._recorder = recorder
+        self._layers, self._scale = layers, scale
+
+    def plan(self, calls: Sequence[Due]) -> list[Plan]:
+        """Choose what stays. Calls that are due in the same step share one scoring call per policy.
+
+        Args:
+            calls: whose last compaction is settled, so that ``alive`` is true.
+        """
+        inputs = [self._prepare(due) for due in calls]
+        policies = [due.state.settings.policy for due in calls]
+        inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
+        scores: dict[int, Tensor] = {}
+        by_policy: defaultdict[type[Policy], list[int]] = defaultdict(list)
+        for i, policy in enumerate(policies):
+            by_policy[type(policy)].append(i)
+        for kind, chosen in by_policy.items():
+            together = [(policies[i], inputs[i]) for i in chosen]
+            scores.update(zip(chosen, kind.scores_together(together), strict=True))
+        return [_select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
+
+    def must_track(self, state: CallState, row_tokens: int) -> bool:
+        """Whether the next decode step would overwrite a query that no statistic has seen."""
+        untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
+        policy = state.settings.policy
+        return policy.needs_attention and untracked >= self._recorder.queries.window
+
+    def track(self, state: CallState, row_tokens: int, keys: Callable[[int], Tensor]) -> None:
+        """Bring the policy's statistics up to date: replay the decode steps since the last time.
+
+        The row has only grown since then, so every step's attention can be computed once more from
+        its query and the keys it saw.
+
+        Args:
+            state, row_tokens, keys: as in ``Due``.
+        """
+        policy, device = state.settings.policy, self._recorder.device
+        logical_tokens = row_tokens + state.evicted_tokens
+        known = next((len(values) for values in state.statistics.values()), 0)
+        born = logical_tokens - (row_tokens - known)
+        statistics = policy.newborn(torch.arange(born, logical_tokens, device=device))
+        if known:
+            statistics = {
+                name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
+            }
+        steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
+        queries = self._recorder.queries.read(state.ring, logical_tokens - 1, steps.shape[0])
+        attention = torch.zeros(steps.shape[0], row_tokens, device=device)
+        for layer in range(self._layers):
+            oldest_first = queries[layer].flip(0)
+            attention += causal_attention(oldest_first, keys(layer), scale=self._scale)
+        state.statistics = policy.track(statistics, attention / self._layers, steps)
+        state.tracked_tokens = logical_tokens
+
+    def _prepare(self, due: Due) -> ScoreInput:
+        state, row_tokens = due.state, due.row_tokens
+        logical_tokens = row_tokens + state.evicted_tokens
+        generated = logical_tokens - state.prompt_tokens
+        state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
+        state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
+        state.alive_closed = len(state.tracker.closed)
+        if state.settings.policy.needs_attention:
+            self.track(state, row_tokens, due.keys)
+        return self._score_input(due, logical_tokens)
+
+    def _score_input(self, due: Due, logical_tokens: int) -> ScoreInput:
+        state, policy, queries, page = due.state, due.state.settings.policy, None, None
+        first_new = 0 if state.last is None else state.last.logical_tokens
+        positions = torch.arange(first_new, logical_tokens, device=self._recorder.device)
+        if state.last is not None:
+            positions = torch.cat([state.last.positions, positions])
+        assert positions.shape[0] == due.row_tokens, "row + evicted = logical length"
+        newest = logical_tokens - 1
+        if due.cache is not None and policy.kernel_scores:
+            assert state.row is not None
+            ring = self._recorder.queries.data
+            page = Page(due.cache, state.row, ring, state.ring, newest)
+        elif policy.needs_queries:
+            queries = self._recorder.queries.read(state.ring, newest, policy.params.window)
+        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
+        return ScoreInput(
+            positions=positions,
+            prompt_tokens=state.prompt_tokens,
+            layers=self._layers,
+            keys=due.keys,
+            queries=queries,
+            scale=self._scale,
+            sentences=self._sentences(state) if policy.needs_sentences else None,
+            seed=seed,
+            statistics=state.statistics,
+            page=page,
+            known_spared=state.known_spared,
+        )
+
+    def _sentences(self, state: CallState) -> Sentences:
+        """Drop the sentences that are gone from the device's table, compare the rest."""
+        closed, capacity = state.tracker.closed, self._recorder.sentences.capacity
+        entries = state.table + list(range(state.table_closed, len(closed)))
+        if len(entries) > capacity:  # a full table kept overwriting its last entry
+            entries = [*entries[: capacity - 1], entries[-1]]
+        alive = set(state.alive)
+        # A quarter of the table stays free for the sentences of the next interval.
+        live = [i for i, sentence in enumerate(entries) if sentence in alive]
+        live = live[-(capacity - capacity // 4) :]
+        self._recorder.sentences.keep_entries(
+            state.slot, live, closed_last=state.tracker.after_delimiter
+        )
+        state.table = [entries[i] for i in live]
+        state.table_closed = len(closed)
+        spans = [state.span(sentence) for sentence in state.table]
+        return self._recorder.sentences.compare(state.slot, spans)
+
+
+def _select(due: Due, inputs: ScoreInput, scores: Tensor) -> Plan:
+    state, row_tokens = due.state, due.row_tokens
+    keep_tokens = state.settings.keep_tokens(state.prompt_tokens, state.compactions + 1)
+    selection = select(scores, _protected(state, row_tokens), keep_tokens)
+    return Plan(
+        selection,
+        inputs.positions,
+        scores.isfinite().all(),
+        row_tokens,
+        row_tokens + state.evicted_tokens,
+        inputs.spared,
+    )
+
+
+def _protected(state: CallState, row_tokens: int) -> list[tuple[int, int]]:
+    """Row ranges that stay whatever their score; counts only, known to the CPU.
+
+    The tail is contiguous in logical position: a compaction never evicts in it, and it only grows
+    until the next one.
+    """
+    policy, params = state.settings.policy, state.settings.policy.params
+    prompt = state.prompt_tokens if params.protect_prompt else 0
+    head = max(prompt, min(params.sink, row_tokens))
+    compactions = state.compactions + 1
+    keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
+    tail = policy.protected_tail(state.settings.budget_after(compactions))
+    if policy.protects_open_sentence:  # up to half of what generated tokens may keep
+        tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2))
+    tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
+    return [(0, head), (row_tokens - tail, row_tokens)]
