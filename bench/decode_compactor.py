@@ -140,6 +140,7 @@ class Compactor:
             layers=size.layers,
             scale=heads.dim**-0.5,
             pool_tokens=batch * calls.peak_tokens,
+            kv_token_bytes=0,  # nobody is retracted here
         )
         self.states: list[CallState] = []
         self.output_ids: list[list[int]] = []

@@ -28,3 +28,14 @@ def device_tensor(
     """dtype [len(values)] on the device, without waiting for it."""
     pinned = device.type != "cpu"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, by a copy that waits for nothing; on a CPU the tensor itself.
+
+    Only pinned memory takes such a copy. Whoever reads it comes later on the same stream, or waits.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

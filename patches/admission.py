@@ -56,19 +56,27 @@ class _BudgetedAdder:
         state = state_of(req)
         if state is None or not state.settings.evicts:
             return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+        # What comes back from a backup needs slots and is not computed: for SGLang it is a cached
+        # prefix, and the slots are part of the future.
+        matched, restored = req.prefix_len, _restored_tokens(state, req)
+        future = _future_tokens(state, req) + restored
         # SGLang counts at most CLIP_MAX_NEW_TOKENS of a request's future; ours is exact.
-        clipped = max(_future_tokens(state, req) - CLIP_MAX_NEW_TOKENS, 0)
-        needed = len(req.full_untruncated_fill_ids) - req.prefix_len + _future_tokens(state, req)
+        clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
+        needed = len(req.full_untruncated_fill_ids) - matched - restored + future
         runtime, before = state.runtime, self._admitted_before()
         has_slot = runtime.has_slot(state, [other for other, _ in before])
         if not has_slot or (clipped and needed >= self.rem_total_tokens):
             return AddReqResult.NO_TOKEN
         if not runtime.rings.fits(state, prefill_tokens(req), before):
             return AddReqResult.OTHER  # not full: it will fit within a few steps
-        with _future_as_max_new_tokens(req):
+        req.prefix_len = matched + restored
+        with _future_as_max_new_tokens(req, restored):
             result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         if self.can_run_list and self.can_run_list[-1] is req:
             self.memory_budget.total_offset += clipped
+            self.memory_budget.current_offset += restored
+        else:
+            req.prefix_len = matched
         return result
 
     def add_chunked_req(self, req: Any) -> Any:
@@ -95,9 +103,11 @@ class _BudgetedAdder:
 
 
 def must_stay(req: Any) -> bool:
-    """Whether a running request could not be recomputed, so that it must never give way."""
+    """Whether a running request could neither be restored nor recomputed: it never gives way."""
     state = state_of(req)
-    return state is not None and not state.runtime.can_recompute(state, len(req.output_ids))
+    if state is None or state.runtime.can_recompute(state, len(req.output_ids)):
+        return False
+    return not state.runtime.can_back_up(state, req.kv.kv_allocated_len)
 
 
 def prefill_tokens(req: Any) -> int:
@@ -109,13 +119,20 @@ def _tokens_left(req: Any) -> int:
     return max(int(req.sampling_params.max_new_tokens) - len(req.output_ids), 0)
 
 
+def _restored_tokens(state: CallState, req: Any) -> int:
+    """KV tokens that come from the call's backup, beyond what the tree still has of its prompt."""
+    return 0 if state.backup is None else state.backup.row_tokens - req.prefix_len
+
+
 def _future_tokens(state: CallState, req: Any) -> int:
     """KV tokens that a request which is about to be prefilled may need after its prefill."""
-    return state.future_tokens(prefill_tokens(req), _tokens_left(req))
+    backup = state.backup
+    row_tokens = prefill_tokens(req) if backup is None else backup.row_tokens + 1
+    return state.future_tokens(row_tokens, _tokens_left(req))
 
 
 @contextmanager
-def _future_as_max_new_tokens(req: Any) -> Iterator[None]:
+def _future_as_max_new_tokens(req: Any, restored: int = 0) -> Iterator[None]:
     """Let SGLang's admission see the call's future KV tokens where it reads ``max_new_tokens``.
 
     It subtracts the tokens already generated, so they are added first. ``ignore_eos`` without a
@@ -128,7 +145,7 @@ def _future_as_max_new_tokens(req: Any) -> Iterator[None]:
         return
     params = req.sampling_params
     saved = params.max_new_tokens, params.ignore_eos
-    params.max_new_tokens = _future_tokens(state, req) + len(req.output_ids)
+    params.max_new_tokens = _future_tokens(state, req) + restored + len(req.output_ids)
     params.ignore_eos = False
     try:
         yield

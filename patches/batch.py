@@ -17,6 +17,7 @@ from torch import Tensor
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.admission import prefill_tokens
+from sgl_skipkv.patches.backup import resume
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.planner import Due
 from sgl_skipkv.policy.base import PagedCache
@@ -47,8 +48,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             _fail(req, state)
             continue
         # Before the first decode step the prefill may still be running and its prompt is not in the
-        # tree yet.
-        if req.decode_batch_idx < 1:
+        # tree yet. One that was restored is as far as it was: it compacts when it would have.
+        if req.decode_batch_idx < 1 and not state.restored:
             continue
         if runtime.due(state, req.kv.kv_allocated_len):
             due.append((i, state))
@@ -161,7 +162,9 @@ def admit_rows(result: None, batch: Any) -> None:
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
         return
-    for req in batch.reqs:
+    for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is not None:
+            if state.backup is not None:
+                resume(req, batch, i)
             binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

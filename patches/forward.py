@@ -56,12 +56,18 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         if any(state is not None and state.slot for state in states):
             recorder.current = recorder.decode_recording(result.req_pool_indices, positions.long())
     elif result.forward_mode.is_extend():
-        recorder.current = _prefill_recording(binding.runtime, batch, states)
-        prepare_prefill(binding.runtime, batch, states)
+        shifts = [0 if state is None else state.evicted_tokens for state in states]
+        if any(shifts):  # of restored rows
+            counts = zip(shifts, batch.extend_lens, strict=True)
+            shifted = [shift for shift, count in counts for _ in range(count)]
+            result.positions = result.positions + device_tensor(shifted, recorder.device)
+        firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
+        recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
+        prepare_prefill(binding.runtime, batch, states, firsts)
 
 
 def _prefill_recording(
-    runtime: Runtime, batch: Any, states: list[CallState | None]
+    runtime: Runtime, batch: Any, states: list[CallState | None], firsts: list[int]
 ) -> Recording | None:
     """The queries that the first compaction asks for, and the generated tokens that a recomputation
     replays. None for a prefill that need not be recorded.
@@ -71,7 +77,7 @@ def _prefill_recording(
     tokens: list[int] = []
     replay: list[tuple[int, int, int]] = []
     offset = 0  # of this request's tokens in the flattened batch
-    for state, first, count in zip(states, batch.prefix_lens, batch.extend_lens, strict=True):
+    for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
         if state is not None:
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # token of position p is number at + p
@@ -79,7 +85,7 @@ def _prefill_recording(
             rings.extend(state.ring for _ in recorded)
             positions.extend(recorded)
             tokens.extend(at + position for position in recorded)
-            generated_from = max(first, state.prompt_tokens)
+            generated_from = max(first, state.prompt_tokens, state.recorded_tokens)
             if state.slot and generated_from < stop and state.settings.policy.needs_sentences:
                 replay.append((state.slot, at + generated_from, at + stop))
         offset += count

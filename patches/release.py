@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sgl_skipkv.patches.backup import back_up
 from sgl_skipkv.patches.binding import state_of
 
 
@@ -19,14 +20,14 @@ def limit_insert(
 ) -> int | None:
     """AFTER ``TreeComponent.prepare_for_caching_req``: how much of the row may be filed.
 
-    Nothing after an eviction. While the request runs, at most its prompt: a recomputed request
-    would otherwise hand its generated part to the tree and could never evict it again. Of a steered
-    request, its prompt.
+    While the request runs, at most its prompt, which is the beginning of every row: a recomputed
+    request would otherwise hand its generated part to the tree and could never evict it again. At
+    its end nothing after an eviction, and of a steered request its prompt.
     """
     state = state_of(req)
     if state is None or not state.settings.changes_kv:
         return None
-    if state.evicted_tokens:
+    if kwargs["is_finished"] and state.evicted_tokens:
         return 0
     if kwargs["is_finished"] and not state.settings.steers:
         return None
@@ -36,8 +37,13 @@ def limit_insert(
 def close_call(
     original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
 ) -> None:
-    """AROUND ``release_kv_cache``: every finished or aborted request with a row passes here."""
+    """AROUND ``release_kv_cache``: every request that loses its row passes here.
+
+    A finished or aborted one is closed, a retracted one backed up.
+    """
     state, row_tokens = state_of(req), req.kv.kv_allocated_len
+    if state is not None and not req.finished():
+        back_up(state, req, tree_cache)
     original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished():
         reason = (req.finished_reason.to_json() or {}).get("type")

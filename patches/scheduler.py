@@ -98,20 +98,27 @@ def refuse_unrecomputable(
 ) -> None:
     """AROUND ``Scheduler._add_request_to_queue``: a retracted call that cannot come back ends here.
 
-    Its KV is gone and its whole trace is longer than the pool, so it would wait for ever.
+    Its KV is gone, there was no room to back it up, and its whole trace is longer than the pool, so
+    it would wait for ever.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
     state, generated = state_of(req), len(req.output_ids)
-    if state is None or not req.is_retracted or state.runtime.can_recompute(state, generated):
+    if (
+        state is None
+        or not req.is_retracted
+        or state.backup is not None
+        or state.runtime.can_recompute(state, generated)
+    ):
         original(scheduler, req, is_retracted=is_retracted)
         return
     pool_tokens, trace_tokens = state.runtime.pool_tokens, state.prompt_tokens + generated
     reason = FINISH_ABORT(
         f"kv_budget call {req.rid}: the KV pool ({pool_tokens} tokens) ran full, nothing else "
         f"could give way, and the call cannot be recomputed: its {trace_tokens} tokens do not fit "
-        "the pool. Lower the load or raise --max-total-tokens / --mem-fraction-static.",
+        "the pool. Lower the load, or raise retraction_backup_bytes (host memory), "
+        "--max-total-tokens or --mem-fraction-static.",
         status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
         err_type="InternalServerError",
     )

@@ -227,11 +227,32 @@ SEAMS: tuple[Seam, ...] = (
         "eviction starts anew after a retraction",
     ),
     Seam(
+        f"{_REQ}.init_next_round_input",
+        "after",
+        "(self, tree_cache=None, cow_mamba=None)",
+        "backup:shorten_input",
+        "a call with a backup is prefilled from its row, not from its trace",
+    ),
+    Seam(
+        "mem_cache.allocation._prefix_kv_indices",
+        "around",
+        "(batch, req)",
+        "backup:restore_row",
+        "the row of a call with a backup comes from host memory",
+    ),
+    Seam(
+        f"{_SCHEDULER}.pause_generation",
+        "around",
+        "(self, recv_req)",
+        "backup:forget_backups",
+        "KV of old weights must not come back",
+    ),
+    Seam(
         f"{_BATCH}._get_decode_retraction_order",
         "after",
         "(reqs)",
         "retraction:order_victims",
-        "a call that cannot be recomputed gives way last",
+        "a call that cannot come back gives way last",
     ),
     Seam(
         "mem_cache.common.release_kv_cache",

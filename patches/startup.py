@@ -100,9 +100,16 @@ def _build_runtime(
         layers=side.shape.layers,
         scale=side.scale,
         pool_tokens=scheduler.max_total_num_tokens,
+        kv_token_bytes=_kv_token_bytes(scheduler),
         steerer=side.steerer,
         trace=trace,
     )
+
+
+def _kv_token_bytes(scheduler: Any) -> int:
+    """Keys and values of one token in all layers of this rank."""
+    kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return sum(buffer[0].nbytes for buffer in (*kv_pool.k_buffer, *kv_pool.v_buffer))
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

@@ -61,17 +61,22 @@ def residual_of(forward_batch: Any) -> Tensor:
     return residual
 
 
-def prepare_prefill(runtime: Runtime, batch: Any, states: Sequence[CallState | None]) -> None:
+def prepare_prefill(
+    runtime: Runtime, batch: Any, states: Sequence[CallState | None], firsts: Sequence[int]
+) -> None:
     """Set every steered row up for decoding, and the factors of generated tokens among the prompts.
 
     Prompts are not steered. After a retraction the prefill computes generated tokens once more, and
     they get what they got as they were new.
+
+    Args:
+        firsts: logical position of each request's first token in this prefill.
     """
     steerer = runtime.steerer
     if steerer is None or not steerer.calls:
         return
     factors: list[float] = []
-    spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    spans = zip(firsts, batch.extend_lens, strict=True)
     for req, state, (first, count) in zip(batch.reqs, states, spans, strict=True):
         mine = [0.0] * count
         if state is not None and state.schedule is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from sgl_skipkv.backup import Backup
 from sgl_skipkv.call import CallSettings
-from sgl_skipkv.compaction import Snapshot
+from sgl_skipkv.compaction import Snapshot, Undo
 from sgl_skipkv.sentences import SentenceTracker
 from sgl_skipkv.steering import Schedule
 
@@ -21,13 +22,17 @@ class CallState:
         runtime: the ``Runtime`` that opened it.
         evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
         last: the last compaction since the last prefill.
+        undo: how it was before the compaction of this step, None after a step without one.
         ring: the ring of recent queries that it may write to in its ``ring_steps``, 0 for none.
         first_due: logical length at which the first compaction since the last prefill comes.
         length_less_steps: logical length minus decode steps launched, the same all the while.
         phase: tokens by which the first compaction comes early, so that calls that began together
             do not compact together.
         schedule: the strength before the first generated token; None where nothing is steered.
-        recomputes: generated tokens that the coming prefill computes again, after a retraction.
+        returns: generated tokens with which it waits to come back, after a retraction.
+        backup: what it held, while it waits to come back after a retraction.
+        restored: its row came back from there, since its last admission.
+        recorded_tokens: logical tokens that were recorded before that.
         alive: indices into ``tracker.closed`` of sentences not known to be evicted.
         statistics: what the policy tracks, name -> one value per row entry with a statistic.
         known_spared: what the last compaction found out about the rows that stayed.
@@ -51,9 +56,13 @@ class CallState:
     length_less_steps: int = 0
     row: int | None = None
     started: bool = False
-    recomputes: int | None = None
+    returns: int | None = None
+    backup: Backup | None = None
+    restored: bool = False
+    recorded_tokens: int = 0
     evicted_tokens: int = 0
     last: Snapshot | None = None
+    undo: Undo | None = None
     alive: list[int] = field(default_factory=list)
     alive_closed: int = 0
     statistics: dict[str, Tensor] = field(default_factory=dict)
@@ -95,16 +104,26 @@ class CallState:
 
     @property
     def records_from(self) -> int:
-        """First position whose query the first compaction since the last prefill asks for."""
-        return self.first_due - self.settings.policy.params.window
+        """First position whose query is asked for after the last prefill."""
+        policy = self.settings.policy
+        first = self.first_due - policy.params.window
+        return min(first, self.tracked_tokens) if policy.needs_attention else first
 
     def due_length(self, prefill_tokens: int) -> int:
         """Logical length at which the first compaction after a prefill of so many tokens comes.
 
-        Not before the first decode step: until then the prefill may still be running.
+        Not before the first decode step: until then the prefill may still be running. A call that
+        is restored has its prompt behind it.
         """
         prompt = self.settings.prompt_on_top(self.prompt_tokens)
-        return max(prefill_tokens + 1, self.due_tokens + prompt)
+        first = prefill_tokens + (0 if self.backup is not None else 1)
+        return max(first, self.due_tokens + prompt + self.evicted_tokens)
+
+    def was_recording(self, recorded_tokens: int) -> bool:
+        """Whether a query that the next compaction asks for is among the recorded tokens."""
+        policy, prompt = self.settings.policy, self.settings.prompt_on_top(self.prompt_tokens)
+        next_due = self.due_tokens + prompt + self.evicted_tokens
+        return policy.needs_attention or recorded_tokens > next_due - policy.params.window
 
     @property
     def keeps_prompt_private(self) -> bool:

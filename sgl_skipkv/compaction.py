@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgl_skipkv.kernels.on_device import copy_to_host
 from sgl_skipkv.select import Selection
 
 
@@ -31,6 +32,37 @@ class Plan(NamedTuple):
         return self.selection.evicted.shape[0]
 
 
+class Undo(NamedTuple):
+    """What a call was before its last compaction, for as long as the freed slots hold their KV.
+
+    That is until the next forward pass. With the overlap scheduler a step is still running while
+    the row behind it is compacted; a call that is retracted right then has that step's token
+    computed again, and it must see what it saw.
+
+    Attributes:
+        selection: of the entries before. freed: int64 [evicted], the slots of those that went.
+        last, statistics, known_spared: of ``CallState``, before.
+    """
+
+    selection: Selection
+    freed: Tensor
+    last: Snapshot | None
+    statistics: dict[str, Tensor]
+    known_spared: Tensor | None
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.freed.shape[0]
+
+    def slots(self, row: Tensor) -> Tensor:
+        """int64 [row tokens before], the slots of the row that was; ``row`` is what it became."""
+        kept, evicted = self.selection
+        before = torch.empty(kept.shape[0] + evicted.shape[0], dtype=torch.int64, device=row.device)
+        before[kept] = row[: kept.shape[0]].to(torch.int64)
+        before[evicted] = self.freed
+        return before
+
+
 class Snapshot:
     """What a compaction kept, on its way to the CPU.
 
@@ -43,7 +75,7 @@ class Snapshot:
         self.logical_tokens = plan.logical_tokens
         self.before = plan.row_tokens
         self.settled = False
-        self._kept, self._finite = _copy_to_host(positions), _copy_to_host(plan.finite)
+        self._kept, self._finite = copy_to_host(positions), copy_to_host(plan.finite)
         on_cpu = positions.device.type == "cpu"
         self._copied = None if on_cpu else torch.Event(positions.device)
         if self._copied is not None:
@@ -54,11 +86,3 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
         return self._kept.tolist(), bool(self._finite)
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Start a copy that does not wait; only pinned memory takes one."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -102,6 +102,9 @@ class ServerConfig(Settings):
     query_rings: int | None = Field(
         None, ge=1, le=65536, description="rings of recent queries; calls that take turns share one"
     )
+    retraction_backup_bytes: int = Field(
+        4 << 30, ge=0, le=1 << 60, description="host memory for the KV of retracted calls; 0: none"
+    )
     stagger: bool = Field(
         False, description="first compactions come early by a part of the interval, per prompt"
     )

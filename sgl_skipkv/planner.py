@@ -86,6 +86,8 @@ class Planner:
         """
         policy, device = state.settings.policy, self._recorder.device
         logical_tokens = row_tokens + state.evicted_tokens
+        if logical_tokens == state.tracked_tokens:
+            return  # a compaction that was taken back comes again
         known = next((len(values) for values in state.statistics.values()), 0)
         born = logical_tokens - (row_tokens - known)
         statistics = policy.newborn(torch.arange(born, logical_tokens, device=device))

@@ -7,7 +7,7 @@ the page table; slot 0 is scratch that untracked rows write to and nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels import reference
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import copy_to_host, device_tensor, uses_triton
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
 
@@ -114,6 +114,14 @@ class QueryRings:
         else:
             self.data[layer][rings, positions % self.window] = q.to(self.data.dtype)
 
+    def save(self, ring: int) -> Tensor:
+        """float [layers, window, Hq, d], the whole ring, copied to the host."""
+        return copy_to_host(self.data[:, ring].clone())
+
+    def restore(self, ring: int, saved: Tensor) -> None:
+        """What ``save`` gave, into another ring: positions have the same places there."""
+        self.data[:, ring].copy_(saved, non_blocking=True)
+
     def read(self, ring: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
         entries = [(last_position - i) % self.window for i in range(count)]
@@ -151,15 +159,30 @@ class SentenceTable:
             table[slot] = 0
         self.redundancy[slot] = -1.0
 
-    def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
-        tables = {
+    def save(self, slot: int) -> dict[str, Tensor]:
+        """Everything about the slot's call, copied to the host."""
+        return {name: copy_to_host(table[slot].clone()) for name, table in self.tables().items()}
+
+    def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
+        """What ``save`` gave, into a slot that was reset."""
+        for name, table in self.tables().items():
+            table[slot].copy_(saved[name], non_blocking=True)
+
+    def tables(self) -> dict[str, Tensor]:
+        """What is kept of a call, one entry per slot."""
+        return {
             "total": self.total,
             "length": self.length,
             "index": self.index,
             "after_delimiter": self.after_delimiter,
             "vectors": self.vectors,
+            "redundancy": self.redundancy,
         }
+
+    def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
+        """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
+        tables = self.tables()
+        del tables["redundancy"]  # between sentences: a matter of compactions
         if uses_triton(hidden.device):
             from sgl_skipkv.kernels.sentence_step import sentence_step
 
@@ -206,6 +229,23 @@ class SentenceTable:
             redundancy = torch.maximum(redundancy, later)
             self.redundancy[slot, :count] = redundancy
         return Sentences(bounds[:, 0].contiguous(), bounds[:, 1].contiguous(), redundancy)
+
+
+class Recorded(NamedTuple):
+    """What was recorded of one call, in host memory, while it has no slot.
+
+    Attributes:
+        sentences: of its slot in the sentence table, by name.
+        queries: its ring; None if it was not recording.
+    """
+
+    sentences: Mapping[str, Tensor]
+    queries: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        queries = 0 if self.queries is None else self.queries.nbytes
+        return queries + sum(tensor.nbytes for tensor in self.sentences.values())
 
 
 @dataclass(frozen=True)
@@ -299,6 +339,22 @@ class Recorder:
         self.slots.of_row[row] = slot
         self.sentences.reset(slot, preset_bit)
         self.queries.lend(slot, loan)
+
+    def call_bytes(self) -> int:
+        """What ``save`` copies of one call at most."""
+        tables = self.sentences.tables().values()
+        return self.queries.data[:, 0].nbytes + sum(table[0].nbytes for table in tables)
+
+    def save(self, slot: int, ring: int) -> Recorded:
+        """Copy what was recorded of a call to the host. ring: 0 if it is not recording."""
+        queries = self.queries.save(ring) if ring else None
+        return Recorded(self.sentences.save(slot), queries)
+
+    def restore(self, slot: int, ring: int, recorded: Recorded) -> None:
+        """Put it back, after ``start``, on the same stream."""
+        self.sentences.restore(slot, recorded.sentences)
+        if recorded.queries is not None:
+            self.queries.restore(ring, recorded.queries)
 
     def decode_recording(self, rows: Tensor, positions: Tensor) -> Recording:
         """Where a decode step writes. Graph-safe.

@@ -11,13 +11,15 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
+from sgl_skipkv.backup import Backup, HostMemory
 from sgl_skipkv.call import CallSettings
 from sgl_skipkv.call_state import CallState
-from sgl_skipkv.compaction import Plan, Snapshot
+from sgl_skipkv.compaction import Plan, Snapshot, Undo
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.planner import Due, Planner
@@ -36,6 +38,7 @@ class Runtime:
     Attributes:
         rings: who records its queries when.
         planner: which tokens stay.
+        host_memory: of retracted calls.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Runtime:
         layers: int,
         scale: float,
         pool_tokens: int,
+        kv_token_bytes: int,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
@@ -58,6 +62,8 @@ class Runtime:
         self._trace = trace
         self.rings = RingLoans(recorder.rings, config.kv_interval)
         self.planner = Planner(recorder, layers=layers, scale=scale)
+        self.host_memory = HostMemory(config.retraction_backup_bytes)
+        self._kv_token_bytes, self._backs_up = kv_token_bytes, True
         self._open: set[CallState] = set()
         self.opened_calls = 0
         self.total_compactions = 0
@@ -117,9 +123,11 @@ class Runtime:
         if state.row is not None:
             return
         state.row, state.started = row, False
-        if state.recomputes is not None and self._trace is not None:
-            self._trace.write("recompute", rid=state.rid, generated=state.recomputes)
-        state.recomputes = None
+        state.restored = state.backup is not None
+        if state.returns is not None and self._trace is not None:
+            event = "restore" if state.restored else "recompute"
+            self._trace.write(event, rid=state.rid, generated=state.returns)
+        state.returns = None
         if state.needs_slot:
             state.slot = self.recorder.slots.take()
         self.rings.take(state, tokens)
@@ -133,10 +141,13 @@ class Runtime:
             assert state.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
             self.recorder.start(state.row, state.slot, bit, self.rings.loan(state))
-        state.started = True
+            if state.backup is not None and state.backup.recorded is not None:
+                self.recorder.restore(state.slot, state.ring, state.backup.recorded)
+        state.started, state.backup = True, None
 
     def observe(self, state: CallState, row_tokens: int) -> None:
         """Note the length of the call's row, at every decode step."""
+        state.undo = None
         own_tokens = state.own_tokens(row_tokens)
         state.peak_own_tokens = max(state.peak_own_tokens, own_tokens)
         state.own_token_steps += own_tokens  # their mean over decode steps is reported
@@ -168,7 +179,9 @@ class Runtime:
             [plan.positions for _, plan in plans],
             check=self.config.check_ledger,
         )
-        for (state, plan), (_, positions) in zip(plans, compacted, strict=True):
+        for (state, plan), (freed, positions) in zip(plans, compacted, strict=True):
+            before = state.last, state.statistics, state.known_spared
+            state.undo = Undo(plan.selection, freed, *before)
             state.last, state.known_spared = Snapshot(plan, positions), None
             kept = plan.selection.kept
             state.statistics = {name: values[kept] for name, values in state.statistics.items()}
@@ -185,17 +198,72 @@ class Runtime:
             state.known_spared = one
         return [freed for freed, _ in compacted]
 
+    def can_back_up(self, state: CallState, row_tokens: int) -> bool:
+        """Whether there is room in host memory for what the call holds."""
+        if not state.settings.evicts or not self._backs_up:
+            return False
+        row_tokens += 0 if state.undo is None else state.undo.evicted_tokens
+        recorded_bytes = self.recorder.call_bytes() if state.slot else 0
+        return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
+
+    def undo(self, state: CallState, row: Tensor) -> Tensor:
+        """Take this step's compaction back, for a backup of what the running step sees.
+
+        It will come again, and choose the same: nothing that it depends on has changed.
+
+        Args:
+            row: int [row tokens], slots of the compacted row.
+
+        Returns:
+            int64 [row tokens before], slots of the row before it; nobody owns those that went.
+        """
+        undo = state.undo
+        assert undo is not None
+        state.last, state.statistics, state.known_spared = undo[2:]
+        state.evicted_tokens -= undo.evicted_tokens
+        state.total_evicted_tokens -= undo.evicted_tokens
+        state.compactions -= 1
+        self.total_compactions -= 1
+        self.total_evicted_tokens -= undo.evicted_tokens
+        state.undo = None
+        return undo.slots(row)
+
+    def back_up(self, state: CallState, kv: Sequence[Tensor], recorded_tokens: int) -> None:
+        """The call is about to lose its row; ``retract`` follows.
+
+        Args:
+            kv: float [row tokens, Hkv, d] each, copies of its keys and values in host memory.
+            recorded_tokens: logical tokens that a forward pass has recorded.
+        """
+        recorded = None
+        if state.slot:
+            ring = state.ring if state.was_recording(recorded_tokens) else 0
+            recorded = self.recorder.save(state.slot, ring)
+        state.backup, state.recorded_tokens = Backup(kv, recorded), recorded_tokens
+        self.host_memory.add(state.backup)
+
+    def forget_backup(self, state: CallState) -> None:
+        """The call must be recomputed after all."""
+        if state.backup is not None:
+            state.backup = None
+            self._start_anew(state)
+
+    @contextmanager
+    def without_backups(self) -> Iterator[None]:
+        """Nobody is backed up meanwhile."""
+        self._backs_up = False
+        try:
+            yield
+        finally:
+            self._backs_up = True
+
     def retract(self, state: CallState, generated: int) -> None:
-        """The call lost its row and will be recomputed from its tokens: eviction starts anew."""
+        """The call lost its row. Without a backup it will be recomputed from its tokens."""
         self._settle(state)
         self._release(state)
-        state.evicted_tokens, state.last = 0, None
-        state.tracker = SentenceTracker(self._delimiters, state.settings.policy.params.delimiters)
-        state.alive, state.alive_closed = [], 0
-        state.table, state.table_closed = [], 0
-        state.statistics, state.tracked_tokens = {}, state.prompt_tokens + generated
-        state.known_spared = None
-        state.recomputes = generated
+        state.returns = generated
+        if state.backup is None:
+            self._start_anew(state)
 
     def close(
         self, state: CallState, row_tokens: int, output_ids: Sequence[int], reason: str | None
@@ -216,6 +284,16 @@ class Runtime:
                 finish_reason=reason,
                 **state.summary,
             )
+
+    def _start_anew(self, state: CallState) -> None:
+        """Its prefill computes every token again, so eviction begins from nothing."""
+        state.evicted_tokens, state.last, state.recorded_tokens = 0, None, 0
+        state.tracker = SentenceTracker(self._delimiters, state.settings.policy.params.delimiters)
+        state.alive, state.alive_closed = [], 0
+        state.table, state.table_closed = [], 0
+        assert state.returns is not None
+        state.statistics, state.tracked_tokens = {}, state.prompt_tokens + state.returns
+        state.known_spared = None
 
     def _settle(self, state: CallState) -> None:
         """Read what the last compaction kept: sentences that went whole, the trace line."""

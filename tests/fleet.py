@@ -103,13 +103,23 @@ SPECS: dict[str, Spec] = {
         {"query_rings": 2},
         steering_layer=1,
     ),
-    # A small pool in which SGLang's own test switch retracts requests every 200 steps.
-    "retracting": Spec(
+    # A small pool in which SGLang's own test switch retracts requests every 200 steps, and nothing
+    # is backed up.
+    "recomputing": Spec(
         ("retraction",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {"check_ledger": True, "kv_interval": 16, "query_rings": 3},
+        {"check_ledger": True, "kv_interval": 16, "query_rings": 3, "retraction_backup_bytes": 0},
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
+        steering_layer=1,
+    ),
+    # The same, every 3 steps, and with backups.
+    "restoring": Spec(
+        ("retraction",),
+        "llama",
+        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
+        {"check_ledger": True, "kv_interval": 16},
+        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}},
         steering_layer=1,
     ),
     # The same unsupported configuration: nobody asked, and the operator asked.

@@ -15,16 +15,16 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv import page_table, ring_book, runtime
-    from sgl_skipkv.patches import batch, forward, release, retraction
+    from sgl_skipkv import page_table, planner, ring_book, runtime
+    from sgl_skipkv.patches import admission, backup, batch, forward, release, retraction
 
-    compact, plan = batch._compact, runtime.Runtime
+    compact, life = batch._compact, runtime.Runtime
     return [
         (
             "a compacted row is filed in the tree",
             release.limit_insert,
-            "if state.evicted_tokens:\n        return 0",
-            "if state.evicted_tokens:\n        return None",
+            "and state.evicted_tokens:\n        return 0",
+            "and state.evicted_tokens:\n        return None",
         ),
         (
             "a recomputed call hands its output to the tree",
@@ -79,7 +79,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "the prompt may go although the tree owns it",
-            plan._protected,
+            planner._protected,
             "prompt = state.prompt_tokens if params.protect_prompt else 0",
             "prompt = 0",
         ),
@@ -97,8 +97,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "evictions outlive a retraction",
-            plan.retract,
-            "state.evicted_tokens, state.last = 0, None",
+            life._start_anew,
+            "state.evicted_tokens, state.last, state.recorded_tokens = 0, None, 0",
             "pass",
         ),
         (
@@ -107,7 +107,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
             "pass",
         ),
-        ("a row keeps its slot", plan._release, "of_row[state.row] = 0", "of_row[0] = 0"),
+        ("a row keeps its slot", life._release, "of_row[state.row] = 0", "of_row[0] = 0"),
         (
             "positions are physical",
             forward.prepare_forward,
@@ -116,13 +116,13 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a compaction comes a step too late",
-            plan.due,
+            life.due,
             "return state.own_tokens(row_tokens) >= state.due_tokens",
             "return state.own_tokens(row_tokens) > state.due_tokens + 1",
         ),
         (
             "a call reserves a slot that is taken",
-            plan.has_slot,
+            life.has_slot,
             "return self.recorder.slots.free_slots > taken",
             "return True",
         ),
@@ -131,6 +131,36 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ring_book.RingBook.fits,
             "any(not ring & steps for ring in booked)",
             "True",
+        ),
+        (
+            "a backup comes back a token off",
+            backup.restore_row,
+            "saved[matched:].to(buffer.device, non_blocking=True)",
+            "saved.roll(1, 0)[matched:]",
+        ),
+        (
+            "a restored token has its place in the row for a position",
+            forward.prepare_forward,
+            "if any(shifts):",
+            "if False:",
+        ),
+        (
+            "a restored row is not paid for",
+            admission._restored_tokens,
+            "state.backup.row_tokens - req.prefix_len",
+            "0",
+        ),
+        (
+            "KV of before a pause comes back",
+            backup.forget_backups,
+            "with binding.runtime.without_backups():\n        original(scheduler, recv_req)",
+            "original(scheduler, recv_req)",
+        ),
+        (
+            "backups have no bound",
+            life.can_back_up,
+            "return self.host_memory.fits",
+            "return 0 <",
         ),
     ]
 

@@ -19,6 +19,7 @@ import torch
 
 POOL, ROWS, CONTEXT, TRACKED = 96, 4, 400, 2
 KV_HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN = 1, 2, 4, 4
+KV_TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
 VOCAB, DELIMITER, STOP = 50, 1, 2
 
 _draw = torch.Generator().manual_seed(0)
@@ -69,11 +70,23 @@ def next_token(tag: int) -> int:
     return DELIMITER if tag % 6 == 0 else 3 + tag % (VOCAB - 3)
 
 
+def _keys_of(entries: Sequence[Entry]) -> torch.Tensor:
+    return _KEYS[[entry.tag % len(_KEYS) for entry in entries]]
+
+
+def _values_of(entries: Sequence[Entry]) -> torch.Tensor:
+    """The tag itself, in four numbers that float32 holds exactly."""
+    words = [[(entry.tag >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for entry in entries]
+    return torch.tensor(words, dtype=torch.float32).view(-1, KV_HEADS, HEAD_DIM)
+
+
 class Books:
     """The books of a ``World``, which adds SGLang's objects and the scheduler's loop.
 
     Attributes:
         rows: request id -> its row; content: slot -> hash of what was last written there.
+        uncompacted: request id -> its row before its last compaction.
+        backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
         count: what happened, so that a test can tell an empty run.
     """
@@ -90,6 +103,8 @@ class Books:
     def __init__(self) -> None:
         self.rows: dict[str, list[Entry]] = {}
         self.content: dict[int, int] = {}
+        self.uncompacted: dict[str, list[Entry]] = {}
+        self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
         self.count = Counter[str]()
 
@@ -108,13 +123,17 @@ class Books:
         from sgl_skipkv.patches.forward import prepare_forward
 
         decode = batch.forward_mode.is_decode()
+        counts = [1] * len(batch.reqs) if decode else batch.extend_lens
+        ends = zip(batch.seq_lens.tolist(), counts, strict=True)
         forward = SimpleNamespace(
             forward_mode=batch.forward_mode,
             orig_seq_lens=batch.orig_seq_lens,
-            positions=batch.seq_lens - 1,
+            positions=torch.cat([torch.arange(end - count, end) for end, count in ends]),
             req_pool_indices=batch.req_pool_indices,
         )
         prepare_forward(forward, type(self), batch)
+        positions = forward.positions.split(list(counts))
+        fed = [] if decode else batch.prefill_input_ids_cpu.split(list(counts))
         tokens: list[int] = []
         written: list[Entry] = []
         sampled: list[int | None] = []
@@ -122,14 +141,15 @@ class Books:
             if decode:
                 # The device knows the token it fed; the scheduler may not have seen it yet.
                 row, new = self.rows[req.rid], [req.fed_next]
-                first = row[-1].position + 1
-                assert int(forward.positions[i]) == first, "the model's position is the logical one"
             else:
-                first, new = req.prefix_len, list(req.get_fill_ids()[req.prefix_len :])
-                row = self.rows.setdefault(req.rid, [])
+                row, new = self.rows.setdefault(req.rid, []), fed[i].tolist()
                 if not row:
-                    row += self._matched(req)
-                assert len(row) == first
+                    row += self._restored(req) if req.rid in self.backed_up else self._matched(req)
+                assert len(row) == req.prefix_len
+            first = row[-1].position + 1 if row else 0
+            logical = list(range(first, first + len(new)))
+            assert positions[i].tolist() == logical, "the model's positions are the logical ones"
+            assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
             for offset, token in enumerate(new):
                 tag = tag_after([entry.tag for entry in row], first + offset, token)
                 row.append(Entry(first + offset, tag))
@@ -146,8 +166,9 @@ class Books:
     def _store(self, slots: list[int], written: list[Entry]) -> None:
         assert len(slots) == len(written)
         self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
-        buffer = self.token_to_kv_pool_allocator.get_kvcache().get_key_buffer(0)
-        buffer[slots] = _KEYS[[entry.tag % len(_KEYS) for entry in written]]
+        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
+        kv_pool.get_key_buffer(0)[slots] = _keys_of(written)
+        kv_pool.get_value_buffer(0)[slots] = _values_of(written)
 
     def _record(self, tokens: list[int], written: list[Entry]) -> None:
         recorder = self.req_to_token_pool.skipkv.runtime.recorder
@@ -165,6 +186,33 @@ class Books:
         tags = full_tags(req.get_fill_ids()[: req.prefix_len])
         assert [self.content[slot] for slot in slots] == tags, "foreign KV under this text's key"
         return [Entry(position, tag) for position, tag in enumerate(tags)]
+
+    def _lose_row(self, req: Any) -> None:
+        """A retraction; what a backup has is what the row had."""
+        row, state = self.rows.pop(req.rid), getattr(req, "skipkv", None)
+        self.count["retractions"] += 1
+        if state is None or state.backup is None:
+            return
+        if state.backup.row_tokens > len(row):
+            row = self.uncompacted[req.rid]  # this step's compaction is taken back
+            self.count["compactions taken back"] += 1
+        held = row[: state.backup.row_tokens]
+        assert held[-1].position == len(req.origin_input_ids) + len(req.output_ids) - 2
+        self.backed_up[req.rid] = held
+        self.count["backups"] += 1
+
+    def _restored(self, req: Any) -> list[Entry]:
+        """A row comes back: the same KV in other slots, and of the prompt what the tree has."""
+        held = self.backed_up.pop(req.rid)
+        slots, shared = self._row(req)[: req.prefix_len], req.kv.cache_protected_len
+        assert len(held) == len(slots)
+        assert [self.content[slot] for slot in slots[:shared]] == [e.tag for e in held[:shared]]
+        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
+        assert torch.equal(kv_pool.get_key_buffer(0)[slots], _keys_of(held))
+        assert torch.equal(kv_pool.get_value_buffer(0)[slots], _values_of(held))
+        self.content.update(zip(slots, (entry.tag for entry in held), strict=True))
+        self.count["restored"] += 1
+        return held
 
     def probe(self, tokens: Sequence[int]) -> int:
         """How much of a text the tree has; what it gives out must be that text's own content."""
@@ -202,12 +250,14 @@ class Books:
         pinned |= {entry.position for entry in old if entry.position < params.sink}
         if params.protect_prompt:
             pinned |= set(range(prompt))
-        assert pinned <= kept and len(kept) == sum(stays) == settings.keep_tokens(prompt)
+        assert pinned <= kept and len(kept) == sum(stays)
+        assert len(kept) == settings.keep_tokens(prompt, state.compactions)
         if state.ring:
             newest = old[-params.window :]
             ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
             own = _QUERIES[[entry.tag % len(_QUERIES) for entry in newest]]
             assert torch.equal(ring[0].flip(0), own), "somebody else's queries"
+        self.uncompacted[req.rid] = old
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
         freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
@@ -264,6 +314,7 @@ class Books:
         """Our state belongs to rows, one slot each, and to nothing else."""
         states = [req.skipkv for req in owners if getattr(req, "skipkv", None) is not None]
         assert self.runtime.open_calls == len(states)
+        assert self.runtime.host_memory.used_bytes <= self.runtime.host_memory.limit_bytes
         lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots

@@ -75,6 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         chunk=st.sampled_from([None, None, 5]),
         token_ratio=st.sampled_from([0.02, 0.5]),
+        backup_bytes=st.sampled_from([0, 2000, 1 << 20]),
     )
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1
@@ -105,18 +106,22 @@ class PoolMachine(RuleBasedStateMachine):
         live = sorted([*self.world.owners(), *self.world.waiting_queue], key=lambda req: req.rid)
         self.world.abort(data.draw(st.sampled_from(live)))
 
-    @precondition(lambda self: len(self.world.running_batch.reqs) > 1)
-    @rule()
-    def retract(self) -> None:
-        """As in SGLang's own test mode: at the next decode step, full pool or not."""
-        self.world.retract_now = True
-        self.world.step()
+    @precondition(lambda self: len(self.world.owners()) > 1)
+    @rule(steps=st.sampled_from([2, 5, 9, 15]), times=st.integers(1, 4))
+    def retract(self, steps: int, times: int) -> None:
+        """As in SGLang's own test mode, every so many steps: full pool or not."""
+        for _ in range(times):
+            self.run_steps(steps)
+            self.world.retract_now = True
+            self.world.step()
+            self.world.check()
 
-    @precondition(lambda self: self.world.owners())
-    @rule()
-    def pause(self) -> None:
+    @precondition(lambda self: len(self.world.owners()) > 1)
+    @rule(now=st.sampled_from([False, False, True]))
+    def pause(self, now: bool) -> None:
         """Everybody is retracted, in the middle of a chunked prompt too."""
-        self.world.pause()
+        if now:
+            self.world.pause()
 
     @rule(tokens=st.integers(1, POOL))
     def evict_tree(self, tokens: int) -> None:

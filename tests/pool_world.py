@@ -7,6 +7,7 @@ its results are held against plain books (pool_books.py).
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from pool_books import (
     HEAD_DIM,
     HIDDEN,
     KV_HEADS,
+    KV_TOKEN_BYTES,
     POOL,
     QUERY_HEADS,
     ROWS,
@@ -45,6 +47,7 @@ class World(Books):
         overlap: bool = True,
         chunk: int | None = None,
         token_ratio: float = 0.3,
+        backup_bytes: int = 0,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -101,9 +104,9 @@ class World(Books):
         self.finished: list[Any] = []
         self.retract_now = False
         self.pending_chunk_abort = False
-        self._bind()
+        self._bind(backup_bytes)
 
-    def _bind(self) -> None:
+    def _bind(self, backup_bytes: int) -> None:
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.patches.binding import Binding
         from sgl_skipkv.patches.metrics import Metrics
@@ -117,6 +120,7 @@ class World(Books):
             query_rings=1,
             max_sentences=8,
             max_tracked_calls=TRACKED,
+            retraction_backup_bytes=backup_bytes,
             check_ledger=True,
         )
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
@@ -138,6 +142,7 @@ class World(Books):
             layers=1,
             scale=HEAD_DIM**-0.5,
             pool_tokens=POOL,
+            kv_token_bytes=KV_TOKEN_BYTES,
         )
         ready = Readiness((), asked=False)
         self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
@@ -203,14 +208,25 @@ class World(Books):
         self.count["aborts"] += 1
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
-            self.aborted.append(req)
+            self.backed_up.pop(req.rid, None)
         elif req is self.chunked_req:
             self.pending_chunk_abort = True
         elif not req.finished():
             req.to_finish = FINISH_ABORT("Aborted")
 
+    def _abort_all(self) -> None:
+        for req in [*self.waiting_queue, *self.owners()]:
+            self.abort(req)
+
     def pause(self) -> None:
         """``Scheduler.pause_generation(mode="retract")``: everybody gives way, and queues again."""
+        from sgl_skipkv.patches.backup import forget_backups
+
+        forget_backups(World._pause, self, SimpleNamespace(mode="retract"))
+        self.backed_up.clear()
+        assert not self._backup_bytes(), "KV that must be computed again"
+
+    def _pause(self, _: Any) -> None:
         from sglang.srt.managers.schedule_batch import retract_all
         from sglang.srt.managers.scheduler import Scheduler
 
@@ -225,8 +241,7 @@ class World(Books):
             hisparse_coordinator=None,
         )
         for req in running:
-            self.rows.pop(req.rid)
-            self.count["retractions"] += 1
+            self._lose_row(req)
             Scheduler._add_request_to_queue(self, req)
         self.running_batch.filter_batch(keep_indices=[])
         self.running_batch.batch_is_full = False
@@ -267,6 +282,12 @@ class World(Books):
             else:
                 self._finish_decode(done, tokens)
             self.token_to_kv_pool_allocator.free_group_end()
+
+    def _backup_bytes(self) -> int:
+        """Host memory of backups whose requests are still known to anybody."""
+        if self.runtime.host_memory.used_bytes:
+            gc.collect()
+        return self.runtime.host_memory.used_bytes
 
     def is_idle(self) -> bool:
         busy = self.waiting_queue or self.result_queue or self.chunked_req is not None
@@ -354,7 +375,9 @@ class World(Books):
             self.spec_algorithm,
             chunked_req=self.chunked_req,
         )
-        retracted = {req.rid for req in chosen if req.is_retracted}
+        retracted = {
+            req.rid for req in chosen if req.is_retracted and req.rid not in self.backed_up
+        }
         batch.prepare_for_extend()
         self.recomputed |= retracted
         self.count["prefix hits"] += sum(length > 0 for length in batch.prefix_lens)
@@ -382,15 +405,12 @@ class World(Books):
         if not enough or self.retract_now:
             self.count["retractions, pool full"] += not enough
             self.retract_now = False
-            members = list(batch.reqs)
             retracted, _, hopeless = batch.retract_decode()
-            for req in members:
-                if req not in batch.reqs:
-                    self.rows.pop(req.rid)
             for req in hopeless:
+                self.rows.pop(req.rid)
                 self.aborted.append(req)
             for req in retracted:
-                self.count["retractions"] += 1
+                self._lose_row(req)
                 Scheduler._add_request_to_queue(self, req, is_retracted=True)
         if not batch.is_empty():
             batch.prepare_for_decode()
@@ -434,8 +454,7 @@ class World(Books):
 
     def drain(self) -> None:
         """Abort everything, run dry, empty the tree: nothing may be left anywhere."""
-        for req in [*self.waiting_queue, *self.owners()]:
-            self.abort(req)
+        self._abort_all()
         for _ in range(20):  # a prompt in chunks is prefilled to its end, aborted or not
             self.step()
             self.check()
@@ -446,5 +465,7 @@ class World(Books):
             self.probe([*req.origin_input_ids, *req.output_ids])
         self.evict_tree(POOL)
         self.check()
+        self.aborted.clear()
+        assert not self._backup_bytes(), "a backup outlives its call"
         assert self.token_to_kv_pool_allocator.available_size() == POOL
         assert self.req_to_token_pool.available_size() == ROWS

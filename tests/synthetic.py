@@ -26,6 +26,7 @@ from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.trace import TraceWriter
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 16, 12
+KV_TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 WORD, DELIMITER, COLON = 0, 1, 2
 TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
 VOCAB = 4
@@ -103,6 +104,7 @@ class SyntheticServer:
             layers=LAYERS,
             scale=HEAD_DIM**-0.5,
             pool_tokens=pool_tokens,
+            kv_token_bytes=KV_TOKEN_BYTES,
             trace=trace,
         )
 

@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             *("token_scores", "viewer"),
         }
     ),
+    frozenset({"backup"}),
     frozenset({"call_state"}),
     frozenset({"extract", "planner", "ring_loans", "summary"}),
     frozenset({"runtime"}),

@@ -1,0 +1,107 @@
+"""Coming back after a retraction: KV copied out before the row goes, copied in where it comes back.
+
+SGLang prefills a retracted request again from all of its tokens. A call with a backup looks to it
+like one whose whole row but for the last token is cached: its tokens are those of the row, its
+prefix is as long as the backup, and one token is computed. Its position is the true one
+(``forward.prepare_forward``), and the tree is given the prompt alone (``release.limit_insert``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.call_state import CallState
+from sgl_skipkv.kernels.on_device import copy_to_host
+from sgl_skipkv.patches.binding import binding_of, state_of
+
+
+def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
+    """The call loses its row: copy what it held, if there is room in host memory.
+
+    The newest token is left out: it is computed again. If the step that computes it is still
+    running, it sees the row before this step's compaction, and so it will then.
+    """
+    pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
+    newest = state.prompt_tokens + len(req.output_ids) - 1
+    recorded_tokens = kv.kv_allocated_len + state.evicted_tokens
+    if not req.output_ids or not newest <= recorded_tokens:
+        return  # in the middle of its prefill: there is nothing yet that cannot be had again
+    if not runtime.can_back_up(state, kv.kv_allocated_len):
+        return
+    _wait_for_forward(pool)
+    row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+    if state.last is not None and state.last.logical_tokens > newest:
+        row = runtime.undo(state, row)
+    slots = row[: newest - state.evicted_tokens].to(torch.int64)
+    copies = [copy_to_host(buffer[slots]) for buffer in _buffers(tree_cache)]
+    runtime.back_up(state, copies, recorded_tokens)
+
+
+def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``Req.init_next_round_input``: the tokens of the row that comes back, and the next."""
+    state = state_of(req)
+    if state is not None and state.backup is not None:
+        tokens = req.origin_input_ids + req.output_ids
+        row_tokens = state.backup.row_tokens
+        req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
+
+
+def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
+    """AROUND ``allocation._prefix_kv_indices``: slots of the row; new ones get the backup's KV.
+
+    Of a shared prompt, what the tree still has is used as it is.
+    """
+    from sglang.srt.mem_cache.allocation import alloc_token_slots
+
+    state = state_of(req)
+    if state is None or state.backup is None or req.kv.holds_kv:
+        return original(batch, req)
+    backup, matched = state.backup, req.kv.cache_protected_len
+    req.prefix_len = matched
+    shared = original(batch, req)
+    req.prefix_len = backup.row_tokens
+    slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
+    _wait_for_forward(batch.req_to_token_pool)  # the slots' last owners may still be writing
+    for buffer, saved in zip(_buffers(batch.tree_cache), backup.kv, strict=True):
+        buffer[slots] = saved[matched:].to(buffer.device, non_blocking=True)
+    return torch.cat([shared, slots]) if matched else slots
+
+
+def resume(req: Any, batch: Any, i: int) -> None:
+    """The restored row is in the page table: length and tokens are the true ones again."""
+    req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+    batch.orig_seq_lens[i] = len(req.full_untruncated_fill_ids)
+
+
+def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
+    """AROUND ``Scheduler.pause_generation``: ``retract`` asks for KV to be computed again.
+
+    That is how weights are changed under running requests: KV of the old ones must not come back.
+    """
+    binding = binding_of(scheduler)
+    if binding is None or binding.runtime is None or recv_req.mode != "retract":
+        original(scheduler, recv_req)
+        return
+    for req in scheduler.waiting_queue:
+        state = state_of(req)
+        if state is not None:
+            state.runtime.forget_backup(state)
+    with binding.runtime.without_backups():
+        original(scheduler, recv_req)
+
+
+def _buffers(tree_cache: Any) -> list[Tensor]:
+    """Keys and values of every layer, float [slots, Hkv, d]."""
+    kv_pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
+    return [*kv_pool.k_buffer, *kv_pool.v_buffer]
+
+
+def _wait_for_forward(req_to_token_pool: Any) -> None:
+    """Order this stream behind the running step; on the device, never on the CPU."""
+    binding = binding_of(req_to_token_pool)
+    if binding is not None and req_to_token_pool.device != "cpu":
+        binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
