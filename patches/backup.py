@@ -17,6 +17,7 @@ from torch import Tensor
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import copy_to_host
 from sgl_skipkv.patches.binding import binding_of, state_of
+from sgl_skipkv.patches.kv_cache import kv_buffers
 
 
 def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
@@ -37,7 +38,8 @@ def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
     if state.last is not None and state.last.logical_tokens > newest:
         row = runtime.undo(state, row)
     slots = row[: newest - state.evicted_tokens].to(torch.int64)
-    copies = [copy_to_host(buffer[slots]) for buffer in _buffers(tree_cache)]
+    buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
+    copies = [copy_to_host(buffer[slots]) for buffer in buffers]
     runtime.back_up(state, copies, recorded_tokens)
 
 
@@ -66,7 +68,11 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     req.prefix_len = backup.row_tokens
     slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
     _wait_for_forward(batch.req_to_token_pool)  # the slots' last owners may still be writing
-    for buffer, saved in zip(_buffers(batch.tree_cache), backup.kv, strict=True):
+    buffers = kv_buffers(batch.token_to_kv_pool_allocator)
+    binding = binding_of(batch.req_to_token_pool)
+    if binding is not None and binding.poison is not None:
+        binding.poison.apply(buffers)
+    for buffer, saved in zip(buffers, backup.kv, strict=True):
         buffer[slots] = saved[matched:].to(buffer.device, non_blocking=True)
     return torch.cat([shared, slots]) if matched else slots
 
@@ -92,12 +98,6 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
             state.runtime.forget_backup(state)
     with binding.runtime.without_backups():
         original(scheduler, recv_req)
-
-
-def _buffers(tree_cache: Any) -> list[Tensor]:
-    """Keys and values of every layer, float [slots, Hkv, d]."""
-    kv_pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
-    return [*kv_pool.k_buffer, *kv_pool.v_buffer]
 
 
 def _wait_for_forward(req_to_token_pool: Any) -> None:

@@ -7,23 +7,18 @@ the compaction waits for it there, never on the CPU.
 
 from __future__ import annotations
 
-import logging
-from http import HTTPStatus
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.admission import prefill_tokens
 from sgl_skipkv.patches.backup import resume
+from sgl_skipkv.patches.barrier import end_call, plan_calls, track_call
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
-from sgl_skipkv.planner import Due
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.patches.kv_cache import due_of, paged_cache
 from sgl_skipkv.runtime import Runtime
-
-logger = logging.getLogger(__name__)
 
 
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
@@ -45,7 +40,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             continue
         runtime.observe(state, req.kv.kv_allocated_len)
         if state.failure is not None:
-            _fail(req, state)
+            end_call(req, state)
             continue
         # Before the first decode step the prefill may still be running and its prompt is not in the
         # tree yet. One that was restored is as far as it was: it compacts when it would have.
@@ -59,21 +54,9 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         # Keys, queries and hidden states of the running step are written on the forward stream.
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     for i, state in untracked:
-        runtime.planner.track(state, batch.reqs[i].kv.kv_allocated_len, _keys_of(batch, i))
+        track_call(runtime, due_of(batch, i, state, None))
     if due:
         _compact(batch, binding, runtime, due)
-
-
-def _fail(req: Any, state: CallState) -> None:
-    """End a call that can no longer be served as it was asked for; the others go on."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    if req.to_finish is None:
-        message = f"kv_budget call {req.rid}: {state.failure}"
-        logger.error(message)
-        req.to_finish = FINISH_ABORT(
-            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
-        )
 
 
 def _compact(
@@ -83,24 +66,16 @@ def _compact(
     evicted = [0] * len(batch.reqs)
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
-    cache = _paged_cache(batch)
-    plans = runtime.plan(
-        [
-            Due(
-                state,
-                batch.reqs[i].kv.kv_allocated_len,
-                batch.reqs[i].output_ids,
-                _keys_of(batch, i),
-                cache,
-            )
-            for i, state in due
-        ]
-    )
-    states = [state for _, state in due]
+    cache = paged_cache(batch)
+    planned = plan_calls(runtime, [due_of(batch, i, state, cache) for i, state in due])
+    if not planned:
+        return
+    number = {id(state): i for i, state in due}
     freed = runtime.commit(
-        list(zip(states, plans, strict=True)), batch.req_to_token_pool.req_to_token
+        [(one.state, plan) for one, plan in planned], batch.req_to_token_pool.req_to_token
     )
-    for (i, _), plan in zip(due, plans, strict=True):
+    for one, plan in planned:
+        i = number[id(one.state)]
         req = batch.reqs[i]
         # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
         # logical length, stays.
@@ -111,7 +86,10 @@ def _compact(
     for slots in freed:
         allocator.free(slots)
     allocator.free_group_end()
-    binding.metrics.compacted(len(due), sum(evicted))
+    if binding.poison is not None:
+        for slots in freed:
+            binding.poison.mark(slots)
+    binding.metrics.compacted(len(planned), sum(evicted))
     # New tensors: the running step still holds the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
@@ -131,30 +109,6 @@ def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:
         f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
     )
     assert kv.req_pool_idx == state.row, f"row: {kv.req_pool_idx} against {state.row} ({req.rid})"
-
-
-def _paged_cache(batch: Any) -> PagedCache | None:
-    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
-    first = kv_pool.start_layer
-    layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
-    return PagedCache.of(layers, batch.req_to_token_pool.req_to_token)
-
-
-def _keys_of(batch: Any, i: int) -> _KeyReader:
-    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
-    return _KeyReader(kv_pool, batch.req_to_token_pool.req_to_token, batch.reqs[i].kv)
-
-
-class _KeyReader:
-    """layer -> float [row tokens, Hkv, d], cached keys of one request in row order."""
-
-    def __init__(self, kv_pool: Any, req_to_token: Tensor, kv: Any) -> None:
-        self._kv_pool = kv_pool
-        self._slots = req_to_token[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
-
-    def __call__(self, layer: int) -> Tensor:
-        keys: Tensor = self._kv_pool.get_key_buffer(layer + self._kv_pool.start_layer)
-        return keys[self._slots]
 
 
 def admit_rows(result: None, batch: Any) -> None:

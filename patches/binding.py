@@ -14,6 +14,7 @@ from sgl_skipkv.call_state import CallState
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.capture import HiddenCapture
 from sgl_skipkv.patches.metrics import Metrics
+from sgl_skipkv.patches.poison import Poison
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.runtime import Runtime
 
@@ -28,6 +29,7 @@ class Binding:
     scheduler: Any
     metrics: Metrics
     capture: HiddenCapture | None = None
+    poison: Poison | None = None
 
 
 def binding_of(holder: Any) -> Binding | None:

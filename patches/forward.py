@@ -12,6 +12,7 @@ from sgl_skipkv.call_state import CallState
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.capturing import capturing
+from sgl_skipkv.patches.kv_cache import kv_buffers
 from sgl_skipkv.patches.steering import prepare_prefill
 from sgl_skipkv.recorder import Recorder, Recording
 from sgl_skipkv.runtime import Runtime
@@ -44,6 +45,8 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     recorder.current = None  # the forward passes of one process come one after the other
     if steerer is not None:
         steerer.factors = None
+    if binding.poison is not None:
+        binding.poison.apply(kv_buffers(batch.token_to_kv_pool_allocator))
     if binding.runtime.open_calls and result.forward_mode.is_decode():
         # Here and not where compactions are: SGLang may look for memory and then not decode.
         binding.runtime.rings.step()

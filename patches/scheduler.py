@@ -11,7 +11,8 @@ import torch
 
 from sgl_skipkv.call import CallSettings, resolve_call, take_keys
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.binding import binding_of, state_of
+from sgl_skipkv.patches.barrier import attempt
+from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,16 @@ def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
     keys = take_keys(params)[1] if isinstance(params, dict) else {}
     if binding is None or (not keys and not binding.config.defaults_apply):
         return
+    _, error = attempt(f"kv_budget call {req.rid}", lambda: _open(req, binding, recv_req, keys))
+    if error is not None:
+        req.set_finish_with_abort(
+            f"kv_budget call {req.rid}: {error}",
+            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+            err_type="InternalServerError",
+        )
+
+
+def _open(req: Any, binding: Binding, recv_req: Any, keys: dict[str, Any]) -> None:
     try:
         if binding.runtime is None:
             field, got = next(iter(keys.items()))

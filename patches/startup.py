@@ -13,6 +13,7 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
+from sgl_skipkv.patches.kv_cache import kv_buffers
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.model_side import (
     ModelSide,
@@ -20,6 +21,7 @@ from sgl_skipkv.patches.model_side import (
     build_model_side,
     model_side_of,
 )
+from sgl_skipkv.patches.poison import Poison
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.server_args import config_of
 from sgl_skipkv.runtime import Runtime
@@ -85,7 +87,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     readiness = Readiness(tuple(reasons), config.asked)
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
-    binding = Binding(config, readiness, runtime, scheduler, metrics, capture)
+    poison = Poison() if config.poison_evicted else None
+    binding = Binding(config, readiness, runtime, scheduler, metrics, capture, poison)
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     logger.info(readiness.message())
 
@@ -108,8 +111,7 @@ def _build_runtime(
 
 def _kv_token_bytes(scheduler: Any) -> int:
     """Keys and values of one token in all layers of this rank."""
-    kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    return sum(buffer[0].nbytes for buffer in (*kv_pool.k_buffer, *kv_pool.v_buffer))
+    return sum(buffer[0].nbytes for buffer in kv_buffers(scheduler.token_to_kv_pool_allocator))
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

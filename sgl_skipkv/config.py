@@ -111,6 +111,9 @@ class ServerConfig(Settings):
     check_ledger: bool = Field(
         False, description="verify kept + freed = old at every compaction (waits for the device)"
     )
+    poison_evicted: bool = Field(
+        False, description="fill the KV of evicted slots with NaN, so that a wrong read shows"
+    )
     required: bool = Field(False, description="true: refuse to start unless eviction is ready")
 
     @model_validator(mode="after")

@@ -36,6 +36,7 @@ STEERING_KEYWORDS = ("a", "b")
 STEERING_PRESET = "any-newline"
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS = 4096
+CHECKED: Mapping[str, Any] = {"check_ledger": True, "poison_evicted": True, "kv_interval": 16}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ SPECS: dict[str, Spec] = {
         ("oracle", "oracle_steering"),
         "qwen3",
         (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
-        {"query_rings": 2},
+        {"query_rings": 2, "poison_evicted": True},
         steering_layer=1,
     ),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps, and nothing
@@ -109,7 +110,7 @@ SPECS: dict[str, Spec] = {
         ("retraction",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {"check_ledger": True, "kv_interval": 16, "query_rings": 3, "retraction_backup_bytes": 0},
+        {**CHECKED, "query_rings": 3, "retraction_backup_bytes": 0},
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
         steering_layer=1,
     ),
@@ -118,7 +119,7 @@ SPECS: dict[str, Spec] = {
         ("retraction",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {"check_ledger": True, "kv_interval": 16},
+        CHECKED,
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}},
         steering_layer=1,
     ),

@@ -110,6 +110,7 @@ class World(Books):
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.patches.binding import Binding
         from sgl_skipkv.patches.metrics import Metrics
+        from sgl_skipkv.patches.poison import Poison
         from sgl_skipkv.patches.readiness import Readiness
         from sgl_skipkv.recorder import ModelShape, Recorder
         from sgl_skipkv.runtime import Runtime
@@ -122,6 +123,7 @@ class World(Books):
             max_tracked_calls=TRACKED,
             retraction_backup_bytes=backup_bytes,
             check_ledger=True,
+            poison_evicted=True,
         )
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
@@ -145,7 +147,9 @@ class World(Books):
             kv_token_bytes=KV_TOKEN_BYTES,
         )
         ready = Readiness((), asked=False)
-        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
+        self.skipkv = Binding(
+            *(config, ready, self.runtime, self, Metrics(None, ready)), poison=Poison()
+        )
         self.req_to_token_pool.skipkv = self.skipkv
 
     # -- what the hooked methods of the real Scheduler call
@@ -196,7 +200,8 @@ class World(Books):
             return_indexer_topk=False,
         )
         open_call(req, self, received)
-        assert req.to_finish is None, req.to_finish
+        if req.to_finish is not None:
+            return req
         Scheduler.init_req_max_new_tokens(self, req)
         Scheduler._add_request_to_queue(self, req)
         return req

@@ -102,6 +102,7 @@ WRONG: list[tuple[str, Any]] = [
     ("retraction_backup_bytes", 1.5e9),
     ("stagger", 1),
     ("check_ledger", "yes"),
+    ("poison_evicted", 1),
     ("required", 1),
 ]
 

@@ -202,6 +202,7 @@ def test_reference_kernels_import_without_triton_and_sglang() -> None:
     assert run_fresh(code) == "(2, 2)"
 
 
+BARRIER = ROOT / "patches" / "barrier.py"  # the one place that says why it may
 FORBIDDEN_NAMES = {"eval", "exec", "__import__"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
 
@@ -210,7 +211,7 @@ def faults_of(path: Path) -> list[str]:
     """Swallowed exceptions and ways to run foreign data as code."""
     faults = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
+        if isinstance(node, ast.ExceptHandler) and path != BARRIER:
             caught = [] if node.type is None else list(ast.walk(node.type))
             names = {part.id for part in caught if isinstance(part, ast.Name)}
             if node.type is None or names & {"Exception", "BaseException"}:

@@ -27,7 +27,10 @@ DEVICE_PATH = sorted(
             ROOT / "sgl_skipkv" / f"{name}.py"
             for name in ("planner", "ring_loans", "runtime", "select", "steering")
         ),
-        *(ROOT / "patches" / f"{name}.py" for name in ("batch", "forward", "steering")),
+        *(
+            ROOT / "patches" / f"{name}.py"
+            for name in ("backup", "batch", "forward", "kv_cache", "poison", "steering")
+        ),
     ]
 )
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchronize"}

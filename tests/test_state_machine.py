@@ -20,6 +20,9 @@ from pool_machine import KNOBS, MACHINE, PROMPT, own_draws, run_machine
 from pool_world import World
 
 from sgl_skipkv import policy
+from sgl_skipkv.page_table import LedgerError
+from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.rkv import RKV
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +170,50 @@ def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
     assert ended["message"].startswith(f"kv_budget call {failing.rid}: a score was not finite")
     assert before <= len(failing.output_ids) <= before + 3
     assert failing.skipkv.summary["compactions"] == 1 and sound.skipkv.summary["compactions"] > 4
+
+
+def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls are due in the same step and planned together; one of them cannot be scored."""
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    right, outputs = RKV.scores, []
+
+    def wrong(policy: RKV, inputs: ScoreInput) -> Any:
+        return right(policy, inputs) if inputs.prompt_tokens == 4 else [][inputs.prompt_tokens]
+
+    for scores in (right, wrong):
+        monkeypatch.setattr(RKV, "scores", scores)
+        world = World()
+        failing, sound = (world.arrive([5, 6, 7, 20, 21][:n], 60, **keys) for n in (5, 4))
+        while world.owners() or world.waiting_queue:
+            world.step()
+        outputs.append(list(sound.output_ids))
+    ended = failing.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert "an error of the plugin, IndexError" in ended["message"]
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 60
+    assert sound.skipkv.summary["compactions"] > 4 and not failing.skipkv.summary["compactions"]
+    world.drain()
+
+
+def test_a_call_that_cannot_be_opened_ends_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(type(world.runtime), "open", lambda *_: {}["planted"])
+    req = world.arrive([5, 6, 7], 10, kv_budget=80, kv_policy="streaming")
+    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+    assert "an error of the plugin, KeyError" in req.to_finish.message
+
+
+def test_proof_of_corruption_stops_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that a row names twice: nothing that this process serves can be trusted."""
+    world = World()
+    req = world.arrive([5, 6, 7], 60, kv_budget=8, kv_policy="streaming", kv_params=KNOBS)
+    while len(req.output_ids) < 12:
+        world.step()
+    row = world.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    row[5] = row[6]
+    with pytest.raises(LedgerError, match="the same slot twice"):
+        for _ in range(20):
+            world.step()
 
 
 def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

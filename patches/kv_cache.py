@@ -1,0 +1,46 @@
+"""SGLang's KV pool as the planner, backups and the poison read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.call_state import CallState
+from sgl_skipkv.planner import Due
+from sgl_skipkv.policy.base import PagedCache
+
+
+def kv_buffers(allocator: Any) -> list[Tensor]:
+    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores."""
+    kv_pool = allocator.get_kvcache()
+    return [*kv_pool.k_buffer, *kv_pool.v_buffer]
+
+
+def paged_cache(batch: Any) -> PagedCache | None:
+    """The keys where they lie, for kernels; None where none run."""
+    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
+    first = kv_pool.start_layer
+    layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
+    return PagedCache.of(layers, batch.req_to_token_pool.req_to_token)
+
+
+def due_of(batch: Any, i: int, state: CallState, cache: PagedCache | None) -> Due:
+    """What the planner needs of a batch's i-th request."""
+    req = batch.reqs[i]
+    kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
+    keys = _KeyReader(kv_pool, batch.req_to_token_pool.req_to_token, req.kv)
+    return Due(state, req.kv.kv_allocated_len, req.output_ids, keys, cache)
+
+
+class _KeyReader:
+    """layer -> float [row tokens, Hkv, d], cached keys of one request in row order."""
+
+    def __init__(self, kv_pool: Any, req_to_token: Tensor, kv: Any) -> None:
+        self._kv_pool = kv_pool
+        self._slots = req_to_token[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
+
+    def __call__(self, layer: int) -> Tensor:
+        keys: Tensor = self._kv_pool.get_key_buffer(layer + self._kv_pool.start_layer)
+        return keys[self._slots]
