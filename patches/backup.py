@@ -83,6 +83,15 @@ def resume(req: Any, batch: Any, i: int) -> None:
     batch.orig_seq_lens[i] = len(req.full_untruncated_fill_ids)
 
 
+def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
+    """AFTER ``Scheduler.send_abort_output``: the call ends while it waits; SGLang may still hold
+    on to the request, as the chunked one of a batch that is over.
+    """
+    state = state_of(req)
+    if state is not None:
+        state.backup = None
+
+
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
     """AROUND ``Scheduler.pause_generation``: ``retract`` asks for KV to be computed again.
 

@@ -241,6 +241,13 @@ SEAMS: tuple[Seam, ...] = (
         "the row of a call with a backup comes from host memory",
     ),
     Seam(
+        f"{_SCHEDULER}.send_abort_output",
+        "after",
+        "(self, abort_req, req)",
+        "backup:drop_backup",
+        "a call that ends while it waits gives host memory back",
+    ),
+    Seam(
         f"{_SCHEDULER}.pause_generation",
         "around",
         "(self, recv_req)",

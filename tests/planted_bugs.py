@@ -157,6 +157,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "original(scheduler, recv_req)",
         ),
         (
+            "a call that ends while it waits keeps host memory",
+            backup.drop_backup,
+            "state.backup = None",
+            "pass",
+        ),
+        (
             "backups have no bound",
             life.can_back_up,
             "return self.host_memory.fits",

@@ -7,7 +7,6 @@ its results are held against plain books (pool_books.py).
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -210,18 +209,17 @@ class World(Books):
         """``Scheduler.abort_request``: by where the request is."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+        from sgl_skipkv.patches.backup import drop_backup
+
         self.count["aborts"] += 1
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
             self.backed_up.pop(req.rid, None)
+            drop_backup(None, self, None, req)
         elif req is self.chunked_req:
             self.pending_chunk_abort = True
         elif not req.finished():
             req.to_finish = FINISH_ABORT("Aborted")
-
-    def _abort_all(self) -> None:
-        for req in [*self.waiting_queue, *self.owners()]:
-            self.abort(req)
 
     def pause(self) -> None:
         """``Scheduler.pause_generation(mode="retract")``: everybody gives way, and queues again."""
@@ -229,7 +227,7 @@ class World(Books):
 
         forget_backups(World._pause, self, SimpleNamespace(mode="retract"))
         self.backed_up.clear()
-        assert not self._backup_bytes(), "KV that must be computed again"
+        assert not self.runtime.host_memory.used_bytes, "KV that must be computed again"
 
     def _pause(self, _: Any) -> None:
         from sglang.srt.managers.schedule_batch import retract_all
@@ -287,12 +285,6 @@ class World(Books):
             else:
                 self._finish_decode(done, tokens)
             self.token_to_kv_pool_allocator.free_group_end()
-
-    def _backup_bytes(self) -> int:
-        """Host memory of backups whose requests are still known to anybody."""
-        if self.runtime.host_memory.used_bytes:
-            gc.collect()
-        return self.runtime.host_memory.used_bytes
 
     def is_idle(self) -> bool:
         busy = self.waiting_queue or self.result_queue or self.chunked_req is not None
@@ -459,7 +451,8 @@ class World(Books):
 
     def drain(self) -> None:
         """Abort everything, run dry, empty the tree: nothing may be left anywhere."""
-        self._abort_all()
+        for req in [*self.waiting_queue, *self.owners()]:
+            self.abort(req)
         for _ in range(20):  # a prompt in chunks is prefilled to its end, aborted or not
             self.step()
             self.check()
@@ -470,7 +463,6 @@ class World(Books):
             self.probe([*req.origin_input_ids, *req.output_ids])
         self.evict_tree(POOL)
         self.check()
-        self.aborted.clear()
-        assert not self._backup_bytes(), "a backup outlives its call"
+        assert not self.runtime.host_memory.used_bytes, "a backup outlives its call"
         assert self.token_to_kv_pool_allocator.available_size() == POOL
         assert self.req_to_token_pool.available_size() == ROWS
