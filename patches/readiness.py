@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sgl_skipkv.config import brief
+
 State = Literal["ready", "unavailable", "refused"]
 
 
@@ -39,6 +41,6 @@ class Unavailable(ValueError):
     def __init__(self, field: str, got: object, readiness: Readiness) -> None:
         super().__init__(
             f"{field}: expected nothing, because this server cannot evict "
-            f"({'; '.join(readiness.reasons)}), got {got!r:.80}; choices: leave it out, or "
+            f"({'; '.join(readiness.reasons)}), got {brief(got)}; choices: leave it out, or "
             "start the server in a supported configuration (see `skipkv doctor`)"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_skipkv.call import CallSettings, resolve_call, take_keys
-from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.config import ServerConfig, SettingError, brief
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.server_args import config_of
@@ -66,19 +66,28 @@ def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], di
     """Our keys of one call, from both places, and its sampling parameters without them.
 
     Raises:
-        SettingError: the two places disagree.
+        SettingError: the two places disagree, or there is no second place to carry the keys in.
     """
     rest, keys = take_keys(sampling_params)
     custom = rest.get("custom_params")
     if isinstance(custom, Mapping):
         rest["custom_params"], nested = take_keys(custom)
         for name, value in nested.items():
-            if name in keys and keys[name] != value:
-                raise SettingError(
-                    name, f"one value, but custom_params has {value!r:.60}", keys[name], "either"
-                )
+            if name in keys and _differ(keys[name], value):
+                expected = f"one value, but custom_params has {brief(value)}"
+                raise SettingError(name, expected, keys[name], "either")
         keys = {**nested, **keys}
+    elif keys and custom is not None:
+        raise SettingError("custom_params", "an object", custom, "leave it out, or an object")
     return rest, keys
+
+
+def _differ(one: object, other: object) -> bool:
+    """Whether two values of a key are not the same."""
+    try:
+        return bool(one != other)
+    except RecursionError:  # nested too deep to compare, and no value of any key
+        return True
 
 
 def move_keys(

@@ -197,9 +197,11 @@ def _read_config_file(field: str, name: str) -> dict[str, Any]:
     expected = f"a readable JSON file of at most {CONFIG_FILE_LIMIT_BYTES} bytes"
     choices = "a path to a file, or inline JSON in the environment variable"
     try:
-        if path.stat().st_size > CONFIG_FILE_LIMIT_BYTES:
-            raise SettingError(field, expected, f"{name} ({path.stat().st_size} bytes)", choices)
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # its size says nothing where it is a pipe or a device
+            data = file.read(CONFIG_FILE_LIMIT_BYTES + 1)
+        if len(data) > CONFIG_FILE_LIMIT_BYTES:
+            raise SettingError(field, expected, f"more in {name}", choices)
+        text = data.decode()
     except OSError as error:
         raise SettingError(field, expected, f"{error.strerror}: {name}", choices) from error
     except UnicodeDecodeError as error:

@@ -72,6 +72,10 @@ class SteeringVector:
         path = Path(name)
         try:
             size = path.stat().st_size
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            reason = getattr(error, "strerror", None) or "no name of a file"
+            raise _error("a readable file", f"{reason}: {name}") from error
+        try:
             if not path.is_file() or size > FILE_LIMIT_BYTES:
                 got = f"{name} ({size} bytes)"
                 raise _error(f"a regular file of at most {FILE_LIMIT_BYTES} bytes", got)

@@ -23,11 +23,11 @@ class TraceWriter:
     def __init__(self, path: str) -> None:
         try:
             self._file = Path(path).open("a", encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             expected = "a file that can be appended to"
-            raise SettingError(
-                "trace", expected, f"{path} ({error.strerror})", "a writable path"
-            ) from error
+            reason = getattr(error, "strerror", None) or "no name of a file"
+            got = f"{path} ({reason})"
+            raise SettingError("trace", expected, got, "a writable path") from error
 
     def write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, **fields}, separators=(",", ":"))

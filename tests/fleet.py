@@ -63,7 +63,10 @@ SPECS: dict[str, Spec] = {
     # Plugin and vector loaded, nothing by default, overlap on, strict checks on: the session's
     # server.
     "main": Spec(
-        ("bad_input", "capacity", "inert", "isolation", "life", "oracle", "ways_in"),
+        (
+            *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
+            *("privacy", "ways_in"),
+        ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
         steering_layer=1,

@@ -1,0 +1,192 @@
+"""Two thousand drawn bodies through the real server: 200 or 400, never anything else.
+
+``hostile_bodies.py`` draws them and says what must come of each.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+from hostile_bodies import PROMPT, Body, Verdict, bodies, describes, echoes, judge
+from hypothesis import HealthCheck, Phase, given, settings
+from pool_machine import own_draws
+from servers import Server
+from test_bad_input import WRONG, error_of
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.server_process import HTTPFailure
+
+pytestmark = pytest.mark.server
+
+BODIES, CONNECTIONS = 2000, 8
+# The session's server: a vector, no defaults. What the file is called does not matter here.
+SETTINGS = ServerConfig(steering_vector="v.safetensors")
+_mine = threading.local()
+
+
+class Answer(NamedTuple):
+    """What came back, and how long it took."""
+
+    status: int
+    text: str
+    seconds: float
+
+
+def send(server: Server, body: Body) -> Answer:
+    """Over this thread's own connection, which is kept; once more if the server had closed it."""
+    headers = {"Content-Type": "application/json"}
+    for last in (False, True):
+        if not hasattr(_mine, "connection") or _mine.connection.port != server.port:
+            _mine.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        start = time.perf_counter()
+        try:
+            _mine.connection.request("POST", body.path, body.text, headers)
+            response = _mine.connection.getresponse()
+            return Answer(response.status, response.read().decode(), time.perf_counter() - start)
+        except http.client.IncompleteRead:
+            return Answer(0, "the answer broke off", time.perf_counter() - start)
+        except ConnectionError:
+            _mine.connection.close()
+            if last:
+                raise
+    raise AssertionError("the second try returns or raises")
+
+
+def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:
+    """What is wrong with an answer, or None."""
+    shown = f"{body.path} {body.text[:600]!r}\n-> {answer.status} {answer.text[:600]}"
+    status, text = answer.status, answer.text
+    if status == 200 and text.startswith("data: {") and '"error"' in text[:20]:
+        # A stream that has begun; what the prompt's length alone decides is found out late.
+        status, text = 400, text[len("data: ") :].partition("\n")[0]
+    if status != (400 if verdict.names else 200):
+        return f"expected {verdict.names or 200}: {shown}"
+    if status == 400:
+        message = error_of(HTTPFailure(status, text))
+        if not message.startswith(verdict.names):
+            return f"expected {verdict.names}: {shown}"
+        ours = re.match(r"\w*[\w.]*: expected ", message)
+        if ours and (echoes(message, body.text) or len(message) > 700):
+            return f"echoes too much: {shown}"
+    elif body.path == "/generate" and not text.startswith("data: "):
+        if not describes(json.loads(text)["meta_info"].get("skipkv"), verdict.settings):
+            return f"expected {verdict.settings}: {shown}"
+    return None
+
+
+def admitted(server: Server) -> int:
+    """Requests that SGLang has ever finished."""
+    found = re.findall(r"^sglang:num_requests_total\{.*\} (\S+)$", server.get("/metrics"), re.M)
+    return int(sum(map(float, found)))
+
+
+def drawn(number: int) -> list[Body]:
+    """So many bodies, the same ones every time."""
+    found: list[Body] = []
+
+    @settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(bodies())
+    def collect(body: Body) -> None:
+        found.append(body)
+
+    with own_draws():
+        collect()
+    return found
+
+
+def test_every_body_is_answered_as_the_schema_says(server: Server) -> None:
+    """Nothing wrong is admitted, nothing right refused, and no message repeats what it was sent."""
+    sent = drawn(BODIES)
+    verdicts = [judge(body, SETTINGS) for body in sent]
+    before = admitted(server)
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        answers = list(pool.map(lambda body: send(server, body), sent))
+    wrong = [text for one in zip(sent, verdicts, answers, strict=True) if (text := complaint(*one))]
+    assert not wrong, f"{len(wrong)} of {len(sent)}, the first: {wrong[0]}"
+    accepted = [verdict.settings for verdict in verdicts if not verdict.names]
+    budgeted = sum(one is not None for one in accepted)
+    # an empty run proves nothing
+    assert len(sent) == BODIES and budgeted > 300 and len(sent) - len(accepted) > 900
+    server.assert_clean()
+    assert admitted(server) - before == len(accepted)
+
+
+def nested_alike(depth: int) -> bytes:
+    """The same list in a list in a list, in both places."""
+    deep = "[" * depth + "]" * depth
+    params = '{"max_new_tokens": 1, "kv_params": %s, "custom_params": {"kv_params": %s}}'
+    return ('{"text": "abc", "sampling_params": ' + params % (deep, deep) + "}").encode()
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ('{"kv_budget": 64, "custom_params": [1]}', "custom_params: expected an object"),
+        ('{"kv_budget": 64, "custom_params": "kv_budget"}', "custom_params: expected an object"),
+        ('{"kv_budget": 64, "custom_params": 5}', "custom_params: expected an object"),
+        ('{"kv_budget": 64, "custom_params": [["kv_budget", 64]]}', "custom_params: expected"),
+    ],
+)
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_keys_beside_custom_params_that_are_no_object(
+    server: Server, params: str, named: str, stream: str
+) -> None:
+    """Found by the draws above: 500, and a stream that broke off."""
+    text = f'{{"text": "abc", "stream": {stream}, "sampling_params": {params}}}'
+    answer = send(server, Body("/generate", text.encode()))
+    assert answer.status == 400, answer
+    assert error_of(HTTPFailure(400, answer.text)).startswith(named)
+
+
+@pytest.mark.parametrize("depth", [400, 900, 1000, 1015])
+def test_values_that_are_nested_too_deep_to_compare(server: Server, depth: int) -> None:
+    """The two places are compared: found at a depth of 1,000, where Python gives up."""
+    answer = send(server, Body("/generate", nested_alike(depth)))
+    assert answer.status == 400, answer
+    assert error_of(HTTPFailure(400, answer.text)).startswith("kv_params: expected ")
+
+
+def test_refusals_are_quick(server: Server) -> None:
+    """One at a time. Alone on a machine the slowest of a hundred takes under 50 ms."""
+    server.wait_idle()
+    times = []
+    for _ in range(4):
+        for _, keys in WRONG:
+            params = {"max_new_tokens": 1, **keys}
+            text = json.dumps({"text": PROMPT, "sampling_params": params}).encode()
+            answer = send(server, Body("/generate", text))
+            assert answer.status == 400
+            times.append(answer.seconds)
+    times.sort()
+    p99_ms = 1000 * times[int(0.99 * len(times))]
+    print(f"{len(times)} refusals: median {1000 * times[len(times) // 2]:.1f} ms, p99 {p99_ms:.1f}")
+    assert p99_ms < 250  # the machine that tests run on does other things meanwhile
+
+
+def test_the_model_of_the_schema_is_not_empty() -> None:
+    """A few bodies by hand, so that the model itself is not what is wrong."""
+    cases: list[tuple[str, dict[str, Any], bool]] = [
+        ("/generate", {"kv_budget": 64}, True),
+        ("/generate", {"kv_budget": "64"}, False),
+        ("/generate", {"kv_bugdet": 64}, False),
+        ("/v1/completions", {"kv_bugdet": 64}, True),  # OpenAI's schema ignores what it lacks
+        ("/v1/completions", {"kv_policy": "full", "custom_params": {"kv_policy": "rkv"}}, False),
+    ]
+    for path, keys, right in cases:
+        holder = {"sampling_params": keys} if path == "/generate" else keys
+        body = Body(path, json.dumps(holder).encode())
+        assert (judge(body, SETTINGS).names == ()) is right, (path, keys)

@@ -1,0 +1,234 @@
+"""Files that are not what they are said to be: one line that names the cause, and no start.
+
+``test_steering_vector.py`` has files with wrong contents and ``test_config.py`` wrong settings.
+Here are names that lead elsewhere, contents that only a hostile hand writes, and one real start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server
+from test_steering_vector import GOOD, METADATA, with_header, write
+
+from sgl_skipkv.call import resolve_call
+from sgl_skipkv.config import (
+    CONFIG_FILE_LIMIT_BYTES,
+    ServerConfig,
+    SettingError,
+    load_server_config,
+)
+from sgl_skipkv.steering_vector import SteeringVector
+from sgl_skipkv.trace import TraceWriter
+
+
+def header(**entry: Any) -> bytes:
+    """The header of a file with one tensor named vector, and right metadata."""
+    whole = {"dtype": "F32", "shape": [5], "data_offsets": [0, 20], **entry}
+    return json.dumps({"__metadata__": METADATA, "vector": whole}).encode()
+
+
+def with_data(path: Path, head: bytes, data: bytes = bytes(20)) -> None:
+    path.write_bytes(struct.pack("<Q", len(head)) + head + data)
+
+
+def listening(path: Path) -> None:
+    """A socket: it is there, and even root cannot open it as a file."""
+    place = os.open(path.parent, os.O_RDONLY)  # the name of a socket must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(f"/proc/self/fd/{place}/{path.name}")
+    finally:
+        os.close(place)
+
+
+# name -> (how to make what is at the path, a word of the message)
+VECTORS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a link into nothing": (lambda p: p.symlink_to("/no/such/file"), "No such file"),
+    "a link to itself": (lambda p: p.symlink_to(p), "Too many levels"),
+    "a link out of the folder, to text": (lambda p: p.symlink_to("/etc/passwd"), "a safetensors"),
+    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "a regular file"),
+    "a pipe": (os.mkfifo, "a regular file"),
+    "a socket": (listening, "a regular file"),
+    "a header deeper than any parser": (
+        lambda p: with_header(p, b'{"vector":' * 20_000),
+        "a safetensors file",
+    ),
+    "a header of no length": (lambda p: with_header(p, b"", 0), "a safetensors file"),
+    "a header of negative length": (
+        lambda p: p.write_bytes(b"\xff" * 8 + b"{}"),
+        "a safetensors file",
+    ),
+    "more numbers than the file has": (
+        lambda p: with_data(p, header(shape=[2**60])),
+        "a safetensors file",
+    ),
+    "a shape that overflows": (
+        lambda p: with_data(p, header(shape=[2**62, 2**62])),
+        "a safetensors file",
+    ),
+    "a negative shape": (lambda p: with_data(p, header(shape=[-5])), "a safetensors file"),
+    "offsets before the data": (
+        lambda p: with_data(p, header(data_offsets=[-20, 0])),
+        "a safetensors file",
+    ),
+    "offsets behind the data": (
+        lambda p: with_data(p, header(data_offsets=[20, 40])),
+        "a safetensors file",
+    ),
+    "a type that does not exist": (
+        lambda p: with_data(p, header(dtype="O8")),
+        "a safetensors file",
+    ),
+    "no numbers": (
+        lambda p: with_data(p, header(shape=[0], data_offsets=[0, 0]), b""),
+        "shape [5]",
+    ),
+    "one number that is not finite": (
+        lambda p: with_data(p, header(), struct.pack("<5f", 1, 2, float("nan"), 4, 5)),
+        "finite",
+    ),
+    "metadata that is no text": (
+        lambda p: with_data(p, header().replace(b'"layer": "1"', b'"layer": 1')),
+        "a safetensors file",
+    ),
+    "a layer of forty digits": (
+        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "9" * 40 + "x"}),
+        "layer",
+    ),
+    "a flood of metadata": (
+        lambda p: write(p, {"vector": GOOD}, {**METADATA, "n" * 10**6: "x" * 10**6}),
+        "got",
+    ),
+}
+
+
+def one_line(message: str, field: str, word: str) -> None:
+    assert message.startswith(f"{field}: expected ") and "; choices: " in message, message
+    assert word in message and "\n" not in message and len(message) < 500, message
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_a_hostile_vector_is_one_line(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "v.safetensors"
+    make, word = VECTORS[kind]
+    make(path)
+    with pytest.raises(SettingError) as caught:
+        SteeringVector.load(str(path))
+    one_line(str(caught.value), "steering_vector", word)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://example.org/v.safetensors",
+        "file:///etc/passwd",
+        "hf://owner/model/v.safetensors",
+        "../" * 40 + "etc/shadow-of-nothing",
+        "~/v.safetensors",
+        "x" * 5000,
+        "v\0.safetensors",
+        "v\ud800.safetensors",
+        "",
+    ],
+    ids=lambda name: repr(name)[:20],
+)
+def test_a_name_is_a_path_and_nothing_else(name: str) -> None:
+    """Nothing is fetched, expanded or searched for."""
+    with pytest.raises(SettingError) as caught:
+        SteeringVector.load(name)
+    one_line(str(caught.value), "steering_vector", "got")
+
+
+@pytest.mark.parametrize("name", ["", "/no/such/folder/t", "/", "t\0", "t\ud800", "x" * 5000])
+def test_a_trace_that_cannot_be_written(name: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        TraceWriter(name)
+    one_line(str(caught.value), "trace", "a file that can be appended to")
+
+
+@pytest.mark.parametrize("value", ["../../v.safetensors", "/etc/passwd", "https://x", ["v"], {}])
+def test_a_call_can_name_no_file(value: Any) -> None:
+    """Only the operator names files: a call gives a number, or false."""
+    with pytest.raises(SettingError, match="false or a number"):
+        resolve_call({"steering": value}, ServerConfig(steering_vector="v.safetensors"))
+
+
+CONFIGS: dict[str, Callable[[Path], Any]] = {
+    "a link into nothing": lambda p: p.symlink_to("/no/such/file"),
+    "a link to itself": lambda p: p.symlink_to(p),
+    "a link out of the folder, to text": lambda p: p.symlink_to("/etc/passwd"),
+    "a socket": listening,
+    "zeros": lambda p: p.write_bytes(bytes(100)),
+    "two objects": lambda p: p.write_text('{"kv_budget": 64}{"kv_budget": 65}'),
+    "a comment": lambda p: p.write_text('{"kv_budget": 64} // tokens'),
+    "YAML": lambda p: p.write_text("kv_budget: 64\n"),
+    "half a surrogate": lambda p: p.write_text('{"kv_policy": "\\ud800"}'),
+    "a name with a line break": lambda p: p.write_text('{"kv_budget\\nok": 64}'),
+    "a file that grows": lambda p: p.write_text("{}" + " " * CONFIG_FILE_LIMIT_BYTES),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_hostile_settings_file_is_one_line(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    CONFIGS[kind](path)
+    with pytest.raises(SettingError) as caught:
+        config = load_server_config(config_file=str(path), environ={})
+        resolve_call({"kv_budget": 64}, config)
+    message = str(caught.value)
+    assert ": expected " in message and "; choices: " in message
+    assert "\n" not in message and len(message) < 1000
+
+
+def test_a_settings_file_without_an_end_is_not_read_for_ever(tmp_path: Path) -> None:
+    """A pipe or a device has no size; what is read of it has a bound all the same."""
+    path, written = tmp_path / "settings.json", 0
+    os.mkfifo(path)
+
+    def feed() -> None:
+        nonlocal written
+        with contextlib.suppress(BrokenPipeError), path.open("wb", buffering=0) as pipe:
+            while written < 16 * CONFIG_FILE_LIMIT_BYTES:
+                written += pipe.write(b" " * 65536)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    with pytest.raises(SettingError, match="at most"):
+        load_server_config(config_file=str(path), environ={})
+    thread.join(timeout=60)
+    assert not thread.is_alive() and written < 2 * CONFIG_FILE_LIMIT_BYTES
+
+
+@pytest.mark.server
+def test_a_malformed_vector_ends_the_start(model_folder: Any, tmp_path: Path) -> None:
+    """Exit status, one line, nothing left behind, within a minute of one core."""
+    path = with_header(tmp_path / "v.safetensors", b'{"vec', 4000)
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    arguments = ["--steering-vector", str(path)]
+    server = Server(model_folder("qwen2"), tmp_path / "run", arguments, trace=False)
+    try:
+        assert server.wait_exit() != 0
+        wall_s = time.monotonic() - started
+        last = server.log.strip().splitlines()[-1]
+        assert last.startswith("sgl_skipkv: refused: steering_vector: expected a safetensors file")
+        assert "fired up" not in server.log
+        assert server.wait_gone(20)
+    finally:
+        server.stop()
+    user_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    print(f"refused after {wall_s:.1f} s, {user_s:.1f} s of a core")
+    # The wall clock also counts what else the machine does. Of the three processes two import
+    # SGLang side by side, so a third of what they compute is not waited for.
+    assert min(wall_s, user_s * 2 / 3) < 60
