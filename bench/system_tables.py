@@ -71,6 +71,24 @@ def planted_bugs() -> str:
     return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, found, "planted_bugs")
 
 
+def hook_calls() -> str:
+    found = rows("hook_calls")
+    header = ["hook", "calls", "answered with an error of ours", "exceptions that got out"]
+    lines = [
+        [f"`{row['hook']}`", f"{int(row['times']):,}", f"{int(row['refused']):,}", row["escaped"]]
+        for row in found
+    ]
+    return table(header, lines, found, "hook_calls")
+
+
+def load() -> str:
+    """Everything that had a limit."""
+    found = rows("load")
+    names = ("job", "quantity", "value", "limit", "ok")
+    lines = [[row[name] for name in names] for row in found if row["limit"]]
+    return table(["job", "what", "value", "limit", "held"], lines, found, "load")
+
+
 def compiled() -> str:
     """One line per variant; registers on every architecture, the rest on an H100."""
     found = rows("compile")

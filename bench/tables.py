@@ -42,6 +42,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steering_cost": steering_tables.steering_cost,
     "without_checks": steering_tables.without_checks,
     "fuzz": system_tables.fuzz,
+    "hook_calls": system_tables.hook_calls,
+    "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
     "serve_latency": system_tables.serve_latency,
     "serve_pressure": system_tables.serve_pressure,
