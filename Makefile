@@ -2,6 +2,7 @@
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (under 15 minutes on 2 cores)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about 20 minutes)
+# make reliability   every run that docs/reliability.md quotes, and the table of its goals (about an hour)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test fuzz lint bench-quick
+.PHONY: setup demo test fuzz reliability lint bench-quick
 
 setup:
 	rm -rf $(VENV)
@@ -35,6 +36,9 @@ test: $(READY)
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz.py
 	$(BIN)/python tests/fuzz.py --planted
+
+reliability: $(READY)
+	$(BIN)/python tests/reliability.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import accuracy_tables
+import goal_table
 import steering_tables
 import system_tables
 from table_text import ROOT
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steering_cost": steering_tables.steering_cost,
     "without_checks": steering_tables.without_checks,
     "fuzz": system_tables.fuzz,
+    "goals": goal_table.goals,
     "hook_calls": system_tables.hook_calls,
     "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
