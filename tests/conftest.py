@@ -4,8 +4,11 @@ it."""
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +68,37 @@ def fleet(request, model_folder, tmp_path_factory) -> Iterator:  # type: ignore[
         yield running
     finally:
         running.stop_all()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lives(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """A function that waits for 2,000 lives of the state machine and says what happened in them.
+
+    They run in a process of their own from the session's start: most tests keep one core busy.
+    """
+    if not any(item.path.stem == "test_state_machine" for item in request.session.items):
+        yield None
+        return
+    report = tmp_path_factory.mktemp("lives") / "lives.json"
+    command = ["tests/fuzz.py", "--examples", "2000", "--seeds", "1", "--report", str(report)]
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def wait() -> dict[str, int]:
+        said, _ = process.communicate()
+        assert process.returncode == 0, said[-2000:]
+        found: dict[str, int] = json.loads(report.read_text())
+        return found
+
+    try:
+        yield wait
+    finally:
+        process.kill()
 
 
 @pytest.fixture(scope="session")

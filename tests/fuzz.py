@@ -11,6 +11,7 @@ stays.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections import Counter
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--most", type=int, default=3_000, help="lives per planted bug and seed")
+    parser.add_argument("--report", type=Path, help="write what happened, as JSON")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
     with plugin_and_topology():
@@ -93,6 +95,8 @@ def main() -> int:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)
+    if arguments.report is not None:
+        arguments.report.write_text(json.dumps({row["event"]: row["times"] for row in rows}))
     if arguments.record:
         record(name, rows)
     return int(any(row.get("lives") == "" for row in rows))
