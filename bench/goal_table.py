@@ -6,10 +6,10 @@ Every cell is read from the rows of ``tests/fuzz.py``, ``tests/fuzz_hooks.py`` a
 
 from __future__ import annotations
 
-from table_text import Row, rows, table
+from table_text import PLAIN, Row, rows, table
 
-#: where the same job did not run without the plugin
-NOT_RUN = "-"
+#: what SGLang without the plugin cannot be asked
+NONE = "-"
 
 
 class Load:
@@ -23,10 +23,21 @@ class Load:
         found = [r for r in self.rows if r["job"] == job and r["quantity"] == quantity]
         return found[-1]["value"] if found else "not run"
 
-    def complaints(self) -> int:
-        """Lines of SGLang's checks in all logs."""
-        found = [row for row in self.rows if row["quantity"] == "complaints in the log"]
-        return sum(int(float(row["value"])) for row in found)
+    def both(self, job: str, pattern: str, *quantities: str) -> tuple[str, str]:
+        """A cell for SGLang without the plugin and one for ours, of the same quantities."""
+        plain, ours = (
+            pattern.format(*(self.value(job, quantity + suffix) for quantity in quantities))
+            for suffix in (PLAIN, "")
+        )
+        return plain, ours
+
+    def complaints(self) -> tuple[str, str]:
+        """Lines of SGLang's checks in all logs, without the plugin and with it."""
+        counts = [
+            sum(int(float(row["value"])) for row in self.rows if row["quantity"] == quantity)
+            for quantity in (f"complaints in the log{PLAIN}", "complaints in the log")
+        ]
+        return str(counts[0]), str(counts[1])
 
     def jobs(self) -> str:
         return ", ".join(sorted({row["job"] for row in self.rows}))
@@ -50,51 +61,70 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
     lives = sum({row["seed"]: int(row["lives"]) for row in fuzz}.values())
     calls = sum(int(row["times"]) for row in hooks)
     escaped = sum(int(row["escaped"]) for row in hooks)
-    at_once = "16 at once"
+    alone = "identical answers: without a budget"
     return [
-        ("G1 random lives of 50 steps without a failure", NOT_RUN, f"{lives:,}"),
-        ("G2 planted bugs found", NOT_RUN, planted(rows("planted_bugs"))),
+        ("G1 random lives of 50 steps without a failure", NONE, f"{lives:,}"),
+        ("G2 planted bugs found", NONE, planted(rows("planted_bugs"))),
         (
-            "G3 no budget sent: answers like those of plain SGLang, one at a time; "
+            "G3 no budget sent, 16 at once: answers like those of plain SGLang, one at a time; "
             "largest difference of a log-probability",
-            *(same(load, who, at_once) for who in ("base", "ours")),
+            *(same(load, who, "16 at once") for who in ("base", "ours")),
         ),
         (
             "G4 no budget sent, budgeted neighbours: answers like those of plain SGLang",
-            NOT_RUN,
-            f"{load.value('L0', 'identical answers: without a budget')}, all",
+            NONE,
+            f"{load.value('L0', alone)}, all",
         ),
         (
-            "G5 retractions among compactions, answers with a token or log-probability too few",
-            NOT_RUN,
-            f"{load.value('L1', 'retractions')} among {load.value('L1', 'compactions')}, "
-            f"{load.value('L1', 'answers with a token or log-probability too few')}",
+            "G5 forced retractions, answers with a token or log-probability too few",
+            load.both("L1", "{}, {}", *RETRACTED)[0],
+            f"{load.both('L1', '{}, {}', *RETRACTED)[1]}, "
+            f"among {load.value('L1', 'compactions')} compactions",
         ),
-        (f"G6 complaints of SGLang's checks in {load.jobs()}", NOT_RUN, str(load.complaints())),
+        (f"G6 complaints of SGLang's checks in {load.jobs()}", *load.complaints()),
         (
             "G7 soak of 10,000 calls: ended unasked; growth of the scheduler, MB",
-            NOT_RUN,
-            f"{load.value('L5', 'calls that ended unasked')}; "
-            f"{load.value('L5', 'its growth since, MB')}",
+            *load.both("L5", "{}; {}", "calls that ended unasked", "its growth since, MB"),
+        ),
+        (
+            "G8 wrong values sent, not refused with 400; p99 of an answer, ms",
+            *load.both("L4", "{}, {}; {}", *REFUSED),
         ),
         (
             "G9 hook calls with hostile arguments, exceptions that got out",
-            NOT_RUN,
+            NONE,
             f"{calls:,}, {escaped}",
         ),
         (
-            "G11 300 aborts and 300 hang-ups until idle, seconds",
-            NOT_RUN,
-            f"{load.value('L2', 'seconds of aborts')} and "
-            f"{load.value('L2', 'seconds of disconnects')}",
+            "G10 wrong starts that end with one line; slowest end, seconds",
+            NONE,
+            f"{load.value('L4', 'wrong starts that end with one line')} of 4; "
+            f"{load.value('L4', 'slowest of them, seconds')}",
         ),
         (
-            "G12 `kill -9`: slowest end of the parent in seconds, processes left, clean starts",
-            NOT_RUN,
-            f"{load.value('L7', 'slowest end of a parent, seconds')}, "
-            f"{load.value('L7', 'processes left behind')}, {load.value('L7', 'clean starts')}",
+            "G11 300 aborts and 300 hang-ups until idle, seconds",
+            *load.both("L2", "{} and {}", "seconds of aborts", "seconds of disconnects"),
+        ),
+        (
+            "G12 `kill -9`: slowest end of a server, seconds; clients left waiting; processes "
+            "left behind; clean starts",
+            *load.both("L7", "{}; {}; {}; {}", *KILLED),
         ),
     ]
+
+
+RETRACTED = ("retractions", "answers with a token or log-probability too few")
+REFUSED = (
+    "wrong values sent",
+    "wrong values not refused with 400",
+    "p99 of an answer to a wrong value, ms",
+)
+KILLED = (
+    "slowest end, seconds",
+    "clients left waiting",
+    "processes left behind",
+    "clean starts",
+)
 
 
 def planted(found: list[Row]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from table_text import budget, paired_ratio, rows, table
+from collections import defaultdict
+
+from table_text import PLAIN, budget, paired_ratio, rows, table
 
 
 def off_cost() -> str:
@@ -82,11 +84,19 @@ def hook_calls() -> str:
 
 
 def load() -> str:
-    """Everything that had a limit."""
-    found = rows("load")
-    names = ("job", "quantity", "value", "limit", "ok")
-    lines = [[row[name] for name in names] for row in found if row["limit"]]
-    return table(["job", "what", "value", "limit", "held"], lines, found, "load")
+    """Everything that had a limit, beside what SGLang without the plugin did in the same job."""
+    found = sorted(rows("load"), key=lambda row: row["job"])
+    plain: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in found:
+        if row["quantity"].endswith(PLAIN):
+            plain[row["job"], row["quantity"].removesuffix(PLAIN)].append(row["value"])
+    lines = []
+    for row in found:
+        if row["limit"]:  # a job says some things once per storm or server, plain SGLang in turn
+            beside = plain[row["job"], row["quantity"]]
+            lines.append([row[name] for name in ("job", "quantity", "value", "limit", "ok")])
+            lines[-1].append(beside.pop(0) if beside else "")
+    return table(["job", "what", "value", "limit", "held", "plain SGLang"], lines, found, "load")
 
 
 def compiled() -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, str]
+#: ends a quantity of bench/rows/load.csv that was measured without the plugin
+PLAIN = ", plain SGLang"
 
 
 def rows(name: str) -> list[Row]:

@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
+from sgl_skipkv.steering_vector import SteeringVector
 
 # Flag -> (name in ServerConfig, type, help).
 FLAGS: dict[str, tuple[str, type, str]] = {
@@ -33,7 +34,9 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
-    """AFTER ``ServerArgs.from_cli_args``: validate now, so a wrong value stops the start."""
+    """AFTER ``ServerArgs.from_cli_args``: validate now, so a wrong value or a malformed steering
+    file stops the start before a model is loaded. Whether the file fits the model is seen then.
+    """
     given = {
         name: getattr(args, _dest(flag))
         for flag, (name, _, _) in FLAGS.items()
@@ -41,6 +44,8 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     }
     try:
         config = load_server_config(given, config_file=getattr(args, _dest(CONFIG_FLAG), None))
+        if config.steering_vector is not None:
+            SteeringVector.load(config.steering_vector)
     except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error
     server_args._skipkv = config.model_dump(exclude_unset=True)

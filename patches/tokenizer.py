@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_skipkv.call import CallSettings, resolve_call, take_keys
+from sgl_skipkv.call import CallSettings, refuse_mistaken, resolve_call, take_keys
 from sgl_skipkv.config import ServerConfig, SettingError, brief
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
@@ -66,12 +66,15 @@ def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], di
     """Our keys of one call, from both places, and its sampling parameters without them.
 
     Raises:
-        SettingError: the two places disagree, or there is no second place to carry the keys in.
+        SettingError: the two places disagree, there is no second place to carry the keys in, or a
+            name in them is meant for us and not ours.
     """
     rest, keys = take_keys(sampling_params)
+    refuse_mistaken(rest)
     custom = rest.get("custom_params")
     if isinstance(custom, Mapping):
         rest["custom_params"], nested = take_keys(custom)
+        refuse_mistaken(rest["custom_params"])
         for name, value in nested.items():
             if name in keys and _differ(keys[name], value):
                 expected = f"one value, but custom_params has {brief(value)}"

@@ -6,11 +6,11 @@ wire format behind all of them; ``take_keys`` and ``CallSettings`` are the only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, build
+from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief, build
 from sgl_skipkv.policy import Policy, policy_class
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
@@ -100,6 +100,48 @@ def take_keys(holder: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     rest = {name: value for name, value in holder.items() if name not in KEYS}
     ours = {name: holder[name] for name in KEYS if holder.get(name) is not None}
     return rest, ours
+
+
+def mistaken_keys(names: Iterable[object]) -> list[str]:
+    """Names that are meant for us and are no key: ``kv_bugdet``, ``kv-budget``, ``skipkv_budget``,
+    and ``kv_interval``, which is a setting of the server.
+
+    Others' names may stand beside ours, so an unknown name is no error. One of these is: its call
+    would run without what its sender counts on.
+    """
+    return [name for name in names if isinstance(name, str) and _mistaken(name)]
+
+
+def refuse_mistaken(names: Iterable[object]) -> None:
+    """Raise for the first of ``mistaken_keys``.
+
+    Raises:
+        SettingError: naming it.
+    """
+    for name in mistaken_keys(names):
+        raise SettingError(brief(name)[1:-1], "a key of a call", name, ", ".join(KEYS))
+
+
+def _mistaken(name: str) -> bool:
+    if name in KEYS or len(name) > _LONGEST_OF_OURS + 1:
+        return False
+    plain = name.lower().replace("-", "_")
+    if plain.startswith("skipkv") or plain in _SETTINGS:
+        return True
+    return not _NEAR_KEYS.isdisjoint(_with_one_less(plain))
+
+
+def _with_one_less(name: str) -> set[str]:
+    """The name, and what is left of it without any one character. Names for which these meet differ
+    by a character that is missing, wrong, or in its neighbour's place."""
+    return {name} | {name[:i] + name[i + 1 :] for i in range(len(name))}
+
+
+_SETTINGS: Final = {
+    name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
+}
+_LONGEST_OF_OURS: Final = max(map(len, _SETTINGS))
+_NEAR_KEYS: Final = frozenset().union(*map(_with_one_less, KEYS))
 
 
 def resolve_call(keys: Mapping[str, Any], server: ServerConfig) -> CallSettings | None:

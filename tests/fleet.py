@@ -133,10 +133,7 @@ SPECS: dict[str, Spec] = {
     "refused": Spec(
         ("states",),
         "qwen2",
-        (
-            *(*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64"),
-            *("--steering-vector", "v.safetensors"),
-        ),
+        (*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64"),
     ),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 from hypothesis import strategies as st
 
-from sgl_skipkv.call import CallSettings, resolve_call, take_keys
+from sgl_skipkv.call import CallSettings, mistaken_keys, resolve_call, take_keys
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import names
 
@@ -26,7 +26,7 @@ KNOBS = (
     *("interval", "sink", "window", "protect_prompt", "count_prompt", "delimiters", "sigma"),
     *("kernel", "threshold", "tau", "ending", "recent", "alpha", "ratio", "seed", "tua", ""),
 )
-UNKNOWN = ("kv_bugdet", "kv_interval", "skipkv_budget", "skipkv", "KV_BUDGET", "kv_budget ")
+UNKNOWN = ("kv_bugdet", "kv_interval", "skipkv_budget", "skipkv", "KV_BUDGET", "kv_budget ", "k")
 # Written into the text as they are, quotes taken off.
 RAW = (
     *("NaN", "-Infinity", "1e400", "1E2", "-0", "64.0", "0x40", "9" * 400, "18446744073709551616"),
@@ -157,6 +157,8 @@ def judge(body: Body, server: ServerConfig) -> Verdict:
             if nested[key] != keys.get(key, nested[key])
         ]
         keys = {**nested, **keys}
+        wrong += [f"{name}: expected a key of a call" for name in mistaken_keys(custom)]
+    wrong += [f"{name}: expected a key of a call" for name in mistaken_keys(rest)]
     if generate:
         wrong += [f"unknown field `{key}`" for key in rest if key in UNKNOWN]
     settings = None

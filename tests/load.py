@@ -1,6 +1,6 @@
 """Load on the real server, with every check of SGLang on: what happens often, together, or rudely.
 
-    python tests/load.py L0 L1 L2 L3 L6           # minutes each
+    python tests/load.py L0 L1 L2 L3 L4 L6        # minutes each
     python tests/load.py L5 L7                    # a quarter of an hour each
     python tests/load.py L0 L5 --scale 0.02       # a trial
 
@@ -23,6 +23,7 @@ os.environ.pop("SGL_SKIPKV_CONFIG", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
 from load_rows import Findings, Row, record, show
 from load_server import FAMILY
@@ -31,7 +32,7 @@ from tiny_models import save_model
 
 JOBS: dict[str, Job] = {
     **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
-    **{"L5": soak, "L6": long_output, "L7": kill},
+    **{"L4": hostile, "L5": soak, "L6": long_output, "L7": kill},
 }
 
 

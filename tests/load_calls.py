@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from load_client import Call, Outcome
@@ -40,6 +41,11 @@ def mixed_calls(count: int, tokens: int, seed: int) -> list[Call]:
         Call(prompt_ids(rng, 8), tokens, budget_keys((None, 32, 64, 128)[i % 4]), logprobs=True)
         for i in range(count)
     ]
+
+
+def without_keys(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, for a server that does not know our keys."""
+    return [replace(call, keys={}) for call in calls]
 
 
 def compare(

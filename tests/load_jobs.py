@@ -25,6 +25,7 @@ from load_calls import (
     prompt_ids,
     retractions,
     short,
+    without_keys,
 )
 from load_client import Call, percentile_99, run_load
 from load_rows import Findings
@@ -46,9 +47,10 @@ def smoke(model: Path, folder: Path, findings: Findings) -> None:
         findings.at_most("seconds with the start", time.perf_counter() - start, 60)
     plain = [outcome for outcome in outcomes if not outcome.call.keys]
     with LoadServer(model, folder / "base", pool_tokens=2 * POOL_TOKENS, plugin=False) as base:
-        url = base.ready(findings)
+        url = base.ready(findings.plain())
         expected = run_load(url, [outcome.call for outcome in plain], 16, "L0 base")
-    report_outcomes(findings, expected)
+        report_outcomes(findings.plain(), expected)
+        base.report_clean(findings.plain())
     compare(findings, "without a budget", expected, plain)
 
 
@@ -66,21 +68,23 @@ def pressure(model: Path, folder: Path, findings: Findings) -> None:
         findings.happened("retractions", retractions(outcomes), 100)
         ours.report_clean(findings)
         findings.at_most("seconds", time.perf_counter() - start, 120)
-    unbudgeted = [Call(call.input_ids, call.tokens, logprobs=True) for call in calls]
+    plain = findings.plain()
     with LoadServer(model, folder / "base", plugin=False, **shape) as base:
-        expected = run_load(base.ready(findings), unbudgeted, 32, "L1 base")
-    report_outcomes(findings, expected)
-    findings.note("p99 without the plugin, seconds", percentile_99(expected))
-    findings.note("p99, seconds", percentile_99(outcomes))
+        expected = run_load(base.ready(plain), without_keys(calls), 32, "L1 base")
+        report_outcomes(plain, expected)
+        plain.happened("retractions", retractions(expected), 100)
+        base.report_clean(plain)
+    for found, answers in ((findings, outcomes), (plain, expected)):
+        found.note("p99, seconds", percentile_99(answers))
+        found.exactly("answers with a token or log-probability too few", short(answers), 0)
     ratio = percentile_99(outcomes) / percentile_99(expected)
-    findings.at_most("p99 over that without the plugin", ratio, 3)
-    findings.exactly("answers with a token or log-probability too few", short(outcomes), 0)
+    findings.at_most("p99 over that of plain SGLang", ratio, 3)
 
 
 def storms(model: Path, folder: Path, findings: Findings) -> None:
     """L2: 300 aborts, then 300 clients that hang up, 32 at once, some before their first token and
     some among compactions; an eighth of the calls without a budget. The clock of each storm stops
-    when the server is idle."""
+    when the server is idle. Then both without the plugin."""
     rng, count = random.Random(3), findings.count(300, 32)
 
     def call(**how: Any) -> Call:
@@ -90,28 +94,36 @@ def storms(model: Path, folder: Path, findings: Findings) -> None:
 
     delays_s = [rng.choice([rng.uniform(0, 0.2), rng.uniform(0.3, 0.9)]) for _ in range(count)]
     chunks = [rng.randrange(1, 50) for _ in range(count)]
-    storms_of = {
-        "aborts": [call(ending="abort", abort_after_s=delay_s) for delay_s in delays_s],
-        "disconnects": [call(ending="disconnect", leave_after_chunks=n) for n in chunks],
-    }
+    aborts = [call(ending="abort", abort_after_s=delay_s) for delay_s in delays_s]
+    hang_ups = [call(ending="disconnect", leave_after_chunks=n) for n in chunks]
     with LoadServer(model, folder / "ours", pool_tokens=2 * POOL_TOKENS) as ours:
         ours.ready(findings)
-        both = 0.0
-        for (name, calls), limit in zip(storms_of.items(), (6, 12), strict=True):
-            before, start = ours.trace_counts()["compact"], time.perf_counter()
-            outcomes = run_load(ours.url, calls, 32, f"L2 {name}")
-            ours.wait_idle()
-            seconds = time.perf_counter() - start
-            both += seconds
-            report_outcomes(findings, outcomes)
-            ended = sum(outcome.ended in ("aborted", "left") for outcome in outcomes)
-            findings.exactly(name, ended, count)
-            findings.happened(
-                f"compactions among {name}", ours.trace_counts()["compact"] - before, 100
-            )
-            findings.at_most(f"seconds of {name}", seconds, limit)
-            ours.report_clean(findings)
+        both = storm(ours, "aborts", aborts, 6, findings)
+        both += storm(ours, "disconnects", hang_ups, 12, findings)
         findings.at_most("seconds", both, 30)
+    plain = findings.plain()
+    with LoadServer(model, folder / "base", pool_tokens=2 * POOL_TOKENS, plugin=False) as base:
+        base.ready(plain)
+        storm(base, "aborts", without_keys(aborts), 6, plain)
+        storm(base, "disconnects", without_keys(hang_ups), 12, plain)
+
+
+def storm(
+    server: LoadServer, name: str, calls: list[Call], limit_s: float, findings: Findings
+) -> float:
+    """One storm, and the seconds that it took."""
+    before, start = server.trace_counts()["compact"], time.perf_counter()
+    outcomes = run_load(server.url, calls, 32, f"L2 {name}")
+    server.wait_idle()
+    seconds = time.perf_counter() - start
+    report_outcomes(findings, outcomes)
+    ended = sum(outcome.ended in ("aborted", "left") for outcome in outcomes)
+    findings.exactly(name, ended, len(calls))
+    compactions = server.trace_counts()["compact"] - before
+    findings.happened(f"compactions among {name}", compactions, 100)
+    findings.at_most(f"seconds of {name}", seconds, limit_s)
+    server.report_clean(findings)
+    return seconds
 
 
 def differential(model: Path, folder: Path, findings: Findings) -> None:
@@ -130,8 +142,8 @@ def differential(model: Path, folder: Path, findings: Findings) -> None:
             )
             for name, how in ways.items()
         }
-        for server in servers.values():
-            server.ready(findings)
+        for name, server in servers.items():
+            server.ready(findings.plain() if name == "base" else findings)
         start = time.perf_counter()
         runs = [("base", 1), ("ours", 1), ("base", 16), ("ours", 16), ("retracting", 16)]
         with ThreadPoolExecutor(2) as pool:
@@ -142,8 +154,8 @@ def differential(model: Path, folder: Path, findings: Findings) -> None:
             if way != runs[0]:
                 compare(findings, f"{way[0]}, {way[1]} at once", found[runs[0]], outcomes)
         findings.happened("retractions", retractions(found["retracting", 16]), 100)
-        for server in servers.values():
-            server.report_clean(findings)
+        for name, server in servers.items():
+            server.report_clean(findings.plain() if name == "base" else findings)
         findings.at_most("seconds", time.perf_counter() - start, 180)
 
 
@@ -153,24 +165,27 @@ def long_output(model: Path, folder: Path, findings: Findings) -> None:
     seconds, rng, tokens = 0.0, random.Random(5), findings.count(3000, 1500)
     prompts = [(3 + i, *prompt_ids(rng, 10**6)[1:]) for i in range(8)]  # nothing is shared
     running: dict[str, int] = {}
-    for name, keys in (("base", {}), ("ours", budget_keys(128))):
+    for name, keys, found in (
+        ("base", {}, findings.plain()),
+        ("ours", budget_keys(128), findings),
+    ):
         calls = [Call(prompt, tokens, keys) for prompt in prompts]
         with LoadServer(
             model, folder / name, pool_tokens=POOL_TOKENS, plugin=name == "ours"
         ) as server:
-            url, start = server.ready(findings), time.perf_counter()
+            url, start = server.ready(found), time.perf_counter()
             outcomes = run_load(url, calls, 8, f"L6 {name}")
             seconds += time.perf_counter() - start
-            report_outcomes(findings, outcomes)
+            report_outcomes(found, outcomes)
             running[name] = server.largest("#running-req")
-            findings.note(f"calls at once, {name}", running[name])
-            findings.exactly(f"retractions, {name}", retractions(outcomes), 0)
+            found.note("calls at once", running[name])
+            found.exactly("retractions", retractions(outcomes), 0)
             if name == "ours":
                 held, bound = [o.summary("peak_kv_tokens") for o in outcomes], 128 + INTERVAL + 1
-                findings.at_most("KV tokens of a call", max(held), bound)
+                found.at_most("KV tokens of a call", max(held), bound)
                 all_tokens = server.largest("#token")
-                findings.at_most("KV tokens, by SGLang", all_tokens, 8 * (PROMPT_TOKENS + bound))
-                report_trace(findings, server.trace_counts(), 1000)
-            server.report_clean(findings)
-    findings.at_least("calls at once, over base", running["ours"] / running["base"], 3)
+                found.at_most("KV tokens, by SGLang", all_tokens, 8 * (PROMPT_TOKENS + bound))
+                report_trace(found, server.trace_counts(), 1000)
+            server.report_clean(found)
+    findings.at_least("calls at once, over plain SGLang", running["ours"] / running["base"], 3)
     findings.at_most("seconds", seconds, 900)

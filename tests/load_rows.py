@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, str | float]
+#: ends a quantity of a server without the plugin
+PLAIN = ", plain SGLang"
 
 
 class Findings:
@@ -21,8 +23,14 @@ class Findings:
     """
 
     def __init__(self, job: str, scale: float) -> None:
-        self.job, self.scale = job, scale
+        self.job, self.scale, self.suffix = job, scale, ""
         self.rows: list[Row] = []
+
+    def plain(self) -> Findings:
+        """What is found of SGLang without the plugin: goes to the same rows, and has no limits."""
+        other = Findings(self.job, self.scale)
+        other.rows, other.suffix = self.rows, PLAIN
+        return other
 
     def count(self, full: int, least: int = 1) -> int:
         """How many of something this run does, at its scale."""
@@ -50,6 +58,9 @@ class Findings:
 
     def _add(self, quantity: str, value: float, limit: str, ok: bool) -> None:
         shown = value if isinstance(value, int) else float(f"{value:.4g}")
+        quantity = quantity + self.suffix
+        if self.suffix:
+            limit, ok = "", True
         row: Row = {"job": self.job, "quantity": quantity, "value": shown, "limit": limit}
         self.rows.append({**row, "ok": "yes" if ok else "no"})
 

@@ -19,6 +19,7 @@ from servers import BAD_LOG_WORDS, HTTPFailure, Server
 INTERVAL = 16
 START_WITHIN_S = 600
 FAMILY = "qwen2"
+SETTINGS: dict[str, Any] = {"check_ledger": True, "kv_interval": INTERVAL}
 
 
 class LoadServer(Server):
@@ -28,6 +29,7 @@ class LoadServer(Server):
         pool_tokens: of the KV pool.
         retract_every: scheduler steps between two forced retractions; None: none is forced.
         vector: whether calls can be steered.
+        more: of the environment.
     """
 
     def __init__(
@@ -39,16 +41,17 @@ class LoadServer(Server):
         plugin: bool = True,
         retract_every: int | None = None,
         vector: bool = False,
+        more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         arguments = ["--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", "256"]
-        environment: dict[str, str] = {}
+        environment = dict(more or {})
         if retract_every is not None:
             environment["SGLANG_TEST_RETRACT"] = "1"
             environment["SGLANG_TEST_RETRACT_INTERVAL"] = str(retract_every)
         if plugin:
             config = folder / "skipkv.json"
-            config.write_text(json.dumps({"check_ledger": True, "kv_interval": INTERVAL}))
+            config.write_text(json.dumps(SETTINGS))
             arguments += ["--skipkv-config", str(config)]
         if vector:
             tiny_vector(1).save(folder / "vector.safetensors")
@@ -85,8 +88,11 @@ class LoadServer(Server):
         return max((int(value) for value in found), default=0)
 
     def trace_counts(self) -> Counter[str]:
-        """How often the trace reports each event, and how many tokens were evicted."""
+        """How often the trace reports each event, and how many tokens were evicted; nothing without
+        the plugin."""
         counts: Counter[str] = Counter()
+        if not self.trace_path.exists():
+            return counts
         with self.trace_path.open() as lines:
             for event in map(json.loads, lines):
                 counts[event["event"]] += 1

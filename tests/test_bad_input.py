@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hostile_client import error_of
 from servers import HTTPFailure, Server
 
 pytestmark = pytest.mark.server
@@ -29,6 +30,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("kv_params.delimiters", {**OK, "kv_params": {"delimiters": "sentence"}}),
     ("kv_params.seed", {**OK, "kv_policy": "random", "kv_params": {"seed": -1}}),
     ("kv_params.protect_prompt", {**OK, "kv_params": {"protect_prompt": 1}}),
+    *(
+        (name, {name: 64})
+        for name in ("kv_bugdet", "KV_BUDGET", "kv-budget", "stering", "kv_interval")
+    ),
+    ("skipkv_budget", {**OK, "skipkv_budget": 64}),
     *(("steering", {"steering": v}) for v in (10.5, -11, 10**40, True, "on", [1.0], {})),
 ]
 
@@ -38,14 +44,6 @@ def parts_are_named(message: str, field: str) -> None:
     assert message.startswith(f"{field}: expected "), message
     assert ", got " in message and "; choices: " in message, message
     assert len(message) < 500
-
-
-def error_of(failure: HTTPFailure) -> str:
-    import json
-
-    error = json.loads(failure.body)
-    error = error.get("error", error)
-    return str(error["message"] if isinstance(error, dict) else error)
 
 
 @pytest.mark.parametrize("where", ["sampling_params", "custom_params", "streamed"])
@@ -108,7 +106,7 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
 
 
 def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:
-    for params in ({"kv_bugdet": 64}, {"kv_budget": 64, "nonsense": 1}):
+    for params in ({"kv_cache": 64}, {"kv_budget": 64, "nonsense": 1}):
         with pytest.raises(HTTPFailure) as caught:
             server.post("/generate", {"text": "abc", "sampling_params": params})
         assert caught.value.status == 400

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgl_skipkv.call import KEYS, CallSettings, resolve_call, take_keys
+from sgl_skipkv.call import KEYS, CallSettings, refuse_mistaken, resolve_call, take_keys
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
 from sgl_skipkv.policy import names
 
@@ -297,3 +300,40 @@ def test_full_ignores_the_prompt() -> None:
     assert settings is not None
     settings.check_prompt(10**6)
     assert settings.kv_budget is None
+
+
+@given(st.sampled_from(KEYS), st.integers(0, 10), st.characters(), st.sampled_from("+-~="))
+def test_a_key_that_is_one_slip_off_is_refused(key: str, at: int, char: str, slip: str) -> None:
+    """A character too many, too few, in its neighbour's place, or another one."""
+    at %= len(key)
+    around = key[:at], key[at + 1 :]
+    name = {
+        "+": around[0] + char + key[at:],
+        "-": around[0] + around[1],
+        "~": around[0] + around[1][:1] + key[at] + around[1][1:],
+        "=": around[0] + char + around[1],
+    }[slip]
+    if name in KEYS:
+        return
+    with pytest.raises(SettingError) as caught:
+        refuse_mistaken(["other", name])
+    assert caught.value.choices == ", ".join(KEYS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["skipkv", "skipkv_budget", "kv_interval", "steering_vector"])
+def test_a_name_of_ours_that_is_no_key_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="a key of a call"):
+        refuse_mistaken([name])
+
+
+def test_names_of_others_pass() -> None:
+    """SGLang's own, those of its OpenAI API, and whatever does not look like ours."""
+    protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+    params = pytest.importorskip("sglang.srt.sampling.sampling_params")
+    names = set(inspect.signature(params.SamplingParams.__init__).parameters)
+    names |= set(protocol.ChatCompletionRequest.model_fields)
+    names |= set(protocol.CompletionRequest.model_fields) - set(KEYS)
+    assert len(names) > 60
+    refuse_mistaken(names - set(KEYS))
+    refuse_mistaken([*KEYS, "kv_cache", "kv_transfer_params", "steer", "", 7, None, "x" * 10**6])
