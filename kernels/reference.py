@@ -17,7 +17,7 @@ DELIMITER, KEYWORD, THINK_START, THINK_END = 1, 2, 4, 8
 """Bits of a token's class for ``steering_step``."""
 
 _EPS = 1e-8
-_REDUNDANCY_BLOCK_ROWS = 1024
+_REDUNDANCY_BLOCK_ROWS = 128
 
 
 def window_attention(
@@ -152,22 +152,29 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
         float32 [Hkv, n]; each row sums to 1.
     """
     n = k.shape[0]
-    keys = k.float().transpose(0, 1)
-    keys = keys / keys.norm(dim=-1, keepdim=True).clamp_min(_EPS)
-    narrow = torch.int16 if n < 2**15 else torch.int32
-    columns = torch.arange(n, dtype=narrow, device=k.device)
-    total = torch.zeros(keys.shape[:2], device=k.device)
-    # Row blocks bound the memory at Hkv * block * n instead of Hkv * n * n; what can be done in
-    # place is, as a CPU spends its time on the memory of new matrices.
+    unit = k.float().transpose(0, 1)
+    unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(_EPS)
+    number = torch.arange(1, n + 1, dtype=torch.int16 if n < 2**15 else torch.int32).to(k.device)
+    last = torch.zeros(unit.shape[:2], dtype=number.dtype, device=k.device)
+    # Number of each row's last similar column, 0 for none. Blocks of rows bound the memory, and S
+    # is symmetric: from the diagonal on, a block says both what its rows and what its columns have.
     for start in range(0, n, _REDUNDANCY_BLOCK_ROWS):
-        cosine = keys[:, start : start + _REDUNDANCY_BLOCK_ROWS] @ keys.transpose(1, 2)
-        cosine.diagonal(start, dim1=1, dim2=2).zero_()
-        similar = torch.where(cosine > threshold, columns, -1)
-        spared = similar.amax(dim=-1, keepdim=True).long()
-        column = spared.clamp_min(0)  # of a row that spares none: put back what is there
-        values = cosine.gather(-1, column).masked_fill_(spared >= 0, 0.0)
-        total += cosine.scatter_(-1, column, values).sum(dim=1)
-    return (total / n).softmax(dim=-1)
+        end = min(start + _REDUNDANCY_BLOCK_ROWS, n)
+        cosine = unit[:, start:end] @ unit[:, start:].transpose(1, 2)
+        cosine.diagonal(0, dim1=1, dim2=2).zero_()
+        similar = cosine > threshold
+        own, later = last[:, start:end], last[:, end:]
+        own.copy_(own.maximum((similar * number[start:]).amax(dim=2)))
+        rows = number[start:end, None]
+        later.copy_(later.maximum((similar[:, :, end - start :] * rows).amax(dim=1)))
+    # The sum over rows of a column is one product with the sum of all unit keys; what the rows
+    # spare is taken off it.
+    spared = (last.long() - 1).clamp_min(0)
+    value = (unit * unit.gather(1, spared[..., None].expand_as(unit))).sum(dim=-1)
+    value.masked_fill_((last == 0) | (last == number), 0.0)
+    total = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
+    redundancy: Tensor = (total.scatter_add_(1, spared, -value) / n).softmax(dim=-1)
+    return redundancy
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

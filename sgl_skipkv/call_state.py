@@ -113,10 +113,12 @@ class CallState:
         """Logical length at which the first compaction after a prefill of so many tokens comes.
 
         Not before the first decode step: until then the prefill may still be running. A call that
-        is restored has its prompt behind it.
+        is restored has its prompt behind it, and compacts when it would have: its queries are
+        recorded for that.
         """
         prompt = self.settings.prompt_on_top(self.prompt_tokens)
-        first = prefill_tokens + (0 if self.backup is not None else 1)
+        restored = self.backup is not None
+        first = max(prefill_tokens, self.first_due) if restored else prefill_tokens + 1
         return max(first, self.due_tokens + prompt + self.evicted_tokens)
 
     def was_recording(self, recorded_tokens: int) -> bool:

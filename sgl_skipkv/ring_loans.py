@@ -51,8 +51,9 @@ class RingLoans:
     def take(self, state: CallState, tokens: int) -> None:
         """The call is admitted with a prefill of so many tokens."""
         state.length_less_steps = tokens - self._book.steps
-        if state.needs_ring:
+        if state.settings.evicts:
             state.first_due = state.due_length(tokens)
+        if state.needs_ring:
             state.ring_steps = self.recording_steps(state, tokens)
             state.ring = self._book.take(state.ring_steps)
 

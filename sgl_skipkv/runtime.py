@@ -158,7 +158,8 @@ class Runtime:
         """Whether the call has grown ``interval`` past its budget."""
         if not state.settings.evicts or state.failure is not None:
             return False
-        return state.own_tokens(row_tokens) >= state.due_tokens
+        early = row_tokens + state.evicted_tokens < state.first_due
+        return not early and state.own_tokens(row_tokens) >= state.due_tokens
 
     def plan(self, calls: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Changes nothing that another call or the scheduler can see."""

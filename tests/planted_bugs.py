@@ -16,7 +16,7 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError)
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
     from sgl_skipkv import page_table, planner, ring_book, runtime
-    from sgl_skipkv.patches import admission, backup, batch, forward, release, retraction
+    from sgl_skipkv.patches import admission, backup, batch, forward, release, retraction, steering
 
     compact, life = batch._compact, runtime.Runtime
     return [
@@ -117,8 +117,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a compaction comes a step too late",
             life.due,
-            "return state.own_tokens(row_tokens) >= state.due_tokens",
-            "return state.own_tokens(row_tokens) > state.due_tokens + 1",
+            "state.own_tokens(row_tokens) >= state.due_tokens",
+            "state.own_tokens(row_tokens) > state.due_tokens + 1",
         ),
         (
             "a call reserves a slot that is taken",
@@ -167,6 +167,25 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             life.can_back_up,
             "return self.host_memory.fits",
             "return 0 <",
+        ),
+        (
+            "what a steered call generated is filed in the tree",
+            release.limit_insert,
+            "not state.settings.steers",
+            "True",
+        ),
+        ("a row stays steered", life._release, "self.steerer.stop(state.row)", "pass"),
+        (
+            "tokens that are computed again are not steered",
+            steering.prepare_prefill,
+            "if any(factors):",
+            "if False:",
+        ),
+        (
+            "a call that comes back is steered as at its start",
+            steering.prepare_prefill,
+            "steerer.start(state.row, schedule)",
+            "steerer.start(state.row, state.schedule)",
         ),
     ]
 

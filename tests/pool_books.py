@@ -12,10 +12,12 @@ import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from pool_steering import added, strength
 
 POOL, ROWS, CONTEXT, TRACKED = 96, 4, 400, 2
 KV_HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN = 1, 2, 4, 4
@@ -50,9 +52,9 @@ class Entry(NamedTuple):
     tag: int
 
 
-def tag_after(tags: Sequence[int], position: int, token: int) -> int:
-    """The content of a token that sees this row."""
-    return hash((token, position, *tags))
+def tag_after(tags: Sequence[int], position: int, token: int, factor: float = 0.0) -> int:
+    """The content of a token that sees this row, and is steered with that factor."""
+    return hash((token, position, *tags) if not factor else (token, position, factor, *tags))
 
 
 def full_tags(tokens: Sequence[int]) -> list[int]:
@@ -85,9 +87,11 @@ class Books:
 
     Attributes:
         rows: request id -> its row; content: slot -> hash of what was last written there.
-        uncompacted: request id -> its row before its last compaction.
+        uncompacted: request id -> its row before its last compaction, and whether it was in
+            ``recomputed`` then.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
+        generated: request id -> the generated tokens that were fed, of steered requests.
         count: what happened, so that a test can tell an empty run.
     """
 
@@ -103,9 +107,10 @@ class Books:
     def __init__(self) -> None:
         self.rows: dict[str, list[Entry]] = {}
         self.content: dict[int, int] = {}
-        self.uncompacted: dict[str, list[Entry]] = {}
+        self.uncompacted: dict[str, tuple[list[Entry], bool]] = {}
         self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
+        self.generated: dict[str, list[int]] = {}
         self.count = Counter[str]()
 
     def owners(self) -> list[Any]:
@@ -133,16 +138,18 @@ class Books:
         )
         prepare_forward(forward, type(self), batch)
         positions = forward.positions.split(list(counts))
-        fed = [] if decode else batch.prefill_input_ids_cpu.split(list(counts))
-        tokens: list[int] = []
+        # The device knows the token it fed; the scheduler may not have seen it yet.
+        fed = (
+            [req.fed_next for req in batch.reqs] if decode else batch.prefill_input_ids_cpu.tolist()
+        )
+        tokens: list[int] = fed
+        factors = iter(added(self.runtime.steerer, batch, tokens, HIDDEN))
+        coming = iter(tokens)
         written: list[Entry] = []
         sampled: list[int | None] = []
         for i, req in enumerate(batch.reqs):
-            if decode:
-                # The device knows the token it fed; the scheduler may not have seen it yet.
-                row, new = self.rows[req.rid], [req.fed_next]
-            else:
-                row, new = self.rows.setdefault(req.rid, []), fed[i].tolist()
+            new, row = list(islice(coming, counts[i])), self.rows.setdefault(req.rid, [])
+            if not decode:
                 if not row:
                     row += self._restored(req) if req.rid in self.backed_up else self._matched(req)
                 assert len(row) == req.prefix_len
@@ -151,10 +158,11 @@ class Books:
             assert positions[i].tolist() == logical, "the model's positions are the logical ones"
             assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
             for offset, token in enumerate(new):
-                tag = tag_after([entry.tag for entry in row], first + offset, token)
+                factor = next(factors)
+                self._check_factor(req, first + offset, token, factor)
+                tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
                 row.append(Entry(first + offset, tag))
                 written.append(row[-1])
-            tokens += new
             middle = not decode and req is batch.chunked_req
             sampled.append(None if middle else next_token(row[-1].tag))
             req.fed_next = sampled[-1]
@@ -162,6 +170,20 @@ class Books:
         self._record(tokens, written)
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
+
+    def _check_factor(self, req: Any, position: int, token: int, factor: float) -> None:
+        """Steered as its own tokens say, and not at all if it did not ask."""
+        alpha_0 = (req.sampling_params.custom_params or {}).get("steering")
+        at = position - len(req.origin_input_ids)
+        if alpha_0 is None or at < 0:
+            assert not factor, "steered, and did not ask"
+            return
+        known = self.generated.setdefault(req.rid, [])
+        if at == len(known):
+            known.append(token)
+        assert known[at] == token, "not the token that was fed before"
+        assert factor == strength(alpha_0, known[: at + 1], DELIMITER), "another strength"
+        self.count["steered tokens"] += factor != 0
 
     def _store(self, slots: list[int], written: list[Entry]) -> None:
         assert len(slots) == len(written)
@@ -194,7 +216,9 @@ class Books:
         if state is None or state.backup is None:
             return
         if state.backup.row_tokens > len(row):
-            row = self.uncompacted[req.rid]  # this step's compaction is taken back
+            # This step's compaction is taken back.
+            row, recomputed = self.uncompacted[req.rid]
+            self.recomputed |= {req.rid} if recomputed else set()
             self.count["compactions taken back"] += 1
         held = row[: state.backup.row_tokens]
         assert held[-1].position == len(req.origin_input_ids) + len(req.output_ids) - 2
@@ -257,7 +281,7 @@ class Books:
             ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
             own = _QUERIES[[entry.tag % len(_QUERIES) for entry in newest]]
             assert torch.equal(ring[0].flip(0), own), "somebody else's queries"
-        self.uncompacted[req.rid] = old
+        self.uncompacted[req.rid] = old, req.rid in self.recomputed
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
         freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}

@@ -59,8 +59,10 @@ BUDGETED = st.fixed_dictionaries(
         ),
     }
 )
+STEERED = st.builds(lambda keys, alpha_0: {**keys, "steering": alpha_0}, BUDGETED, st.just(1.5))
 ASKED = st.one_of(
-    BUDGETED, BUDGETED, BUDGETED, st.just({}), st.sampled_from([{}, {"kv_policy": "full"}])
+    *(BUDGETED, BUDGETED, STEERED, st.just({})),
+    st.sampled_from([{}, {"kv_policy": "full"}, {"steering": 1.5}, {"steering": -2.0}]),
 )
 
 

@@ -28,6 +28,7 @@ from pool_books import (
     VOCAB,
     Books,
 )
+from pool_steering import GAMMA, make_steerer
 
 
 class World(Books):
@@ -123,6 +124,8 @@ class World(Books):
             retraction_backup_bytes=backup_bytes,
             check_ledger=True,
             poison_evicted=True,
+            steering_vector="none.safetensors",
+            steering_gamma=GAMMA,
         )
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
@@ -144,6 +147,7 @@ class World(Books):
             scale=HEAD_DIM**-0.5,
             pool_tokens=POOL,
             kv_token_bytes=KV_TOKEN_BYTES,
+            steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
         )
         ready = Readiness((), asked=False)
         self.skipkv = Binding(

@@ -137,6 +137,35 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["skipkv", "streaming"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_call_that_is_backed_up_before_it_compacts_again(
+    overlap: bool, name: str, steps: int
+) -> None:
+    """It was recomputed, all of its tokens at once, so its compaction is overdue; and it goes again
+    just then. When it comes back it compacts when it would have: its queries are recorded for that.
+
+    Found by fuzzing: it compacted a step too early, on another call's query.
+    """
+    keys = {"kv_budget": 6, "kv_policy": name, "kv_params": KNOBS}
+    world = World(overlap=overlap, backup_bytes=1 << 20)
+    calls = [world.arrive([5, 6, 7, 21, 22, first], 120, **keys) for first in (23, 24)]
+    while min(len(call.output_ids) for call in calls) < 34:
+        world.step()
+    world.pause()  # nobody is backed up
+    while world.waiting_queue:
+        world.step()
+    for _ in range(steps):
+        world.step()
+    world.retract_now = True
+    for _ in range(40):
+        world.step()
+        world.check()
+    assert world.count["restored"] == 1
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
     """Both traces are longer than the pool: one has to go, and must not wait for ever."""
     world = World(overlap=overlap)
