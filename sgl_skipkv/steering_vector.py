@@ -66,15 +66,20 @@ class SteeringVector:
         """Read and check a file.
 
         Raises:
-            SettingError: not a regular file, too large, not safetensors, another tensor than one
+            SettingError: a path with ``..`` or a link out of its folder (a name says where its file
+                lies), not a regular file, too large, not safetensors, another tensor than one
                 ``vector``, a wrong dtype or shape, a number that is not finite, or wrong metadata.
         """
         path = Path(name)
+        if ".." in path.parts:
+            raise _error("a path without ..", name)
         try:
             size = path.stat().st_size
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             reason = getattr(error, "strerror", None) or "no name of a file"
             raise _error("a readable file", f"{reason}: {name}") from error
+        if path.resolve().parent != path.parent.resolve():
+            raise _error("a file, or a link within its folder", f"{name} -> {path.resolve()}")
         try:
             if not path.is_file() or size > FILE_LIMIT_BYTES:
                 got = f"{name} ({size} bytes)"

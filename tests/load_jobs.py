@@ -56,11 +56,11 @@ def smoke(model: Path, folder: Path, findings: Findings) -> None:
 
 def pressure(model: Path, folder: Path, findings: Findings) -> None:
     """L1: 96 calls of 64 + 512 tokens, 32 at once, into 4,096 tokens, a retraction every 3 steps;
-    then the same load into the same pool without the plugin, also with retractions. That second run
-    is the yardstick and not in the limit of time."""
+    evicted KV made NaN; then the same load into the same pool without the plugin, also with
+    retractions. That second run is the yardstick and not in the limit of time."""
     calls = mixed_calls(findings.count(96, 16), 512, 2)
     shape: dict[str, Any] = {"pool_tokens": POOL_TOKENS, "retract_every": 3}
-    with LoadServer(model, folder / "ours", **shape) as ours:
+    with LoadServer(model, folder / "ours", poison=True, **shape) as ours:
         url, start = ours.ready(findings), time.perf_counter()
         outcomes = run_load(url, calls, 32, "L1 pressure")
         report_outcomes(findings, outcomes)

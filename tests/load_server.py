@@ -29,6 +29,7 @@ class LoadServer(Server):
         pool_tokens: of the KV pool.
         retract_every: scheduler steps between two forced retractions; None: none is forced.
         vector: whether calls can be steered.
+        poison: whether freed KV becomes NaN.
         more: of the environment.
     """
 
@@ -41,6 +42,7 @@ class LoadServer(Server):
         plugin: bool = True,
         retract_every: int | None = None,
         vector: bool = False,
+        poison: bool = False,
         more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,7 @@ class LoadServer(Server):
             environment["SGLANG_TEST_RETRACT_INTERVAL"] = str(retract_every)
         if plugin:
             config = folder / "skipkv.json"
-            config.write_text(json.dumps(SETTINGS))
+            config.write_text(json.dumps({**SETTINGS, "poison_evicted": poison}))
             arguments += ["--skipkv-config", str(config)]
         if vector:
             tiny_vector(1).save(folder / "vector.safetensors")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from servers import Server
 from test_steering_vector import GOOD, METADATA, with_header, write
 
@@ -53,12 +54,19 @@ def listening(path: Path) -> None:
         os.close(place)
 
 
+def link_out(path: Path) -> None:
+    folder = path.parent / "elsewhere"
+    folder.mkdir()
+    path.symlink_to(write(folder / path.name, {"vector": GOOD}))
+
+
 # name -> (how to make what is at the path, a word of the message)
 VECTORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link into nothing": (lambda p: p.symlink_to("/no/such/file"), "No such file"),
     "a link to itself": (lambda p: p.symlink_to(p), "Too many levels"),
-    "a link out of the folder, to text": (lambda p: p.symlink_to("/etc/passwd"), "a safetensors"),
-    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "a regular file"),
+    "a link out of the folder, to text": (lambda p: p.symlink_to("/etc/passwd"), "/etc/passwd"),
+    "a link out of the folder, to a right file": (lambda p: link_out(p), "a link within its"),
+    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "a link within its folder"),
     "a pipe": (os.mkfifo, "a regular file"),
     "a socket": (listening, "a regular file"),
     "a header deeper than any parser": (
@@ -136,6 +144,7 @@ def test_a_hostile_vector_is_one_line(kind: str, tmp_path: Path) -> None:
         "file:///etc/passwd",
         "hf://owner/model/v.safetensors",
         "../" * 40 + "etc/shadow-of-nothing",
+        "vectors/../v.safetensors",
         "~/v.safetensors",
         "x" * 5000,
         "v\0.safetensors",
@@ -149,6 +158,13 @@ def test_a_name_is_a_path_and_nothing_else(name: str) -> None:
     with pytest.raises(SettingError) as caught:
         SteeringVector.load(name)
     one_line(str(caught.value), "steering_vector", "got")
+
+
+def test_a_link_within_its_folder_is_followed(tmp_path: Path) -> None:
+    write(tmp_path / "v1.safetensors", {"vector": GOOD})
+    (tmp_path / "latest.safetensors").symlink_to("v1.safetensors")
+    loaded = SteeringVector.load(str(tmp_path / "latest.safetensors"))
+    assert torch.equal(loaded.values, GOOD)
 
 
 @pytest.mark.parametrize("name", ["", "/no/such/folder/t", "/", "t\0", "t\ud800", "x" * 5000])
