@@ -52,6 +52,12 @@ def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
         req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
 
 
+def _lengthen_input(req: Any) -> None:
+    """All tokens again. SGLang goes by the length of what is there and appends to it, so a
+    shortened input must not be left behind."""
+    req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+
+
 def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     """AROUND ``allocation._prefix_kv_indices``: slots of the row; new ones get the backup's KV.
 
@@ -79,7 +85,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
 
 def resume(req: Any, batch: Any, i: int) -> None:
     """The restored row is in the page table: length and tokens are the true ones again."""
-    req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+    _lengthen_input(req)
     batch.orig_seq_lens[i] = len(req.full_untruncated_fill_ids)
 
 
@@ -103,8 +109,9 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
         return
     for req in scheduler.waiting_queue:
         state = state_of(req)
-        if state is not None:
+        if state is not None and state.backup is not None:
             state.runtime.forget_backup(state)
+            _lengthen_input(req)
     with binding.runtime.without_backups():
         original(scheduler, recv_req)
 

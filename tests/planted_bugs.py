@@ -157,6 +157,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "original(scheduler, recv_req)",
         ),
         (
+            "the input of a backup that was forgotten stays short",
+            backup.forget_backups,
+            "_lengthen_input(req)",
+            "pass",
+        ),
+        (
             "a call that ends while it waits keeps host memory",
             backup.drop_backup,
             "state.backup = None",

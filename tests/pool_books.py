@@ -91,7 +91,7 @@ class Books:
             ``recomputed`` then.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
-        generated: request id -> the generated tokens that were fed, of steered requests.
+        generated: request id -> its generated tokens that were ever fed.
         count: what happened, so that a test can tell an empty run.
     """
 
@@ -159,7 +159,7 @@ class Books:
             assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
             for offset, token in enumerate(new):
                 factor = next(factors)
-                self._check_factor(req, first + offset, token, factor)
+                self._check_fed(req, first + offset, token, factor)
                 tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
                 row.append(Entry(first + offset, tag))
                 written.append(row[-1])
@@ -171,17 +171,16 @@ class Books:
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
 
-    def _check_factor(self, req: Any, position: int, token: int, factor: float) -> None:
-        """Steered as its own tokens say, and not at all if it did not ask."""
-        alpha_0 = (req.sampling_params.custom_params or {}).get("steering")
-        at = position - len(req.origin_input_ids)
-        if alpha_0 is None or at < 0:
-            assert not factor, "steered, and did not ask"
+    def _check_fed(self, req: Any, position: int, token: int, factor: float) -> None:
+        """Its own token, the same one every time; steered as its tokens say, or not at all."""
+        at, known = position - len(req.origin_input_ids), self.generated.setdefault(req.rid, [])
+        if at < 0:
+            assert token == req.origin_input_ids[position] and not factor
             return
-        known = self.generated.setdefault(req.rid, [])
         if at == len(known):
             known.append(token)
         assert known[at] == token, "not the token that was fed before"
+        alpha_0 = (req.sampling_params.custom_params or {}).get("steering")
         assert factor == strength(alpha_0, known[: at + 1], DELIMITER), "another strength"
         self.count["steered tokens"] += factor != 0
 

@@ -166,6 +166,28 @@ def test_a_call_that_is_backed_up_before_it_compacts_again(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_backup_that_is_forgotten_leaves_nothing_behind(overlap: bool) -> None:
+    """The scheduler had looked at the waiting call, and found no room, before the pause.
+
+    Found by fuzzing: it was recomputed with another token in the middle, since SGLang appends to
+    the input that it finds.
+    """
+    world = World(overlap=overlap, backup_bytes=1 << 20)
+    calls = long_calls(world, 20, 20)
+    world.retract_now = True
+    world.step()
+    (call,) = world.waiting_queue
+    assert call in calls and call.skipkv.backup is not None
+    call.init_next_round_input(world.tree_cache)
+    world.pause()
+    for _ in range(60):
+        world.step()
+        world.check()
+    assert len(call.output_ids) > 60 and not world.count["restored"]
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
     """Both traces are longer than the pool: one has to go, and must not wait for ever."""
     world = World(overlap=overlap)
