@@ -137,9 +137,10 @@ def _with_one_less(name: str) -> set[str]:
     return {name} | {name[:i] + name[i + 1 :] for i in range(len(name))}
 
 
+# ``steering_capture`` is also the mark of what `skipkv steering extract` sends.
 _SETTINGS: Final = {
     name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
-}
+} - {"steering_capture"}
 _LONGEST_OF_OURS: Final = max(map(len, _SETTINGS))
 _NEAR_KEYS: Final = frozenset().union(*map(_with_one_less, KEYS))
 
