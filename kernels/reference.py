@@ -170,7 +170,8 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     # The sum over rows of a column is one product with the sum of all unit keys; what the rows
     # spare is taken off it.
     spared = (last.long() - 1).clamp_min(0)
-    value = (unit * unit.gather(1, spared[..., None].expand_as(unit))).sum(dim=-1)
+    head = torch.arange(unit.shape[0], device=k.device).unsqueeze(1)
+    value = (unit * unit[head, spared]).sum(dim=-1)
     value.masked_fill_((last == 0) | (last == number), 0.0)
     total = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
     redundancy: Tensor = (total.scatter_add_(1, spared, -value) / n).softmax(dim=-1)
