@@ -109,14 +109,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.abort(data.draw(st.sampled_from(live)))
 
     @precondition(lambda self: len(self.world.owners()) > 1)
-    @rule(steps=st.sampled_from([2, 5, 9, 15]), times=st.integers(1, 4))
-    def retract(self, steps: int, times: int) -> None:
-        """As in SGLang's own test mode, every so many steps: full pool or not."""
+    @rule(steps=st.sampled_from([2, 5, 9, 15]), times=st.integers(1, 4), pauses=st.booleans())
+    def retract(self, steps: int, times: int, pauses: bool) -> None:
+        """As in SGLang's own test mode, every so many steps: full pool or not.
+
+        Sometimes the scheduler then looks at who waits, finds no room, and is told to pause.
+        """
         for _ in range(times):
             self.run_steps(steps)
             self.world.retract_now = True
             self.world.step()
             self.world.check()
+        if pauses:
+            for req in self.world.waiting_queue:
+                req.init_next_round_input(self.world.tree_cache)
+            self.world.pause()
 
     @precondition(lambda self: len(self.world.owners()) > 1)
     @rule(now=st.sampled_from([False, False, True]))
