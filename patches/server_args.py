@@ -6,6 +6,7 @@ SGLang pickles ``ServerArgs`` to every process it spawns, private attributes inc
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
@@ -42,13 +43,26 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
         for flag, (name, _, _) in FLAGS.items()
         if getattr(args, _dest(flag), None) is not None
     }
+    config = settings_or_exit(given, getattr(args, _dest(CONFIG_FLAG), None))
+    server_args._skipkv = config.model_dump(exclude_unset=True)
+
+
+def settings_or_exit(
+    given: Mapping[str, Any] | None = None, config_file: str | None = None
+) -> ServerConfig:
+    """The operator's settings, the steering file that they name looked into.
+
+    Raises:
+        SystemExit: a wrong value or a malformed file, in one line. No other exception of a plugin
+            gets through SGLang.
+    """
     try:
-        config = load_server_config(given, config_file=getattr(args, _dest(CONFIG_FLAG), None))
+        config = load_server_config(given, config_file=config_file)
         if config.steering_vector is not None:
             SteeringVector.load(config.steering_vector)
     except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error
-    server_args._skipkv = config.model_dump(exclude_unset=True)
+    return config
 
 
 def config_of(server_args: Any) -> ServerConfig:

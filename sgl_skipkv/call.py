@@ -123,12 +123,14 @@ def refuse_mistaken(names: Iterable[object]) -> None:
 
 
 def _mistaken(name: str) -> bool:
-    if name in KEYS or len(name) > _LONGEST_OF_OURS + 1:
+    if name in KEYS:
+        return False
+    if name[: len(_PREFIX)].lower() == _PREFIX:
+        return True
+    if len(name) > _LONGEST_OF_OURS + 1:  # whoever sends long names does not make us look closer
         return False
     plain = name.lower().replace("-", "_")
-    if plain.startswith("skipkv") or plain in _SETTINGS:
-        return True
-    return not _NEAR_KEYS.isdisjoint(_with_one_less(plain))
+    return plain in _SETTINGS or not _NEAR_KEYS.isdisjoint(_with_one_less(plain))
 
 
 def _with_one_less(name: str) -> set[str]:
@@ -137,6 +139,7 @@ def _with_one_less(name: str) -> set[str]:
     return {name} | {name[:i] + name[i + 1 :] for i in range(len(name))}
 
 
+_PREFIX: Final = "skipkv"
 # ``steering_capture`` is also the mark of what `skipkv steering extract` sends.
 _SETTINGS: Final = {
     name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))

@@ -47,6 +47,11 @@ def brief(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def why_unopened(error: OSError | ValueError) -> str:
+    """Why a path cannot be opened; ``ValueError`` is what a name gives that no file can have."""
+    return getattr(error, "strerror", None) or "no name of a file"
+
+
 class Settings(BaseModel):
     """Base of every settings class: frozen, exact types, no unknown names, no NaN, no infinity."""
 

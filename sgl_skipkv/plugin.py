@@ -15,16 +15,10 @@ def register() -> None:
     """
     import sglang
 
-    from sgl_skipkv.config import SettingError, load_server_config
     from sgl_skipkv.patches import seams
-    from sgl_skipkv.steering_vector import SteeringVector
+    from sgl_skipkv.patches.server_args import settings_or_exit
 
-    try:
-        config = load_server_config()
-        if config.steering_vector is not None:
-            SteeringVector.load(config.steering_vector)
-    except SettingError as error:
-        raise SystemExit(f"sgl_skipkv: {error}") from error
+    config = settings_or_exit()
     seams.install(sglang.__version__)
     if config.asked and (problems := seams.problems_before()):
         raise SystemExit("sgl_skipkv: refused: " + "; ".join(problems))

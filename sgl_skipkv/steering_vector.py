@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sgl_skipkv.config import SettingError, Settings
+from sgl_skipkv.config import SettingError, Settings, why_unopened
 
 FIELD: Final = "steering_vector"
 FILE_LIMIT_BYTES: Final = 64 << 20
@@ -75,9 +75,8 @@ class SteeringVector:
             raise _error("a path without ..", name)
         try:
             size = path.stat().st_size
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            reason = getattr(error, "strerror", None) or "no name of a file"
-            raise _error("a readable file", f"{reason}: {name}") from error
+        except (OSError, ValueError) as error:
+            raise _error("a readable file", f"{why_unopened(error)}: {name}") from error
         if path.resolve().parent != path.parent.resolve():
             raise _error("a file, or a link within its folder", f"{name} -> {path.resolve()}")
         try:

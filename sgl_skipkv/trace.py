@@ -1,4 +1,4 @@
-"""The trace: one JSON line per compaction, recomputation and finish, in a file the operator named.
+"""The trace: one JSON line per compaction, return and finish, in a file that the operator named.
 
 It holds logical positions and output ids, no prompt text. Readers: ``skipkv trace`` and the masking
 oracle of the tests.
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import SettingError, why_unopened
 
 
 class TraceWriter:
@@ -23,10 +23,8 @@ class TraceWriter:
     def __init__(self, path: str) -> None:
         try:
             self._file = Path(path).open("a", encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            expected = "a file that can be appended to"
-            reason = getattr(error, "strerror", None) or "no name of a file"
-            got = f"{path} ({reason})"
+        except (OSError, ValueError) as error:
+            expected, got = "a file that can be appended to", f"{path} ({why_unopened(error)})"
             raise SettingError("trace", expected, got, "a writable path") from error
 
     def write(self, event: str, **fields: Any) -> None:

@@ -321,7 +321,9 @@ def test_a_key_that_is_one_slip_off_is_refused(key: str, at: int, char: str, sli
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["skipkv", "skipkv_budget", "kv_interval", "steering_vector"])
+@pytest.mark.parametrize(
+    "name", ["skipkv", "skipkv_budget_of_tokens", "kv_interval", "steering_vector"]
+)
 def test_a_name_of_ours_that_is_no_key_is_refused(name: str) -> None:
     with pytest.raises(SettingError, match="a key of a call"):
         refuse_mistaken([name])
