@@ -1,9 +1,8 @@
 """What the pools must hold: content by hashes, rows as plain lists, and every invariant.
 
-The made-up forward pass computes, for every slot it writes, a hash of all that a real one would
-have looked at: the token, its position, and the hashes in the row before it. So a slot holds the
-right content exactly if its hash is that of the token's full prefix, and one eviction makes every
-later hash different.
+A slot's content is a hash of all that a real forward pass would have looked at: the token, its
+position, and the hashes in the row before it. So a slot holds the right content exactly if its hash
+is that of the token's full prefix, and one eviction makes every later hash different.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import contextlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from pool_steering import added, strength
 
 POOL, ROWS, CONTEXT, TRACKED = 96, 4, 400, 2
 KV_HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN = 1, 2, 4, 4
@@ -25,9 +21,9 @@ KV_TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
 VOCAB, DELIMITER, STOP = 50, 1, 2
 
 _draw = torch.Generator().manual_seed(0)
-_KEYS = torch.randn(61, KV_HEADS, HEAD_DIM, generator=_draw)
-_QUERIES = torch.randn(67, QUERY_HEADS, HEAD_DIM, generator=_draw)
-_HIDDENS = torch.randn(71, HIDDEN, generator=_draw)
+KEYS = torch.randn(61, KV_HEADS, HEAD_DIM, generator=_draw)
+QUERIES = torch.randn(67, QUERY_HEADS, HEAD_DIM, generator=_draw)
+HIDDENS = torch.randn(71, HIDDEN, generator=_draw)
 
 
 @contextlib.contextmanager
@@ -65,18 +61,11 @@ def full_tags(tokens: Sequence[int]) -> list[int]:
     return tags
 
 
-def next_token(tag: int) -> int:
-    """What the model samples: delimiters often, a stop token seldom."""
-    if tag % 997 == 0:
-        return STOP
-    return DELIMITER if tag % 6 == 0 else 3 + tag % (VOCAB - 3)
+def keys_of(entries: Sequence[Entry]) -> torch.Tensor:
+    return KEYS[[entry.tag % len(KEYS) for entry in entries]]
 
 
-def _keys_of(entries: Sequence[Entry]) -> torch.Tensor:
-    return _KEYS[[entry.tag % len(_KEYS) for entry in entries]]
-
-
-def _values_of(entries: Sequence[Entry]) -> torch.Tensor:
+def values_of(entries: Sequence[Entry]) -> torch.Tensor:
     """The tag itself, in four numbers that float32 holds exactly."""
     words = [[(entry.tag >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for entry in entries]
     return torch.tensor(words, dtype=torch.float32).view(-1, KV_HEADS, HEAD_DIM)
@@ -121,85 +110,7 @@ class Books:
             found[id(self.chunked_req)] = self.chunked_req
         return [req for req in found.values() if req.kv.holds_kv]
 
-    # -- the made-up forward pass
-
-    def _forward(self, batch: Any) -> list[int | None]:
-        """Write content for every new token, record it as a real forward would, sample."""
-        from sgl_skipkv.patches.forward import prepare_forward
-
-        decode = batch.forward_mode.is_decode()
-        counts = [1] * len(batch.reqs) if decode else batch.extend_lens
-        ends = zip(batch.seq_lens.tolist(), counts, strict=True)
-        forward = SimpleNamespace(
-            forward_mode=batch.forward_mode,
-            orig_seq_lens=batch.orig_seq_lens,
-            positions=torch.cat([torch.arange(end - count, end) for end, count in ends]),
-            req_pool_indices=batch.req_pool_indices,
-        )
-        prepare_forward(forward, type(self), batch)
-        positions = forward.positions.split(list(counts))
-        # The device knows the token it fed; the scheduler may not have seen it yet.
-        fed = (
-            [req.fed_next for req in batch.reqs] if decode else batch.prefill_input_ids_cpu.tolist()
-        )
-        tokens: list[int] = fed
-        factors = iter(added(self.runtime.steerer, batch, tokens, HIDDEN))
-        coming = iter(tokens)
-        written: list[Entry] = []
-        sampled: list[int | None] = []
-        for i, req in enumerate(batch.reqs):
-            new, row = list(islice(coming, counts[i])), self.rows.setdefault(req.rid, [])
-            if not decode:
-                if not row:
-                    row += self._restored(req) if req.rid in self.backed_up else self._matched(req)
-                assert len(row) == req.prefix_len
-            first = row[-1].position + 1 if row else 0
-            logical = list(range(first, first + len(new)))
-            assert positions[i].tolist() == logical, "the model's positions are the logical ones"
-            assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
-            for offset, token in enumerate(new):
-                factor = next(factors)
-                self._check_fed(req, first + offset, token, factor)
-                tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
-                row.append(Entry(first + offset, tag))
-                written.append(row[-1])
-            middle = not decode and req is batch.chunked_req
-            sampled.append(None if middle else next_token(row[-1].tag))
-            req.fed_next = sampled[-1]
-        self._store(batch.out_cache_loc.tolist(), written)
-        self._record(tokens, written)
-        self.count["decode steps" if decode else "prefills"] += 1
-        return sampled
-
-    def _check_fed(self, req: Any, position: int, token: int, factor: float) -> None:
-        """Its own token, the same one every time; steered as its tokens say, or not at all."""
-        at, known = position - len(req.origin_input_ids), self.generated.setdefault(req.rid, [])
-        if at < 0:
-            assert token == req.origin_input_ids[position] and not factor
-            return
-        if at == len(known):
-            known.append(token)
-        assert known[at] == token, "not the token that was fed before"
-        alpha_0 = (req.sampling_params.custom_params or {}).get("steering")
-        assert factor == strength(alpha_0, known[: at + 1], DELIMITER), "another strength"
-        self.count["steered tokens"] += factor != 0
-
-    def _store(self, slots: list[int], written: list[Entry]) -> None:
-        assert len(slots) == len(written)
-        self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
-        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        kv_pool.get_key_buffer(0)[slots] = _keys_of(written)
-        kv_pool.get_value_buffer(0)[slots] = _values_of(written)
-
-    def _record(self, tokens: list[int], written: list[Entry]) -> None:
-        recorder = self.req_to_token_pool.skipkv.runtime.recorder
-        recording = recorder.current
-        if recording is None:
-            return
-        tags = [one.tag for one in written]
-        recorder.record_queries(recording, 0, _QUERIES[[tag % len(_QUERIES) for tag in tags]])
-        hidden = _HIDDENS[[tag % len(_HIDDENS) for tag in tags]]
-        recorder.record_hidden(recording, torch.tensor(tokens), hidden)
+    # -- rows
 
     def _matched(self, req: Any) -> list[Entry]:
         """A prefix hit is the text's own content, whoever computed it."""
@@ -231,8 +142,8 @@ class Books:
         assert len(held) == len(slots)
         assert [self.content[slot] for slot in slots[:shared]] == [e.tag for e in held[:shared]]
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        assert torch.equal(kv_pool.get_key_buffer(0)[slots], _keys_of(held))
-        assert torch.equal(kv_pool.get_value_buffer(0)[slots], _values_of(held))
+        assert torch.equal(kv_pool.get_key_buffer(0)[slots], keys_of(held))
+        assert torch.equal(kv_pool.get_value_buffer(0)[slots], values_of(held))
         self.content.update(zip(slots, (entry.tag for entry in held), strict=True))
         self.count["restored"] += 1
         return held
@@ -278,7 +189,7 @@ class Books:
         if state.ring:
             newest = old[-params.window :]
             ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
-            own = _QUERIES[[entry.tag % len(_QUERIES) for entry in newest]]
+            own = QUERIES[[entry.tag % len(QUERIES) for entry in newest]]
             assert torch.equal(ring[0].flip(0), own), "somebody else's queries"
         self.uncompacted[req.rid] = old, req.rid in self.recomputed
         after = self._row(req)

@@ -1,0 +1,115 @@
+"""The made-up forward pass: it hashes what a real one would look at, and records as that one does.
+
+Positions, tokens and steering are held against what they have to be, token by token.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pool_books import (
+    DELIMITER,
+    HIDDEN,
+    HIDDENS,
+    QUERIES,
+    STOP,
+    VOCAB,
+    Books,
+    Entry,
+    keys_of,
+    tag_after,
+    values_of,
+)
+from pool_steering import added, strength
+
+
+def next_token(tag: int) -> int:
+    """What the model samples: delimiters often, a stop token seldom."""
+    if tag % 997 == 0:
+        return STOP
+    return DELIMITER if tag % 6 == 0 else 3 + tag % (VOCAB - 3)
+
+
+class Forward(Books):
+    """Books with a forward pass."""
+
+    def _forward(self, batch: Any) -> list[int | None]:
+        """Write content for every new token, record it as a real forward would, sample."""
+        from sgl_skipkv.patches.forward import prepare_forward
+
+        decode = batch.forward_mode.is_decode()
+        counts = [1] * len(batch.reqs) if decode else batch.extend_lens
+        ends = zip(batch.seq_lens.tolist(), counts, strict=True)
+        forward = SimpleNamespace(
+            forward_mode=batch.forward_mode,
+            orig_seq_lens=batch.orig_seq_lens,
+            positions=torch.cat([torch.arange(end - count, end) for end, count in ends]),
+            req_pool_indices=batch.req_pool_indices,
+        )
+        prepare_forward(forward, type(self), batch)
+        positions = forward.positions.split(list(counts))
+        # The device knows the token it fed; the scheduler may not have seen it yet.
+        fed = (
+            [req.fed_next for req in batch.reqs] if decode else batch.prefill_input_ids_cpu.tolist()
+        )
+        tokens: list[int] = fed
+        factors = iter(added(self.runtime.steerer, batch, tokens, HIDDEN))
+        coming = iter(tokens)
+        written: list[Entry] = []
+        sampled: list[int | None] = []
+        for i, req in enumerate(batch.reqs):
+            new, row = list(islice(coming, counts[i])), self.rows.setdefault(req.rid, [])
+            if not decode:
+                if not row:
+                    row += self._restored(req) if req.rid in self.backed_up else self._matched(req)
+                assert len(row) == req.prefix_len
+            first = row[-1].position + 1 if row else 0
+            logical = list(range(first, first + len(new)))
+            assert positions[i].tolist() == logical, "the model's positions are the logical ones"
+            assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
+            for offset, token in enumerate(new):
+                factor = next(factors)
+                self._check_fed(req, first + offset, token, factor)
+                tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
+                row.append(Entry(first + offset, tag))
+                written.append(row[-1])
+            middle = not decode and req is batch.chunked_req
+            sampled.append(None if middle else next_token(row[-1].tag))
+            req.fed_next = sampled[-1]
+        self._store(batch.out_cache_loc.tolist(), written)
+        self._record(tokens, written)
+        self.count["decode steps" if decode else "prefills"] += 1
+        return sampled
+
+    def _check_fed(self, req: Any, position: int, token: int, factor: float) -> None:
+        """Its own token, the same one every time; steered as its tokens say, or not at all."""
+        at, known = position - len(req.origin_input_ids), self.generated.setdefault(req.rid, [])
+        if at < 0:
+            assert token == req.origin_input_ids[position] and not factor
+            return
+        if at == len(known):
+            known.append(token)
+        assert known[at] == token, "not the token that was fed before"
+        alpha_0 = (req.sampling_params.custom_params or {}).get("steering")
+        assert factor == strength(alpha_0, known[: at + 1], DELIMITER), "another strength"
+        self.count["steered tokens"] += factor != 0
+
+    def _store(self, slots: list[int], written: list[Entry]) -> None:
+        assert len(slots) == len(written)
+        self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
+        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
+        kv_pool.get_key_buffer(0)[slots] = keys_of(written)
+        kv_pool.get_value_buffer(0)[slots] = values_of(written)
+
+    def _record(self, tokens: list[int], written: list[Entry]) -> None:
+        recorder = self.req_to_token_pool.skipkv.runtime.recorder
+        recording = recorder.current
+        if recording is None:
+            return
+        tags = [one.tag for one in written]
+        recorder.record_queries(recording, 0, QUERIES[[tag % len(QUERIES) for tag in tags]])
+        hidden = HIDDENS[[tag % len(HIDDENS) for tag in tags]]
+        recorder.record_hidden(recording, torch.tensor(tokens), hidden)
