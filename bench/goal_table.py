@@ -57,6 +57,7 @@ def goals() -> str:
 
 def lines(load: Load) -> list[tuple[str, str, str]]:
     """Goal, plain, ours."""
+    retracted, retracted_ours = load.both("L1", "{}, {}", *RETRACTED)
     fuzz, hooks = rows("fuzz"), rows("hook_calls")
     lives = sum({row["seed"]: int(row["lives"]) for row in fuzz}.values())
     calls = sum(int(row["times"]) for row in hooks)
@@ -77,9 +78,8 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
         ),
         (
             "G5 forced retractions, answers with a token or log-probability too few",
-            load.both("L1", "{}, {}", *RETRACTED)[0],
-            f"{load.both('L1', '{}, {}', *RETRACTED)[1]}, "
-            f"among {load.value('L1', 'compactions')} compactions",
+            retracted,
+            f"{retracted_ours}, among {load.value('L1', 'compactions')} compactions",
         ),
         (f"G6 complaints of SGLang's checks in {load.jobs()}", *load.complaints()),
         (

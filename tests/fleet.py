@@ -17,8 +17,9 @@ import torch
 from oracle import Addition, steering_factors
 from servers import Server
 from tiny_models import LINE_ENDS, PIECES
+from vector_files import origin
 
-from sgl_skipkv.steering_vector import Origin, SteeringVector
+from sgl_skipkv.steering_vector import SteeringVector
 
 REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
 WANDERER = REASONER.parent / "wanderer"
@@ -148,21 +149,10 @@ def total_gib() -> float:
 
 def tiny_vector(layer: int) -> SteeringVector:
     """A vector for the random models, large enough to change what they say."""
-    origin = Origin(
-        model="tiny",
-        hidden_size=64,
-        layer=layer,
-        keywords=",".join(STEERING_KEYWORDS),
-        delimiters=STEERING_PRESET,
-        traces=1,
-        execution_thoughts=1,
-        nonexecution_thoughts=1,
-        split_cosine=1.0,
-        separation=1.0,
-        date="2026-11-21",
-    )
+    keywords = ",".join(STEERING_KEYWORDS)
+    whence = origin(hidden_size=64, layer=layer, keywords=keywords, delimiters=STEERING_PRESET)
     draw = torch.Generator().manual_seed(layer)
-    return SteeringVector(5 * torch.randn(64, generator=draw), origin)
+    return SteeringVector(5 * torch.randn(64, generator=draw), whence)
 
 
 def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> Addition | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_modules import record
 from planted_bugs import FOUND, bugs, plant
 from pool_books import plugin_and_topology
 from pool_machine import PoolMachine, run_machine
@@ -66,15 +67,6 @@ def found_after(seed: int, most: int) -> int | None:
     except FOUND:
         return PoolMachine.lives
     return None
-
-
-def record(name: str, rows: Sequence[Row]) -> None:
-    """Append to bench/rows, as the benchmarks do."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
-    from record import append_row
-
-    for row in rows:
-        append_row(name, row)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from fuzz import record
+from bench_modules import record
 from hook_calls import Escaped, HookCalls
 from pool_books import plugin_and_topology
 from rich.console import Console

@@ -23,9 +23,10 @@ os.environ.pop("SGL_SKIPKV_CONFIG", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench_modules import record
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
-from load_rows import Findings, Row, record, show
+from load_rows import Findings, Row, show
 from load_server import FAMILY
 from load_soak import kill, soak
 from tiny_models import save_model
@@ -55,7 +56,7 @@ def main() -> int:
         JOBS[job](model, folder / job, findings)
         show(findings.rows)
         if arguments.record:
-            record(findings.rows)
+            record("load", findings.rows)
         rows += findings.rows
     missed = [row for row in rows if row["ok"] == "no"]
     if missed:

@@ -16,8 +16,8 @@ from load_rows import Findings
 from load_server import SETTINGS, LoadServer
 from servers import Server
 from test_bad_input import WRONG
-from test_steering_vector import with_header
 from tqdm import tqdm
+from vector_files import with_header
 
 from sgl_skipkv.config import ServerConfig
 

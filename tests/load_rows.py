@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from bench_modules import bench_module
 from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, str | float]
 #: ends a quantity of a server without the plugin
-PLAIN = ", plain SGLang"
+PLAIN: str = bench_module("table_text").PLAIN
 
 
 class Findings:
@@ -72,12 +71,3 @@ def show(rows: Sequence[Row]) -> None:
         style = None if row["ok"] == "yes" else "bold red"
         table.add_row(*(str(value) for value in row.values()), style=style)
     Console(width=110).print(table)
-
-
-def record(rows: Sequence[Row]) -> None:
-    """Append to bench/rows/load.csv, as the benchmarks do."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
-    from record import append_row
-
-    for row in rows:
-        append_row("load", row)

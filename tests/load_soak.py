@@ -87,7 +87,7 @@ def kill(model: Path, folder: Path, findings: Findings) -> None:
     once per victim.
 
     On both SGLang's wait for CUDA core dumps is off: where a scheduler outlives its parent's other
-    child, SGLang waits 65 s for them before it ends, on a machine without CUDA too.
+    child, SGLang waits a minute for them before it ends, on a machine without CUDA too.
     """
     start = time.perf_counter()
     kill_server(model, folder / "ours", findings, findings.count(20, len(VICTIMS)), plugin=True)

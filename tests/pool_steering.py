@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vector_files import origin
 
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.steering import Steerer, TokenClasses
-from sgl_skipkv.steering_vector import Origin, SteeringVector
+from sgl_skipkv.steering_vector import SteeringVector
 
 GAMMA = 0.25  # a sum of quarters is exact
 WORDS = {f"k{token}": token for token in range(20, 28)}
@@ -28,21 +29,9 @@ class _Vocabulary:
 
 def make_steerer(delimiters: Delimiters, hidden_size: int, rows: int) -> Steerer:
     """As the start of a server makes it, without a model."""
-    origin = Origin(
-        model="none",
-        hidden_size=hidden_size,
-        layer=0,
-        keywords=",".join(WORDS),
-        delimiters="paper",
-        traces=1,
-        execution_thoughts=1,
-        nonexecution_thoughts=1,
-        split_cosine=1.0,
-        separation=1.0,
-        date="2026-11-22",
-    )
-    vector = SteeringVector(torch.eye(hidden_size)[0], origin)
-    classes = TokenClasses(_Vocabulary(), delimiters, origin.delimiters, vector.keywords)
+    whence = origin(hidden_size=hidden_size, layer=0, keywords=",".join(WORDS), delimiters="paper")
+    vector = SteeringVector(torch.eye(hidden_size)[0], whence)
+    classes = TokenClasses(_Vocabulary(), delimiters, whence.delimiters, vector.keywords)
     steerer = Steerer(vector, classes, GAMMA, device=torch.device("cpu"))
     steerer.use_rows(rows)
     return steerer

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench_modules import bench_module
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,10 +75,7 @@ def main() -> int:
             held = all(list(pool.map(lambda lane: run_lane(lane, folder), LANES)))
         held &= run_lane(ALONE, folder)
         console.print(f"{(time.monotonic() - start) / 60:5.1f} min in all")
-    sys.path.insert(0, str(ROOT / "bench"))
-    from goal_table import goals
-
-    print(goals())
+    print(bench_module("goal_table").goals())
     return int(not held)
 
 

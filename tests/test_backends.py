@@ -7,22 +7,20 @@ after the compaction. FlashInfer needs a GPU; SGLang's Triton kernel runs interp
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench_modules import bench_module
 from torch import Tensor
 from triton_tools import assert_as_close, interpreted
 
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.select import select
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
 ROW_TOKENS, KEPT, NEW = [70, 33, 130], [40, 20, 64], 3
 SLOTS = 400
 
@@ -39,12 +37,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def attention() -> Any:
-    sys.path.insert(0, str(BENCH))
-    try:
-        import decode_attention
-    finally:
-        sys.path.remove(str(BENCH))
-    return decode_attention
+    return bench_module("decode_attention")
 
 
 def triton_modules() -> list[Any]:

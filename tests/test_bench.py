@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_modules import BENCH, bench_module
 from fleet import Fleet
 from servers import Server
 
 from sgl_skipkv.policy import names
 from sgl_skipkv.trace import read_trace
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
+MODULES = (
+    "accuracy",
+    "accuracy_tables",
+    "figures",
+    "grading",
+    "record",
+    "serve",
+    "serve_figure",
+    "serve_latency",
+    "serving",
+    "steering",
+    "sweep",
+)
 
 
 @pytest.fixture(scope="module")
 def bench() -> dict[str, ModuleType]:
     """The scripts' shared modules; they import each other by bare names."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import accuracy
-        import accuracy_tables
-        import figures
-        import grading
-        import record
-        import serve
-        import serve_figure
-        import serve_latency
-        import serving
-        import steering
-        import sweep
-    finally:
-        sys.path.remove(str(BENCH))
-    modules = (accuracy, figures, grading, record, serving, steering, sweep, accuracy_tables)
-    modules += (serve, serve_figure, serve_latency)
-    return {module.__name__: module for module in modules}
+    return {name: bench_module(name) for name in MODULES}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_modules import BENCH, bench_module
 from triton_tools import interpreted
 
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
@@ -25,7 +26,6 @@ import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv import page_table, recorder
 from sgl_skipkv.kernels import on_device
 
-BENCH = Path(__file__).resolve().parent.parent / "bench"
 MODULES = (
     *("device_clock", "kernel_floors", "kernel_cases", "kernel_step_cases", "decode_attention"),
     *("decode_compactor", "decode", "decode_figure", "record", "sweep", "tables"),
@@ -39,15 +39,11 @@ Rows = list[dict[str, str]]
 @pytest.fixture(scope="module")
 def bench() -> dict[str, Any]:
     """The scripts, by name; ``kernels`` is also a package of PyPI, so it is loaded by its path."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        found: dict[str, Any] = {name: importlib.import_module(name) for name in MODULES}
-        spec = importlib.util.spec_from_file_location("bench_kernels", BENCH / "kernels.py")
-        assert spec is not None and spec.loader is not None
-        found["kernels"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found["kernels"])
-    finally:
-        sys.path.remove(str(BENCH))
+    found: dict[str, Any] = {name: bench_module(name) for name in MODULES}
+    spec = importlib.util.spec_from_file_location("bench_kernels", BENCH / "kernels.py")
+    assert spec is not None and spec.loader is not None
+    found["kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found["kernels"])
     return found
 
 

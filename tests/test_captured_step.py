@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from device_ops import host_read
-from test_steering import GAMMA, NEWLINES, VOCABULARY, classes, origin
+from test_steering import GAMMA, NEWLINES, VOCABULARY, classes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vector_files import origin
 
 from sgl_skipkv.recorder import Loan, ModelShape, Recorder
 from sgl_skipkv.sentences import PRESETS, Delimiters

@@ -1,7 +1,7 @@
 """Files that are not what they are said to be: one line that names the cause, and no start.
 
-``test_steering_vector.py`` has files with wrong contents and ``test_config.py`` wrong settings.
-Here are names that lead elsewhere, contents that only a hostile hand writes, and one real start.
+``vector_files.py`` has the vectors that are refused and ``test_config.py`` the wrong settings.
+Here are names that lead elsewhere, settings that only a hostile hand writes, and one real start.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import resource
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from servers import Server
-from test_steering_vector import GOOD, METADATA, with_header, write
+from vector_files import GOOD, listening, one_line, with_header, write
 
 from sgl_skipkv.call import resolve_call
 from sgl_skipkv.config import (
@@ -32,109 +30,6 @@ from sgl_skipkv.config import (
 )
 from sgl_skipkv.steering_vector import SteeringVector
 from sgl_skipkv.trace import TraceWriter
-
-
-def header(**entry: Any) -> bytes:
-    """The header of a file with one tensor named vector, and right metadata."""
-    whole = {"dtype": "F32", "shape": [5], "data_offsets": [0, 20], **entry}
-    return json.dumps({"__metadata__": METADATA, "vector": whole}).encode()
-
-
-def with_data(path: Path, head: bytes, data: bytes = bytes(20)) -> None:
-    path.write_bytes(struct.pack("<Q", len(head)) + head + data)
-
-
-def listening(path: Path) -> None:
-    """A socket: it is there, and even root cannot open it as a file."""
-    place = os.open(path.parent, os.O_RDONLY)  # the name of a socket must be short
-    try:
-        with socket.socket(socket.AF_UNIX) as end:
-            end.bind(f"/proc/self/fd/{place}/{path.name}")
-    finally:
-        os.close(place)
-
-
-def link_out(path: Path) -> None:
-    folder = path.parent / "elsewhere"
-    folder.mkdir()
-    path.symlink_to(write(folder / path.name, {"vector": GOOD}))
-
-
-# name -> (how to make what is at the path, a word of the message)
-VECTORS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a link into nothing": (lambda p: p.symlink_to("/no/such/file"), "No such file"),
-    "a link to itself": (lambda p: p.symlink_to(p), "Too many levels"),
-    "a link out of the folder, to text": (lambda p: p.symlink_to("/etc/passwd"), "/etc/passwd"),
-    "a link out of the folder, to a right file": (lambda p: link_out(p), "a link within its"),
-    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "a link within its folder"),
-    "a pipe": (os.mkfifo, "a regular file"),
-    "a socket": (listening, "a regular file"),
-    "a header deeper than any parser": (
-        lambda p: with_header(p, b'{"vector":' * 20_000),
-        "a safetensors file",
-    ),
-    "a header of no length": (lambda p: with_header(p, b"", 0), "a safetensors file"),
-    "a header of negative length": (
-        lambda p: p.write_bytes(b"\xff" * 8 + b"{}"),
-        "a safetensors file",
-    ),
-    "more numbers than the file has": (
-        lambda p: with_data(p, header(shape=[2**60])),
-        "a safetensors file",
-    ),
-    "a shape that overflows": (
-        lambda p: with_data(p, header(shape=[2**62, 2**62])),
-        "a safetensors file",
-    ),
-    "a negative shape": (lambda p: with_data(p, header(shape=[-5])), "a safetensors file"),
-    "offsets before the data": (
-        lambda p: with_data(p, header(data_offsets=[-20, 0])),
-        "a safetensors file",
-    ),
-    "offsets behind the data": (
-        lambda p: with_data(p, header(data_offsets=[20, 40])),
-        "a safetensors file",
-    ),
-    "a type that does not exist": (
-        lambda p: with_data(p, header(dtype="O8")),
-        "a safetensors file",
-    ),
-    "no numbers": (
-        lambda p: with_data(p, header(shape=[0], data_offsets=[0, 0]), b""),
-        "shape [5]",
-    ),
-    "one number that is not finite": (
-        lambda p: with_data(p, header(), struct.pack("<5f", 1, 2, float("nan"), 4, 5)),
-        "finite",
-    ),
-    "metadata that is no text": (
-        lambda p: with_data(p, header().replace(b'"layer": "1"', b'"layer": 1')),
-        "a safetensors file",
-    ),
-    "a layer of forty digits": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "9" * 40 + "x"}),
-        "layer",
-    ),
-    "a flood of metadata": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "n" * 10**6: "x" * 10**6}),
-        "got",
-    ),
-}
-
-
-def one_line(message: str, field: str, word: str) -> None:
-    assert message.startswith(f"{field}: expected ") and "; choices: " in message, message
-    assert word in message and "\n" not in message and len(message) < 500, message
-
-
-@pytest.mark.parametrize("kind", VECTORS)
-def test_a_hostile_vector_is_one_line(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "v.safetensors"
-    make, word = VECTORS[kind]
-    make(path)
-    with pytest.raises(SettingError) as caught:
-        SteeringVector.load(str(path))
-    one_line(str(caught.value), "steering_vector", word)
 
 
 @pytest.mark.parametrize(

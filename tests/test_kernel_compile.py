@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-import sys
 from types import ModuleType
 
 import pytest
+from bench_modules import bench_module
 from triton_tools import KERNELS, compile_report
 
 from sgl_skipkv.kernels import (
@@ -25,12 +25,7 @@ from sgl_skipkv.kernels import (
 @pytest.fixture(scope="module")
 def compiler() -> ModuleType:
     """``bench/compile_kernels.py``."""
-    sys.path.insert(0, str(KERNELS.parent / "bench"))
-    try:
-        import compile_kernels
-    finally:
-        sys.path.pop(0)
-    return compile_kernels
+    return bench_module("compile_kernels")
 
 
 def test_no_variant_spills() -> None:

@@ -4,22 +4,22 @@ definition, and the rows that nobody steers."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vector_files import WIDTH, origin
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import DELIMITER, KEYWORD, THINK_END, THINK_START
 from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.steering import Schedule, Steerer, TokenClasses
-from sgl_skipkv.steering_vector import Origin, SteeringVector
+from sgl_skipkv.steering_vector import SteeringVector
 
 REPEATABLE = settings(deadline=None, derandomize=True, max_examples=200)
 CPU = torch.device("cpu")
-WIDTH, GAMMA = 5, 0.25
+GAMMA = 0.25
 # id -> text; 3 and 4 are one keyword with and without its space
 VOCABULARY = ("word", "\n", ".\n\n", "Wait", "ĠWait", "▁again", "<think>", "</think>", "Waiting")
 NEWLINES = [(1, "\n"), (2, ".\n\n")]
@@ -36,15 +36,6 @@ class Tokenizer:
 def classes(vocabulary: tuple[str, ...] = VOCABULARY) -> TokenClasses:
     delimiters = Delimiters(NEWLINES, len(vocabulary))
     return TokenClasses(Tokenizer(vocabulary), delimiters, "math", ("Wait", "again"))
-
-
-def origin(**changes: Any) -> Origin:
-    values: dict[str, Any] = {
-        **{"model": "m", "hidden_size": WIDTH, "layer": 1, "keywords": "Wait,again"},
-        **{"delimiters": "math", "traces": 3, "execution_thoughts": 4, "nonexecution_thoughts": 5},
-        **{"split_cosine": 0.5, "separation": 1.5, "date": "2026-11-21"},
-    }
-    return Origin.model_validate({**values, **changes})
 
 
 def steerer(rows: int = 4) -> Steerer:

@@ -2,103 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from test_steering import WIDTH, origin
+from vector_files import GOOD, WIDTH, WRONG, one_line, origin, write
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.extract import Moments, sum_sentences
-from sgl_skipkv.steering_vector import FILE_LIMIT_BYTES, SteeringVector
-
-METADATA = {key: str(value) for key, value in origin().model_dump().items()}
-GOOD = torch.arange(1.0, WIDTH + 1)
+from sgl_skipkv.steering_vector import SteeringVector
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor], metadata: Any = METADATA) -> Path:
-    save_file(tensors, path, metadata)
-    return path
-
-
-def with_header(path: Path, header: bytes, length: int | None = None) -> Path:
-    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
-    return path
-
-
-def without(name: str) -> dict[str, str]:
-    return {key: value for key, value in METADATA.items() if key != name}
-
-
-# name -> (how to make the file, a word of the message)
-BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda p: None, "No such file"),
-    "a folder": (lambda p: p.mkdir(), "a regular file"),
-    "empty": (lambda p: p.write_bytes(b""), "a safetensors file"),
-    "text": (lambda p: p.write_text("alpha: 1"), "a safetensors file"),
-    "a pickle": (lambda p: torch.save({"vector": GOOD}, p), "a safetensors file"),
-    "truncated header": (lambda p: with_header(p, b'{"vec', 4000), "a safetensors file"),
-    "header longer than the file": (lambda p: with_header(p, b"{}", 2**40), "a safetensors file"),
-    "header is no JSON": (lambda p: with_header(p, b"not json"), "a safetensors file"),
-    "data missing": (
-        lambda p: with_header(
-            p,
-            json.dumps(
-                {"vector": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}
-            ).encode(),
-        ),
-        "a safetensors file",
-    ),
-    "too large": (
-        lambda p: p.open("wb").truncate(FILE_LIMIT_BYTES + 1),
-        "at most",
-    ),
-    "another tensor": (lambda p: write(p, {"v": GOOD}), "one tensor named vector"),
-    "two tensors": (lambda p: write(p, {"vector": GOOD, "w": GOOD + 1}), "one tensor named vector"),
-    "integers": (lambda p: write(p, {"vector": GOOD.long()}), "got 'I64"),
-    "doubles": (lambda p: write(p, {"vector": GOOD.double()}), "got 'F64"),
-    "not a number": (lambda p: write(p, {"vector": GOOD / 0 * 0}), "finite"),
-    "infinite": (lambda p: write(p, {"vector": GOOD / 0}), "finite"),
-    "all zero": (lambda p: write(p, {"vector": GOOD * 0}), "not all of them 0"),
-    "another width": (lambda p: write(p, {"vector": torch.ones(7)}), "shape [5]"),
-    "two dimensions": (lambda p: write(p, {"vector": GOOD[None]}), "shape [5]"),
-    "no metadata": (lambda p: write(p, {"vector": GOOD}, None), "metadata"),
-    "no layer": (lambda p: write(p, {"vector": GOOD}, without("layer")), "layer"),
-    "a layer in words": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "two"}),
-        "layer",
-    ),
-    "a negative layer": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "-1"}),
-        "layer",
-    ),
-    "an unknown preset": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "delimiters": "lines"}),
-        "delimiters",
-    ),
-    "another format": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "format": "v2"}),
-        "format",
-    ),
-    "an unknown name": (lambda p: write(p, {"vector": GOOD}, {**METADATA, "code": "x"}), "code"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_file_is_one_line(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_file_is_one_line(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "v.safetensors"
-    make, word = BAD[kind]
+    make, word = WRONG[kind]
     make(path)
     with pytest.raises(SettingError) as caught:
         SteeringVector.load(str(path))
-    message = str(caught.value)
-    assert message.startswith("steering_vector: expected ") and "; choices: " in message
-    assert word in message and "\n" not in message and len(message) < 500
+    one_line(str(caught.value), "steering_vector", word)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
