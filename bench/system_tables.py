@@ -51,6 +51,14 @@ def serve_compaction() -> str:
     return table(header, lines, found, "serve_compaction")
 
 
+def launches() -> str:
+    found = rows("launches")
+    counts = [name for name in found[-1] if name.startswith("operations_")]
+    header = ["policy", *(f"calls due: {name.removeprefix('operations_')}" for name in counts)]
+    lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in found]
+    return table(header, lines, found, "launches")
+
+
 def fuzz() -> str:
     found = rows("fuzz")
     lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())

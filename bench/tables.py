@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hook_calls": system_tables.hook_calls,
     "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
+    "launches": system_tables.launches,
     "serve_latency": system_tables.serve_latency,
     "serve_pressure": system_tables.serve_pressure,
     "serve_compaction": system_tables.serve_compaction,

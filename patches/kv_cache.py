@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,12 @@ class _KeyReader:
 
     def __init__(self, kv_pool: Any, req_to_token: Tensor, kv: Any) -> None:
         self._kv_pool = kv_pool
-        self._slots = req_to_token[kv.req_pool_idx, : kv.kv_allocated_len].to(torch.int64)
+        self._row = req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        # Not before somebody asks: kernels read keys where they lie.
+        return self._row.to(torch.int64)
 
     def __call__(self, layer: int) -> Tensor:
         keys: Tensor = self._kv_pool.get_key_buffer(layer + self._kv_pool.start_layer)

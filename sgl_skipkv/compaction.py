@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,23 +67,39 @@ class Undo(NamedTuple):
 class Snapshot:
     """What a compaction kept, on its way to the CPU.
 
-    Args:
+    Attributes:
         positions: int64 [kept], logical positions that stayed.
+        settled: whether the CPU has read them.
     """
 
-    def __init__(self, plan: Plan, positions: Tensor) -> None:
+    def __init__(
+        self, plan: Plan, positions: Tensor, kept: Tensor, finite: Tensor, copied: Any
+    ) -> None:
         self.positions = positions
         self.logical_tokens = plan.logical_tokens
         self.before = plan.row_tokens
         self.settled = False
-        self._kept, self._finite = copy_to_host(positions), copy_to_host(plan.finite)
-        on_cpu = positions.device.type == "cpu"
-        self._copied = None if on_cpu else torch.Event(positions.device)
-        if self._copied is not None:
-            self._copied.record()
+        self._kept, self._finite, self._copied = kept, finite, copied
 
     def read(self) -> tuple[list[int], bool]:
         """Kept positions and whether all scores were finite. Long since copied when called."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._kept.tolist(), bool(self._finite)
+
+
+def take_snapshots(plans: Sequence[Plan], positions: Sequence[Tensor]) -> list[Snapshot]:
+    """What calls that compacted together kept: two copies and one event for all of them.
+
+    Args:
+        positions: int64 [kept] each, logical positions that stayed.
+    """
+    flat = copy_to_host(torch.cat(list(positions)))
+    kept = torch.split(flat, [one.shape[0] for one in positions])
+    finite = copy_to_host(torch.stack([plan.finite for plan in plans])).unbind()
+    device = positions[0].device
+    copied = None if device.type == "cpu" else torch.Event(device)
+    if copied is not None:
+        copied.record()
+    of_call = zip(plans, positions, kept, finite, strict=True)
+    return [Snapshot(*one, copied) for one in of_call]

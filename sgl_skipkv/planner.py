@@ -19,7 +19,7 @@ from sgl_skipkv.compaction import Plan
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
 from sgl_skipkv.recorder import Recorder
-from sgl_skipkv.select import select
+from sgl_skipkv.select import select_together
 from sgl_skipkv.token_scores import add_token_scores
 
 
@@ -39,6 +39,11 @@ class Due(NamedTuple):
     keys: Callable[[int], Tensor]
     cache: PagedCache | None = None
 
+    @property
+    def logical_tokens(self) -> int:
+        """Cached and evicted."""
+        return self.row_tokens + self.state.evicted_tokens
+
 
 class Planner:
     """Makes the plans of one scheduler process.
@@ -57,7 +62,9 @@ class Planner:
         Args:
             calls: whose last compaction is settled, so that ``alive`` is true.
         """
-        inputs = [self._prepare(due) for due in calls]
+        for due in calls:
+            self._catch_up(due)
+        inputs = self._score_inputs(calls)
         policies = [due.state.settings.policy for due in calls]
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
@@ -67,7 +74,7 @@ class Planner:
         for kind, chosen in by_policy.items():
             together = [(policies[i], inputs[i]) for i in chosen]
             scores.update(zip(chosen, kind.scores_together(together), strict=True))
-        return [_select(due, inputs[i], scores[i]) for i, due in enumerate(calls)]
+        return _select(calls, inputs, [scores[i] for i in range(len(calls))])
 
     def must_track(self, state: CallState, row_tokens: int) -> bool:
         """Whether the next decode step would overwrite a query that no statistic has seen."""
@@ -104,25 +111,42 @@ class Planner:
         state.statistics = policy.track(statistics, attention / self._layers, steps)
         state.tracked_tokens = logical_tokens
 
-    def _prepare(self, due: Due) -> ScoreInput:
+    def _catch_up(self, due: Due) -> None:
+        """Sentences and statistics of the call know every cached token."""
         state, row_tokens = due.state, due.row_tokens
-        logical_tokens = row_tokens + state.evicted_tokens
-        generated = logical_tokens - state.prompt_tokens
+        generated = due.logical_tokens - state.prompt_tokens
         state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
         state.alive.extend(range(state.alive_closed, len(state.tracker.closed)))
         state.alive_closed = len(state.tracker.closed)
         if state.settings.policy.needs_attention:
             self.track(state, row_tokens, due.keys)
-        return self._score_input(due, logical_tokens)
 
-    def _score_input(self, due: Due, logical_tokens: int) -> ScoreInput:
+    def _score_inputs(self, calls: Sequence[Due]) -> list[ScoreInput]:
+        tabled = [due.state for due in calls if due.state.settings.policy.needs_sentences]
+        sentences = iter(self._sentences(tabled))
+        inputs = []
+        for due, positions in zip(calls, self._positions(calls), strict=True):
+            needed = due.state.settings.policy.needs_sentences
+            inputs.append(self._score_input(due, positions, next(sentences) if needed else None))
+        return inputs
+
+    def _positions(self, calls: Sequence[Due]) -> Sequence[Tensor]:
+        """int64 [row tokens] of each call, logical position of every cached token."""
+        every = torch.arange(max(due.logical_tokens for due in calls), device=self._recorder.device)
+        parts = []
+        for due in calls:
+            last = due.state.last
+            old, first_new = (
+                (every[:0], 0) if last is None else (last.positions, last.logical_tokens)
+            )
+            new = every[first_new : due.logical_tokens]
+            assert len(old) + len(new) == due.row_tokens, "row + evicted = logical length"
+            parts += [old, new]
+        return torch.split(torch.cat(parts), [due.row_tokens for due in calls])
+
+    def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy, queries, page = due.state, due.state.settings.policy, None, None
-        first_new = 0 if state.last is None else state.last.logical_tokens
-        positions = torch.arange(first_new, logical_tokens, device=self._recorder.device)
-        if state.last is not None:
-            positions = torch.cat([state.last.positions, positions])
-        assert positions.shape[0] == due.row_tokens, "row + evicted = logical length"
-        newest = logical_tokens - 1
+        newest = due.logical_tokens - 1
         if due.cache is not None and policy.kernel_scores:
             assert state.row is not None
             ring = self._recorder.queries.data
@@ -137,44 +161,61 @@ class Planner:
             keys=due.keys,
             queries=queries,
             scale=self._scale,
-            sentences=self._sentences(state) if policy.needs_sentences else None,
+            sentences=sentences,
             seed=seed,
             statistics=state.statistics,
             page=page,
             known_spared=state.known_spared,
         )
 
-    def _sentences(self, state: CallState) -> Sentences:
-        """Drop the sentences that are gone from the device's table, compare the rest."""
-        closed, capacity = state.tracker.closed, self._recorder.sentences.capacity
-        entries = state.table + list(range(state.table_closed, len(closed)))
-        if len(entries) > capacity:  # a full table kept overwriting its last entry
-            entries = [*entries[: capacity - 1], entries[-1]]
-        alive = set(state.alive)
-        # A quarter of the table stays free for the sentences of the next interval.
-        live = [i for i, sentence in enumerate(entries) if sentence in alive]
-        live = live[-(capacity - capacity // 4) :]
-        self._recorder.sentences.keep_entries(
-            state.slot, live, closed_last=state.tracker.after_delimiter
-        )
-        state.table = [entries[i] for i in live]
-        state.table_closed = len(closed)
-        spans = [state.span(sentence) for sentence in state.table]
-        return self._recorder.sentences.compare(state.slot, spans)
+    def _sentences(self, states: Sequence[CallState]) -> list[Sentences]:
+        """Drop the sentences that are gone from the device's tables, compare the rest."""
+        if not states:
+            return []
+        table, slots = self._recorder.sentences, [state.slot for state in states]
+        entries = [_table_entries(state, table.capacity) for state in states]
+        alive = [
+            _alive_entries(state, known, table.capacity)
+            for state, known in zip(states, entries, strict=True)
+        ]
+        table.keep_entries(slots, alive, [state.tracker.after_delimiter for state in states])
+        for state, known, chosen in zip(states, entries, alive, strict=True):
+            state.table = [known[i] for i in chosen]
+            state.table_closed = len(state.tracker.closed)
+        spans = [[state.span(sentence) for sentence in state.table] for state in states]
+        return table.compare(slots, spans)
 
 
-def _select(due: Due, inputs: ScoreInput, scores: Tensor) -> Plan:
-    state, row_tokens = due.state, due.row_tokens
-    keep_tokens = state.settings.keep_tokens(state.prompt_tokens, state.compactions + 1)
-    selection = select(scores, _protected(state, row_tokens), keep_tokens)
-    return Plan(
-        selection,
-        inputs.positions,
-        scores.isfinite().all(),
-        row_tokens,
-        row_tokens + state.evicted_tokens,
-        inputs.spared,
+def _table_entries(state: CallState, capacity: int) -> list[int]:
+    """Sentence index of each entry that the device's table has now."""
+    entries = [*state.table, *range(state.table_closed, len(state.tracker.closed))]
+    if len(entries) > capacity:  # a full table kept overwriting its last entry
+        entries = [*entries[: capacity - 1], entries[-1]]
+    return entries
+
+
+def _alive_entries(state: CallState, entries: Sequence[int], capacity: int) -> list[int]:
+    """Which of them are not known to be evicted."""
+    alive = set(state.alive)
+    found = [i for i, sentence in enumerate(entries) if sentence in alive]
+    # A quarter of the table stays free for the sentences of the next interval.
+    return found[-(capacity - capacity // 4) :]
+
+
+def _select(
+    calls: Sequence[Due], inputs: Sequence[ScoreInput], scores: Sequence[Tensor]
+) -> list[Plan]:
+    states = [due.state for due in calls]
+    selections, finite = select_together(
+        scores,
+        [_protected(due.state, due.row_tokens) for due in calls],
+        [one.settings.keep_tokens(one.prompt_tokens, one.compactions + 1) for one in states],
     )
+    of_call = zip(calls, inputs, selections, finite.unbind(), strict=True)
+    return [
+        Plan(chosen, one.positions, ok, due.row_tokens, due.logical_tokens, one.spared)
+        for due, one, chosen, ok in of_call
+    ]
 
 
 def _protected(state: CallState, row_tokens: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ the page table; slot 0 is scratch that untracked rows write to and nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.on_device import copy_to_host, device_tensor, uses_triton
-from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.sentence_table import SentenceTable
 from sgl_skipkv.sentences import Delimiters
 
 
@@ -126,109 +125,6 @@ class QueryRings:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
         entries = [(last_position - i) % self.window for i in range(count)]
         return self.data[:, ring, device_tensor(entries, self.data.device)]
-
-
-class SentenceTable:
-    """Running sentence sums and closed-sentence vectors of every tracked call."""
-
-    def __init__(
-        self,
-        slots: int,
-        capacity: int,
-        hidden_size: int,
-        delimiters: Delimiters,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.capacity = capacity
-        rows = slots + 1
-        self.bits = torch.frombuffer(delimiters.bits, dtype=torch.uint8).to(device)
-        self.preset = torch.zeros(rows, dtype=torch.uint8, device=device)
-        self.total = torch.zeros(rows, hidden_size, device=device)
-        self.length = torch.zeros(rows, device=device)
-        self.index = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.after_delimiter = torch.zeros(rows, dtype=torch.bool, device=device)
-        # In the cache's type: they only ever meet each other in a cosine.
-        self.vectors = torch.zeros(rows, capacity, hidden_size, dtype=dtype, device=device)
-        self.redundancy = torch.full((rows, capacity), -1.0, device=device)
-
-    def reset(self, slot: int, preset_bit: int) -> None:
-        """Forget the slot's last call."""
-        self.preset[slot] = preset_bit
-        for table in (self.total, self.length, self.index, self.after_delimiter):
-            table[slot] = 0
-        self.redundancy[slot] = -1.0
-
-    def save(self, slot: int) -> dict[str, Tensor]:
-        """Everything about the slot's call, copied to the host."""
-        return {name: copy_to_host(table[slot].clone()) for name, table in self.tables().items()}
-
-    def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
-        """What ``save`` gave, into a slot that was reset."""
-        for name, table in self.tables().items():
-            table[slot].copy_(saved[name], non_blocking=True)
-
-    def tables(self) -> dict[str, Tensor]:
-        """What is kept of a call, one entry per slot."""
-        return {
-            "total": self.total,
-            "length": self.length,
-            "index": self.index,
-            "after_delimiter": self.after_delimiter,
-            "vectors": self.vectors,
-            "redundancy": self.redundancy,
-        }
-
-    def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
-        tables = self.tables()
-        del tables["redundancy"]  # between sentences: a matter of compactions
-        if uses_triton(hidden.device):
-            from sgl_skipkv.kernels.sentence_step import sentence_step
-
-            sentence_step(hidden, slots, token_ids, bits=self.bits, preset=self.preset, **tables)
-        else:
-            is_delimiter = (self.bits[token_ids] & self.preset[slots]) != 0
-            reference.sentence_step(hidden, slots, is_delimiter, **tables)
-
-    def keep_entries(self, slot: int, entries: Sequence[int], *, closed_last: bool) -> None:
-        """Move the named entries to the front and forget the others.
-
-        Args:
-            slot: whose table. entries: indices to keep, ascending. closed_last: the last token seen
-            was a delimiter, so the running sum still belongs to the
-                newest entry.
-        """
-        count = len(entries)
-        chosen = device_tensor(entries, self.vectors.device)
-        self.vectors[slot, :count] = self.vectors[slot, chosen]
-        self.redundancy[slot, :count] = self.redundancy[slot, chosen]
-        self.redundancy[slot, count:] = -1.0
-        self.index[slot] = count - 1 if closed_last else count
-
-    def compare(self, slot: int, spans: Sequence[tuple[int, int]]) -> Sentences:
-        """Raise each entry's redundancy to its similarity with any later entry.
-
-        Args:
-            slot: whose table.
-            spans: logical span of each entry, in the table's order.
-        """
-        count, device = len(spans), self.vectors.device
-        flat = [bound for span in spans for bound in span]
-        bounds = device_tensor(flat, device).view(-1, 2)
-        redundancy = self.redundancy[slot, :count]
-        if count > 1 and uses_triton(device):
-            from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
-
-            whose, counts = device_tensor([slot], device), device_tensor([count], device)
-            raise_redundancy(self.vectors, self.redundancy, whose, counts, max_count=count)
-        elif count > 1:
-            similarity = reference.sentence_similarity(self.vectors[slot, :count])
-            earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
-            later = similarity.masked_fill(earlier, -1.0).amax(dim=1)
-            redundancy = torch.maximum(redundancy, later)
-            self.redundancy[slot, :count] = redundancy
-        return Sentences(bounds[:, 0].contiguous(), bounds[:, 1].contiguous(), redundancy)
 
 
 class Recorded(NamedTuple):

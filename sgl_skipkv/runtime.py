@@ -19,7 +19,7 @@ from torch import Tensor
 from sgl_skipkv.backup import Backup, HostMemory
 from sgl_skipkv.call import CallSettings
 from sgl_skipkv.call_state import CallState
-from sgl_skipkv.compaction import Plan, Snapshot, Undo
+from sgl_skipkv.compaction import Plan, Undo, take_snapshots
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.planner import Due, Planner
@@ -180,10 +180,13 @@ class Runtime:
             [plan.positions for _, plan in plans],
             check=self.config.check_ledger,
         )
-        for (state, plan), (freed, positions) in zip(plans, compacted, strict=True):
+        snapshots = take_snapshots(
+            [plan for _, plan in plans], [positions for _, positions in compacted]
+        )
+        for (state, plan), (freed, _), last in zip(plans, compacted, snapshots, strict=True):
             before = state.last, state.statistics, state.known_spared
             state.undo = Undo(plan.selection, freed, *before)
-            state.last, state.known_spared = Snapshot(plan, positions), None
+            state.last, state.known_spared = last, None
             kept = plan.selection.kept
             state.statistics = {name: values[kept] for name, values in state.statistics.items()}
             state.evicted_tokens += plan.evicted_tokens

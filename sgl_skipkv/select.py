@@ -1,16 +1,21 @@
-"""Scores, protected ranges and an integer count become the kept set of one call.
+"""Scores, protected ranges and integer counts become the kept sets of all calls that are due.
 
-The count is the primitive: the CPU decides how many, the device decides which. Nothing here reads a
-device value back.
+The counts are the primitive: the CPU decides how many, the device decides which. Nothing here reads
+a device value back, and what is started on the device does not grow with the number of calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sgl_skipkv.kernels.on_device import device_tensor
+
+Ranges = Sequence[tuple[int, int]]
 
 
 class Selection(NamedTuple):
@@ -20,37 +25,83 @@ class Selection(NamedTuple):
     evicted: Tensor
 
 
-def select(scores: Tensor, protected: Sequence[tuple[int, int]], keep_tokens: int) -> Selection:
-    """Keep the protected ranges and the best of the rest, ``keep_tokens`` in all.
+def select(scores: Tensor, protected: Ranges, keep_tokens: int) -> Selection:
+    """``select_together`` for one call."""
+    [selection], _ = select_together([scores], [protected], [keep_tokens])
+    return selection
 
-    Ties go to the later position, so the result depends on the scores alone: not on the batch, the
-    schedule or the sort algorithm.
+
+def select_together(
+    scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
+) -> tuple[list[Selection], Tensor]:
+    """Of each call keep the protected ranges and the best of the rest, ``keep_tokens`` in all.
+
+    Ties go to the later position, so the result depends on the call's scores alone: not on the
+    batch, the schedule or the sort algorithm.
 
     Args:
-        scores: float32 [n], one per cached token in ascending logical position, higher = keep.
-        protected: half-open ranges of row indices that are kept whatever their score.
-        keep_tokens: size of the kept set, in ``[protected tokens, n]``.
+        scores: float32 [n] each, one per cached token in ascending logical position, higher = keep.
+        protected: of each call half-open ranges of row indices that are kept whatever their score.
+        keep_tokens: size of each kept set, in ``[protected tokens, n]``.
+
+    Returns:
+        each call's selection, and bool [calls], whether all of its scores were numbers.
 
     Raises:
         ValueError: a count that cannot be met.
     """
-    n = scores.shape[0]
-    covered = _covered_tokens(protected, n)
-    if not covered <= keep_tokens <= n:
-        raise ValueError(
-            f"keep_tokens: expected an integer in [{covered} protected, {n} cached], "
-            f"got {keep_tokens}"
-        )
+    lengths = [one.shape[0] for one in scores]
+    for n, ranges, keep in zip(lengths, protected, keep_tokens, strict=True):
+        covered = _covered_tokens(ranges, n)
+        if not covered <= keep <= n:
+            raise ValueError(
+                f"keep_tokens: expected an integer in [{covered} protected, {n} cached], got {keep}"
+            )
+    calls, width, starts = len(lengths), max(lengths), accumulate(lengths)
     # A score that is no number is lower than every other: what is protected may not be ours alone.
-    keys = torch.where(scores.isfinite(), scores.to(torch.float32), -torch.inf)
-    for start, stop in protected:
-        keys[start:stop] = torch.inf
-    # A stable descending sort keeps the first of equals first; reversed input makes that the later.
-    order = n - 1 - keys.flip(0).sort(descending=True, stable=True).indices
-    return Selection(order[:keep_tokens].sort().values, order[keep_tokens:].sort().values)
+    flat = torch.cat(list(scores)).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+    last = [stop - 1 for stop in starts]
+    n, keep, end = device_tensor([*lengths, *keep_tokens, *last], flat.device).view(3, calls, 1)
+    # One row per call, the newest token first: of equals, a stable sort keeps the first.
+    column = torch.arange(width, device=flat.device)
+    age = n - 1 - column
+    beyond = age < 0  # of the call's first token; what stands there is somebody else's
+    table = flat[end - column]
+    protected_columns = _protected_columns(protected, lengths, width, flat.device)
+    keys = table.masked_fill(beyond, -torch.inf).masked_fill(protected_columns, torch.inf)
+    order = keys.sort(dim=1, descending=True, stable=True).indices
+    goes = torch.empty_like(beyond).scatter_(1, order, column >= keep)
+    # Ascending position is descending age, so a running count from the newest says how many places
+    # from its half's end an entry goes. Columns beyond stay behind both halves.
+    gone = goes.cumsum(1)
+    place = torch.where(goes, n - gone, keep - 1 - column + gone)
+    partition = torch.empty_like(age).scatter_(1, torch.where(beyond, column, place), age)
+    return (
+        [
+            Selection(row[:keep], row[keep:n])
+            for row, keep, n in zip(partition.unbind(), keep_tokens, lengths, strict=True)
+        ],
+        ((table > -torch.inf) | beyond).all(dim=1),
+    )
 
 
-def _covered_tokens(ranges: Sequence[tuple[int, int]], n: int) -> int:
+def _protected_columns(
+    protected: Sequence[Ranges], lengths: Sequence[int], width: int, device: torch.device
+) -> Tensor:
+    """bool [calls, width], what is protected, newest token first."""
+    bounds, signs = [], []
+    for i, (ranges, n) in enumerate(zip(protected, lengths, strict=True)):
+        for start, stop in ranges:
+            if start < min(stop, n):
+                bounds += [i * (width + 1) + n - min(stop, n), i * (width + 1) + n - start]
+                signs += [1, -1]
+    at, sign = device_tensor([*bounds, *signs], device).view(2, len(bounds))
+    edges = torch.zeros(len(lengths) * (width + 1), dtype=torch.int64, device=device)
+    edges.index_add_(0, at, sign)
+    return edges.view(len(lengths), width + 1)[:, :width].cumsum(1) > 0
+
+
+def _covered_tokens(ranges: Ranges, n: int) -> int:
     """Tokens in the union of half-open ranges, cut to ``[0, n)``."""
     covered, reach = 0, 0
     for start, stop in sorted(ranges):

@@ -9,7 +9,7 @@ from triton_tools import FLOATS, assert_as_close, device_fixture, far_tensor, fo
 
 from sgl_skipkv.kernels import sentence_redundancy as module
 from sgl_skipkv.kernels.sentence_redundancy import bytes_moved, operations, raise_redundancy
-from sgl_skipkv.recorder import SentenceTable
+from sgl_skipkv.sentence_table import SentenceTable
 from sgl_skipkv.sentences import Delimiters
 
 device = device_fixture(module)
@@ -60,7 +60,7 @@ def test_a_batch_of_calls(device: torch.device, width: int, dtype: torch.dtype) 
     raised = 0
     for slot, count in zip(slots, counts, strict=True):
         before = truth.redundancy[slot].clone()
-        expected = truth.compare(slot, [(0, 1)] * count).redundancy
+        expected = truth.compare([slot], [[(0, 1)] * count])[0].redundancy
         goal = exact(truth.vectors[slot, :count], before[:count])
         assert_as_close(found[slot, :count], expected, goal)
         assert torch.equal(found[slot, count:], before[count:])

@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             *("moments", "policy", "ring_book", "select", "sentences", "steering_vector", "trace"),
         }
     ),
-    frozenset({"steering"}),
+    frozenset({"sentence_table", "steering"}),
     frozenset(
         {
             *("call", "compaction", "page_table", "recorder", "report", "server_process"),

@@ -22,10 +22,13 @@ DEVICE_PATH = sorted(
     [
         *(ROOT / "kernels").glob("*.py"),
         *(ROOT / "sgl_skipkv" / "policy").glob("*.py"),
-        *(ROOT / "sgl_skipkv" / f"{name}.py" for name in ("compaction", "page_table", "recorder")),
         *(
             ROOT / "sgl_skipkv" / f"{name}.py"
-            for name in ("planner", "ring_loans", "runtime", "select", "steering")
+            for name in ("compaction", "page_table", "recorder", "token_scores")
+        ),
+        *(
+            ROOT / "sgl_skipkv" / f"{name}.py"
+            for name in ("planner", "ring_loans", "runtime", "select", "sentence_table", "steering")
         ),
         *(
             ROOT / "patches" / f"{name}.py"

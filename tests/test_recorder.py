@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
 from torch import Tensor
 
-from sgl_skipkv.recorder import Loan, ModelShape, QueryRings, Recording, SentenceTable, SlotTable
+from sgl_skipkv.recorder import Loan, ModelShape, QueryRings, Recording, SlotTable
+from sgl_skipkv.sentence_table import SentenceTable
 from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker
 
 REPEATABLE = settings(deadline=None, derandomize=True)
@@ -133,7 +134,7 @@ def test_reset_forgets_the_last_call() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2, 3)[:-1], rows(6))
-    table.compare(1, [(0, 2), (2, 4)])
+    table.compare([1], [[(0, 2), (2, 4)]])
     table.reset(1, PRESETS["code"])
     assert not table.total[1].any() and not table.length[1].any() and not table.index[1].any()
     assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
@@ -149,7 +150,7 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
     tokens = words(2, 2, 2, 2) + ([] if ends == "closed" else [WORD])
     feed(table, 1, tokens, hidden[: len(tokens)])
     table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    table.keep_entries(1, [1, 3], closed_last=ends == "closed")
+    table.keep_entries([1], [[1, 3]], [ends == "closed"])
     for entry, first in ((0, 2), (1, 6)):
         assert torch.allclose(
             table.vectors[1, entry].double(), unit(hidden[first : first + 2]), atol=1e-6
@@ -167,7 +168,7 @@ def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
     table, hidden = sentence_table(), rows(5)
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), hidden[:4])
-    table.keep_entries(1, [1], closed_last=True)
+    table.keep_entries([1], [[1]], [True])
     feed(table, 1, [DELIMITER], hidden[4:])
     assert torch.allclose(table.vectors[1, 0].double(), unit(hidden[2:5]), atol=1e-6)
     assert int(table.index[1]) == 0
@@ -177,8 +178,8 @@ def test_keeping_nothing() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), rows(4))
-    table.keep_entries(1, [], closed_last=False)
-    found = table.compare(1, [])
+    table.keep_entries([1], [[]], [False])
+    found = table.compare([1], [[]])[0]
     assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
     assert found.starts.dtype == torch.int64
 
@@ -187,7 +188,7 @@ def test_compare_raises_each_entry_to_its_most_similar_later_one() -> None:
     table = sentence_table()
     angle = torch.tensor([0.0, 1.0, 0.1, 2.0])
     table.vectors[1, :4, 0], table.vectors[1, :4, 1] = angle.cos(), angle.sin()
-    found = table.compare(1, [(10, 12), (12, 15), (15, 18), (18, 19)])
+    found = table.compare([1], [[(10, 12), (12, 15), (15, 18), (18, 19)]])[0]
     between = [[float(torch.cos(a - b)) for b in angle] for a in angle]
     expected = [max(between[0][1:]), max(between[1][2:]), between[2][3], -1.0]
     assert found.redundancy.tolist() == pytest.approx(expected, abs=1e-6)
@@ -198,9 +199,9 @@ def test_redundancy_never_falls() -> None:
     """The later partner is gone, the flag stays."""
     table = sentence_table()
     table.vectors[1, :3] = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0]])
-    assert table.compare(1, [(0, 2), (2, 4), (4, 6)]).redundancy.tolist() == [1.0, 0.0, -1.0]
-    table.keep_entries(1, [0, 2], closed_last=False)
-    assert table.compare(1, [(0, 2), (4, 6)]).redundancy.tolist() == [1.0, -1.0]
+    assert table.compare([1], [[(0, 2), (2, 4), (4, 6)]])[0].redundancy.tolist() == [1.0, 0.0, -1.0]
+    table.keep_entries([1], [[0, 2]], [False])
+    assert table.compare([1], [[(0, 2), (4, 6)]])[0].redundancy.tolist() == [1.0, -1.0]
 
 
 # -- whole calls

@@ -1,42 +1,17 @@
-"""The runtime with its Triton kernels, interpreted: the same kept sets and tables as in torch.
-
-On a GPU ``uses_triton`` is true by itself; here it is said, and nothing else differs.
-"""
+"""The runtime with its Triton kernels, interpreted: the same kept sets and tables as in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from kernels_on_cpu import on_triton
 from synthetic import SyntheticServer, served
-from triton_tools import interpreted
 
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
-import sgl_skipkv.kernels.ring_write as ring_write
 import sgl_skipkv.kernels.row_compaction as row_compaction
-import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
-import sgl_skipkv.kernels.sentence_step as sentence_step
-import sgl_skipkv.kernels.spared_columns as spared_columns
-import sgl_skipkv.kernels.steering_add as steering_add
 import sgl_skipkv.kernels.window_attention as window_attention
-from sgl_skipkv import page_table, recorder, steering
-from sgl_skipkv.kernels import on_device
-
-KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy, sentence_step)
-KERNELS += (spared_columns, steering_add, window_attention)
-USERS = (page_table, recorder, steering, on_device)
-
-
-@contextmanager
-def on_triton() -> Iterator[None]:
-    """Tensors of the CPU go through the kernels, in Triton's interpreter."""
-    with pytest.MonkeyPatch.context() as patch, interpreted(*KERNELS):
-        for module in USERS:
-            patch.setattr(module, "uses_triton", lambda device: True)
-        yield
 
 
 def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:

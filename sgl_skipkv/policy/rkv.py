@@ -12,6 +12,8 @@ paper's lambda, 0.1 as in its text (its code's class default is 0.07).
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
+from sgl_skipkv.policy.as_one import as_one
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
@@ -35,6 +38,25 @@ class RKV(Policy):
     needs_queries = True
     kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
+
+    @classmethod
+    def scores_together(cls, calls: Sequence[tuple[Policy, ScoreInput]]) -> list[Tensor]:
+        """Of each call what ``scores`` makes of it alone, to the bit.
+
+        Where kernels have found importance and redundancy, calls with the same knobs are one call.
+        """
+        if any(one.importance is None or one.redundancy is None for _, one in calls):
+            return super().scores_together(calls)
+        by_params: defaultdict[PolicyParams, list[int]] = defaultdict(list)
+        for i, (policy, _) in enumerate(calls):
+            by_params[policy.params].append(i)
+        found: dict[int, Tensor] = {}
+        for params, chosen in by_params.items():
+            together = [calls[i][1] for i in chosen]
+            scores = calls[chosen[0]][0].scores(as_one(together, params.window))
+            parts = torch.split(scores, [one.positions.shape[0] for one in together])
+            found.update(zip(chosen, parts, strict=True))
+        return [found[i] for i in range(len(calls))]
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -61,7 +62,8 @@ def sentence_penalty(positions: Tensor, sentences: Sentences, tau: float) -> Ten
     if sentences.starts.shape[0] == 0:
         return torch.zeros(positions.shape[0], device=positions.device)
     redundant = (sentences.redundancy > tau) & (sentences.stops - sentences.starts > 1)
-    penalty = torch.where(redundant, sentences.redundancy, 0.0)
-    owner = torch.searchsorted(sentences.starts, positions, right=True) - 1
-    inside = (owner >= 0) & (positions < sentences.stops[owner.clamp_min(0)])
-    return torch.where(inside, penalty[owner.clamp_min(0)], 0.0)
+    # Entry 0 is what comes before the first sentence: it ends at position 0 and costs nothing.
+    penalty = F.pad(sentences.redundancy * redundant, (1, 0))
+    stops = F.pad(sentences.stops, (1, 0))
+    owner = torch.searchsorted(sentences.starts, positions, right=True)
+    return penalty[owner] * (positions < stops[owner])

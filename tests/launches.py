@@ -1,0 +1,118 @@
+"""What a compaction starts on the device, and copies there: for one due call and for many.
+
+    python tests/launches.py             # one table
+    python tests/launches.py --record    # and rows
+
+Every operation is a launch, and while the CPU starts launches no decode step begins. The operations
+of a GPU server are counted without a GPU: the kernels run interpreted and count as one each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from bench_modules import record
+from device_ops import host_read
+from kernels_on_cpu import on_triton
+from rich.console import Console
+from rich.table import Table
+from synthetic import Call, SyntheticServer, served
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+POLICIES = ("snapkv", "rkv", "skipkv", "skipkv+")
+CALLS = (1, 2, 16)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is started on the device while it is open.
+
+    A view and an empty tensor start nothing; ``lift_fresh`` is a list of numbers on its way there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        read = host_read(func, args) if "output_size" not in (kwargs or {}) else None
+        assert read is None, f"{read} waits for the device"
+        if name == "lift_fresh" or not (func.is_view or name.startswith(("empty", "new_empty"))):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Launches of Triton's interpreter count as one each, whatever they do to run."""
+        original = GridExecutor.__call__
+
+        def launch(executor: Any, *arguments: Any, **options: Any) -> Any:
+            self.names[executor.fn.__name__] += 1
+            with _disable_current_modes():
+                return original(executor, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GridExecutor, "__call__", launch)
+            yield
+
+
+def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:
+    """Steps until every call is due; these run in plain torch."""
+    while True:
+        server.decode(*calls)
+        due = [server.runtime.due(call.state, len(call.slots)) for call in calls]
+        if any(due):
+            assert all(due)
+            break
+    for call in calls:
+        server.runtime._settle(call.state)  # what was kept has arrived
+
+
+def launches(name: str, calls: int) -> Counter[str]:
+    """Of the second compaction of so many calls that are due in the same step."""
+    server = SyntheticServer(rows=calls, slots=calls, check_ledger=False)
+    opened = [served(server, seed=seed, kv_policy=name) for seed in range(calls)]
+    decode_to_due(server, opened)
+    with on_triton():
+        server.decode(*opened)
+    decode_to_due(server, opened)
+    counted = Launches()
+    with on_triton(), counted.kernels():
+        due = [server.due(call) for call in opened]
+        with counted:
+            plans = server.runtime.plan(due)
+            server.runtime.commit(
+                [(call.state, plan) for call, plan in zip(opened, plans, strict=True)],
+                server.req_to_token,
+            )
+    return counted.names
+
+
+def main() -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="append to bench/rows")
+    arguments = parser.parse_args()
+    rows = []
+    for name in POLICIES:
+        counts = [launches(name, calls).total() for calls in CALLS]
+        columns = {f"operations_{calls}": count for calls, count in zip(CALLS, counts, strict=True)}
+        rows.append({"policy": name, **columns})
+    table = Table(*rows[0], title="operations on the device, by calls that are due together")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=110).print(table)
+    if arguments.record:
+        record("launches", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
