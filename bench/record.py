@@ -35,8 +35,14 @@ def provenance() -> dict[str, str]:
         "device": device,
         "sglang": metadata.version("sglang"),
         "torch": metadata.version("torch"),
-        "command": shlex.join(["python", str(name), *sys.argv[1:]]),
+        "command": shlex.join(["python", str(name), *map(_portable, sys.argv[1:])]),
     }
+
+
+def _portable(argument: str) -> str:
+    """A row tells how it was made, not where its maker keeps things."""
+    path = Path(argument)
+    return f"PATH/{path.name}" if path.is_absolute() else argument
 
 
 def append_row(name: str, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,17 @@ TABLES = ROOT / "bench" / "tables.py"
 def test_tables_are_the_rows() -> None:
     done = subprocess.run([sys.executable, str(TABLES), "--check"], check=False, timeout=60)
     assert done.returncode == 0, "run: python bench/tables.py"
+
+
+def test_rows_name_no_place_of_the_machine() -> None:
+    sources = [*(ROOT / "bench" / "rows").glob("*.csv"), *(ROOT / "docs").glob("*.md")]
+    places = re.compile(r"[ =\"](/(tmp|home|root|work|mnt|data)/\S*)")
+    found = {
+        f"{path.name}: {match[1]}"
+        for path in sources
+        for match in places.finditer(path.read_text())
+    }
+    assert len(sources) > 20 and not found
 
 
 def test_the_check_sees_a_changed_number() -> None:
