@@ -99,9 +99,9 @@ def test_a_loan_says_which_positions_are_recorded() -> None:
 # -- sentence tables
 
 
-def sentence_table(capacity: int = 8) -> SentenceTable:
+def sentence_table(capacity: int = 8, slots: int = 2) -> SentenceTable:
     delimiters = Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3)
-    return SentenceTable(2, capacity, 4, delimiters, torch.float32, CPU)
+    return SentenceTable(slots, capacity, 4, delimiters, torch.float32, CPU)
 
 
 def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
@@ -162,6 +162,26 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
     first = 10 if ends == "closed" else 8
     last = torch.cat([hidden[8 : len(tokens)], hidden[10:12]])
     assert first and torch.allclose(table.vectors[1, 2].double(), unit(last), atol=1e-6)
+
+
+def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a part holds: the end of one table, the beginning of the next."""
+    kept = [[0, 2, 3, 6], [], [1, 5, 6, 7], [4]]
+    found = []
+    for at_once in (100, 3, 1):
+        monkeypatch.setattr("sgl_skipkv.sentence_table._MOVED_AT_ONCE", at_once)
+        table = sentence_table(slots=5)
+        table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
+        table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
+        before = table.vectors.clone(), table.redundancy.clone()
+        table.keep_entries([4, 1, 2, 5], kept, [False] * 4)
+        for slot, entries in zip([4, 1, 2, 5], kept, strict=True):
+            assert torch.equal(table.vectors[slot, : len(entries)], before[0][slot, entries])
+            assert torch.equal(table.redundancy[slot, : len(entries)], before[1][slot, entries])
+            assert (table.redundancy[slot, len(entries) :] == -1).all()
+        assert torch.equal(table.vectors[3], before[0][3])
+        found.append(table.vectors)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
