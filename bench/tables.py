@@ -26,7 +26,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": accuracy_tables.demo,
     "comparison": lambda: accuracy_tables.comparison(("hard",)),
     "comparison_all": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS),
-    "comparison_sampled": lambda: accuracy_tables.comparison(("easy", "medium"), "sampled"),
+    "comparison_sampled": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS, "sampled"),
     "components": accuracy_tables.components,
     "prompt": accuracy_tables.prompt,
     "thresholds": accuracy_tables.thresholds,
