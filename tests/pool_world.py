@@ -101,6 +101,8 @@ class World(Loop):
         self.waiting_queue: list[Any] = []
         self.aborted: list[Any] = []
         self.finished: list[Any] = []
+        # Held to the end: what a call fails to let go must not go with it, whenever that is.
+        self.arrived: list[Any] = []
         self.retract_now = False
         self.pending_chunk_abort = False
         self._bind(backup_bytes)
@@ -194,6 +196,7 @@ class World(Loop):
             eos_token_ids={STOP},
             vocab_size=VOCAB,
         )
+        self.arrived.append(req)
         received = SimpleNamespace(
             sampling_params=params,
             session_params=None,

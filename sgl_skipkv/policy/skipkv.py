@@ -63,7 +63,7 @@ def sentence_penalty(positions: Tensor, sentences: Sentences, tau: float) -> Ten
         return torch.zeros(positions.shape[0], device=positions.device)
     redundant = (sentences.redundancy > tau) & (sentences.stops - sentences.starts > 1)
     # Entry 0 is what comes before the first sentence: it ends at position 0 and costs nothing.
-    penalty = F.pad(sentences.redundancy * redundant, (1, 0))
+    penalty = F.pad(torch.where(redundant, sentences.redundancy, 0.0), (1, 0))
     stops = F.pad(sentences.stops, (1, 0))
     owner = torch.searchsorted(sentences.starts, positions, right=True)
-    return penalty[owner] * (positions < stops[owner])
+    return torch.where(positions < stops[owner], penalty[owner], 0.0)
