@@ -41,9 +41,9 @@ def serve_pressure() -> str:
 
 def serve_compaction() -> str:
     found = rows("serve_compaction")
-    header = ["calls in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header = ["commit", "calls in the batch", "compactions", "step, ms", "a compaction, ms"]
     header += ["in steps, median", "in steps, 90th percentile", "of the time"]
-    names = ("calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
+    names = ("commit", "calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
     lines = [
         [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
         for row in found
