@@ -17,7 +17,14 @@ from torch import Tensor
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.policy.base import Page, PagedCache, Policy, ScoreInput, Sentences
+from sgl_skipkv.policy.base import (
+    Page,
+    PagedCache,
+    Policy,
+    PolicyParams,
+    ScoreInput,
+    Sentences,
+)
 from sgl_skipkv.recorder import Recorder
 from sgl_skipkv.select import select_together
 from sgl_skipkv.token_scores import add_token_scores
@@ -57,7 +64,7 @@ class Planner:
         self._layers, self._scale = layers, scale
 
     def plan(self, calls: Sequence[Due]) -> list[Plan]:
-        """Choose what stays. Calls that are due in the same step share one scoring call per policy.
+        """Choose what stays. Calls with the same policy and knobs share one scoring call.
 
         Args:
             calls: whose last compaction is settled, so that ``alive`` is true.
@@ -68,12 +75,12 @@ class Planner:
         policies = [due.state.settings.policy for due in calls]
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
-        by_policy: defaultdict[type[Policy], list[int]] = defaultdict(list)
+        alike: defaultdict[tuple[type[Policy], PolicyParams], list[int]] = defaultdict(list)
         for i, policy in enumerate(policies):
-            by_policy[type(policy)].append(i)
-        for kind, chosen in by_policy.items():
-            together = [(policies[i], inputs[i]) for i in chosen]
-            scores.update(zip(chosen, kind.scores_together(together), strict=True))
+            alike[type(policy), policy.params].append(i)
+        for chosen in alike.values():
+            together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
+            scores.update(zip(chosen, together, strict=True))
         return _select(calls, inputs, [scores[i] for i in range(len(calls))])
 
     def must_track(self, state: CallState, row_tokens: int) -> bool:

@@ -78,8 +78,8 @@ def select_together(
     partition = torch.empty_like(age).scatter_(1, torch.where(beyond, column, place), age)
     return (
         [
-            Selection(row[:keep], row[keep:n])
-            for row, keep, n in zip(partition.unbind(), keep_tokens, lengths, strict=True)
+            Selection(row[:kept], row[kept:tokens])
+            for row, kept, tokens in zip(partition.unbind(), keep_tokens, lengths, strict=True)
         ],
         ((table > -torch.inf) | beyond).all(dim=1),
     )

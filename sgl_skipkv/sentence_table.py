@@ -101,16 +101,16 @@ class SentenceTable:
                 sum still belongs to the newest entry.
         """
         device, counts = self.vectors.device, [len(chosen) for chosen in entries]
-        flat = [*_places(counts), list(chain(*entries))]
-        entry = device_tensor([*chain(*flat)], device).view(3, sum(counts))
         ends = [n - closed for n, closed in zip(counts, closed_last, strict=True)]
-        at, end = device_tensor([*slots, *ends], device).view(2, len(slots))
+        table, target = _places(counts)
+        packed = device_tensor([*table, *target, *chain(*entries), *slots, *ends], device)
+        moves, at, end = torch.split(packed, [3 * len(table), len(slots), len(slots)])
         redundancy = self.redundancy.new_full((len(slots), self.capacity), -1.0)
         # No entry moves backwards, so a part never overwrites what a later part reads.
-        for table, target, source in torch.split(entry, _MOVED_AT_ONCE, dim=1):
-            slot = at[table]
-            self.vectors[slot, target] = self.vectors[slot, source]
-            redundancy[table, target] = self.redundancy[slot, source]
+        for whose, to, source in torch.split(moves.view(3, len(table)), _MOVED_AT_ONCE, dim=1):
+            slot = at[whose]
+            self.vectors[slot, to] = self.vectors[slot, source]
+            redundancy[whose, to] = self.redundancy[slot, source]
         self.redundancy[at] = redundancy
         self.index[at] = end
 
@@ -122,18 +122,17 @@ class SentenceTable:
             spans: of each the logical spans of its entries, in the table's order.
         """
         device, counts = self.vectors.device, [len(one) for one in spans]
+        bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
+        flat = [*bounds, *_places(counts), slots, counts]
+        packed = device_tensor([*chain(*flat)], device)
+        starts, stops, table, entry, at, used = torch.split(packed, [len(one) for one in flat])
         if uses_triton(device):
             from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
-            at, used = device_tensor([*slots, *counts], device).view(2, len(slots))
             raise_redundancy(self.vectors, self.redundancy, at, used, max_count=max(counts))
         else:
             for slot, count in zip(slots, counts, strict=True):
                 self._raise(slot, count)
-        bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
-        flat = [*bounds, *_places(counts), slots]
-        packed = device_tensor([*chain(*flat)], device)
-        starts, stops, table, entry, at = torch.split(packed, [*[sum(counts)] * 4, len(slots)])
         parts = [starts, stops, self.redundancy[at[table], entry]]
         of_call = zip(*(torch.split(part, counts) for part in parts), strict=True)
         return [Sentences(*one) for one in of_call]

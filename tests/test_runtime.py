@@ -71,7 +71,7 @@ def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
 
 
 def test_calls_that_are_due_together_share_a_scoring_call() -> None:
-    """One per policy, and what each keeps is what it keeps alone."""
+    """One per policy and knobs, and what each keeps is what it keeps alone."""
     server = SyntheticServer()
     names = ("rkv", "skipkv", "rkv", "streaming")
     calls = [
@@ -81,14 +81,14 @@ def test_calls_that_are_due_together_share_a_scoring_call() -> None:
     for _ in range(BUDGET + INTERVAL):
         server.decode(*calls)
     asked: list[list[str]] = []
-    stock = Policy.scores_together.__func__  # type: ignore[attr-defined]
+    stock = Policy.scores_together
 
-    def scores_together(cls: type[Policy], together: Any) -> Any:
-        asked.append([policy.name for policy, _ in together])
-        return stock(cls, together)
+    def scores_together(policy: Policy, together: Any) -> Any:
+        asked.append([policy.name for _ in together])
+        return stock(policy, together)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Policy, "scores_together", classmethod(scores_together))
+        patch.setattr(Policy, "scores_together", scores_together)
         plans = server.runtime.plan([server.due(call) for call in calls])
     assert sorted(asked) == [["rkv", "rkv"], ["skipkv"], ["streaming"]]
     for call, plan in zip(calls, plans, strict=True):

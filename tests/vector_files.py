@@ -109,22 +109,16 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no metadata": (lambda p: write(p, {"vector": GOOD}, None), "metadata"),
     "no layer": (lambda p: write(p, {"vector": GOOD}, without("layer")), "layer"),
     "a layer in words": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "two"}),
+        lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "two"}),
         "layer",
     ),
-    "a negative layer": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "-1"}),
-        "layer",
-    ),
+    "a negative layer": (lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "-1"}), "layer"),
     "an unknown preset": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "delimiters": "lines"}),
+        lambda p: write(p, {"vector": GOOD}, METADATA | {"delimiters": "lines"}),
         "delimiters",
     ),
-    "another format": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "format": "v2"}),
-        "format",
-    ),
-    "an unknown name": (lambda p: write(p, {"vector": GOOD}, {**METADATA, "code": "x"}), "code"),
+    "another format": (lambda p: write(p, {"vector": GOOD}, METADATA | {"format": "v2"}), "format"),
+    "an unknown name": (lambda p: write(p, {"vector": GOOD}, METADATA | {"code": "x"}), "code"),
     # what only a hostile hand writes
     "a link into nothing": (lambda p: p.symlink_to("/no/such/file"), "No such file"),
     "a link to itself": (lambda p: p.symlink_to(p), "Too many levels"),
@@ -176,11 +170,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "a safetensors file",
     ),
     "a layer of forty digits": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "layer": "9" * 40 + "x"}),
+        lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "9" * 40 + "x"}),
         "layer",
     ),
     "a flood of metadata": (
-        lambda p: write(p, {"vector": GOOD}, {**METADATA, "n" * 10**6: "x" * 10**6}),
+        lambda p: write(p, {"vector": GOOD}, METADATA | {"n" * 10**6: "x" * 10**6}),
         "got",
     ),
 }

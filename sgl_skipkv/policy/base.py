@@ -203,14 +203,13 @@ class Policy(ABC):
         """
         return dict(statistics)
 
-    @classmethod
-    def scores_together(cls, calls: Sequence[tuple[Policy, ScoreInput]]) -> list[Tensor]:
-        """Scores of every call that is due in this step, each with its own knobs.
+    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+        """Scores of every call with these knobs that is due in this step.
 
         Here one after the other; whatever a subclass batches, a call's scores must stay what they
         are alone.
         """
-        return [policy.scores(inputs) for policy, inputs in calls]
+        return [self.scores(inputs) for inputs in calls]
 
     @abstractmethod
     def scores(self, inputs: ScoreInput) -> Tensor:

@@ -12,7 +12,6 @@ paper's lambda, 0.1 as in its text (its code's class default is 0.07).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -39,24 +38,12 @@ class RKV(Policy):
     kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
 
-    @classmethod
-    def scores_together(cls, calls: Sequence[tuple[Policy, ScoreInput]]) -> list[Tensor]:
-        """Of each call what ``scores`` makes of it alone, to the bit.
-
-        Where kernels have found importance and redundancy, calls with the same knobs are one call.
-        """
-        if any(one.importance is None or one.redundancy is None for _, one in calls):
+    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+        """As one call, where kernels have found importance and redundancy: the same, to the bit."""
+        if any(one.importance is None or one.redundancy is None for one in calls):
             return super().scores_together(calls)
-        by_params: defaultdict[PolicyParams, list[int]] = defaultdict(list)
-        for i, (policy, _) in enumerate(calls):
-            by_params[policy.params].append(i)
-        found: dict[int, Tensor] = {}
-        for params, chosen in by_params.items():
-            together = [calls[i][1] for i in chosen]
-            scores = calls[chosen[0]][0].scores(as_one(together, params.window))
-            parts = torch.split(scores, [one.positions.shape[0] for one in together])
-            found.update(zip(chosen, parts, strict=True))
-        return [found[i] for i in range(len(calls))]
+        scores = self.scores(as_one(calls, self.params.window))
+        return list(torch.split(scores, [one.positions.shape[0] for one in calls]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""
