@@ -54,6 +54,8 @@ def compiled(case: CompileCase, architecture: int) -> Any:
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    if architecture in case.max_registers:
+        options["maxnreg"] = case.max_registers[architecture]
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 

@@ -33,6 +33,7 @@ class CompileCase:
             aligned to 16 bytes, as whole torch tensors are.
         num_warps, num_stages: as the launcher passes them; Triton's own defaults are 4 and 3.
         options: what else the launcher passes to Triton, such as ``enable_fp_fusion``.
+        max_registers: of a thread, by architecture (80, 90, 100), where the launcher sets a limit.
     """
 
     name: str
@@ -43,3 +44,4 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     options: Mapping[str, Any] = field(default_factory=dict)
+    max_registers: Mapping[int, int] = field(default_factory=dict)

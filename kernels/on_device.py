@@ -6,7 +6,7 @@ tables. Nothing here waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ def uses_triton(device: torch.device) -> bool:
 def kernels_read(head_dim: int) -> bool:
     """Whether the scoring kernels read heads of this size: powers of two, from 16 on."""
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+
+
+def register_limit(limits: Mapping[int, int], device: torch.device) -> dict[str, int]:
+    """Triton's launch option for ``CompileCase.max_registers`` on this device, if it has a limit.
+
+    Devices of one generation (sm_80, sm_86, sm_89) share theirs.
+    """
+    if device.type != "cuda":
+        return {}
+    major, _ = torch.cuda.get_device_capability(device)
+    limit = limits.get(10 * major)
+    return {} if limit is None else {"maxnreg": limit}
 
 
 def device_tensor(

@@ -8,8 +8,10 @@ Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 
 How: a program takes a tile of rows and walks tiles of columns from the last one down. The first
 similar column that a row meets is its answer, and the walk ends when every row of the tile has one:
-exact, and short where keys repeat. Products are of raw 16-bit keys with float32 sums (float32 keys:
-float32 throughout), scaled by inverse norms; S is never stored.
+exact, and short where keys repeat. It goes in runs of 1, 2, 4, ... tiles, within which keys are
+loaded ahead. A tile whose largest product is too small for any row is not looked at further, which
+leaves the tensor cores little to wait for. Products are of raw 16-bit keys with float32 sums
+(float32 keys: float32 throughout), scaled by inverse norms; S is never stored.
 
 Incremental form: between two compactions rows only lose columns and gain new ones at the end. A new
 similar column beats any old one; an old answer holds while its column lives; "none" stays "none".
@@ -39,7 +41,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+
+#: below every column, wherever a tile begins
+NOWHERE = tl.constexpr(-(2**30))
 
 
 @triton.jit
@@ -62,27 +68,39 @@ def _last_similar(
     least = threshold / tl.load(inverse_norms + r, mask=wanted, other=1.0)
     best = tl.full([BLOCK_ROWS], -1, tl.int32)
     top = tl.max(tl.where(wanted, limit, floor), axis=0)
+    tiles = 1
     while top > floor:
-        start = top - BLOCK_COLUMNS
-        c = start + tl.arange(0, BLOCK_COLUMNS)
-        inside = c >= floor
-        column_slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
-        column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
-        inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
-        if DEPTH == HEAD_DIM:
-            other = tl.load(column_keys, mask=inside[:, None], other=0.0)
-            product = tl.dot(own, tl.trans(other), input_precision="ieee")
-        else:
-            product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-            for depth in range(0, HEAD_DIM, DEPTH):
-                own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0.0)
-                part = tl.load(column_keys + depth, mask=inside[:, None], other=0.0)
-                product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
-        is_similar = (product * inverse[None, :] > least[:, None]) & (r[:, None] != c[None, :])
-        column = tl.where(inside, c, -1)
-        found = tl.max(tl.where(is_similar, column[None, :], -1), axis=1)
-        best = tl.maximum(best, found)  # what comes later lies lower
-        left = tl.where(wanted & (best < 0), tl.minimum(limit, start), floor)
+        # Keys are loaded ahead within a run of tiles. The first is short, because most walks are.
+        tiles = tl.minimum(tiles, tl.cdiv(top - floor, BLOCK_COLUMNS))
+        for tile in range(tiles):
+            start = top - (tile + 1) * BLOCK_COLUMNS
+            c = start + tl.arange(0, BLOCK_COLUMNS)
+            inside = c >= floor
+            column_slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
+            column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
+            inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
+            if DEPTH == HEAD_DIM:
+                other = tl.load(column_keys, mask=inside[:, None], other=0.0)
+                product = tl.dot(own, tl.trans(other), input_precision="ieee")
+            else:
+                product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+                for depth in range(0, HEAD_DIM, DEPTH):
+                    own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0.0)
+                    part = tl.load(column_keys + depth, mask=inside[:, None], other=0.0)
+                    product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
+            # No cosine of a row is above its largest product over the smallest norm, as floats too:
+            # rounding keeps their order. Below a threshold of 0 that says nothing.
+            bound = tl.max(product, axis=1) * tl.max(inverse, axis=0)
+            may_meet = wanted & (best < 0) & ((bound > least) | (least < 0))
+            if tl.max(may_meet.to(tl.int32), axis=0) > 0:
+                place = tl.arange(0, BLOCK_COLUMNS)[None, :]
+                is_similar = product * inverse[None, :] > least[:, None]
+                is_similar &= place != (r - start)[:, None]
+                found = start + tl.max(tl.where(is_similar, place, NOWHERE), axis=1)
+                best = tl.maximum(best, tl.where(found >= floor, found, -1))  # later ones lie lower
+        top -= tiles * BLOCK_COLUMNS
+        tiles *= 2
+        left = tl.where(wanted & (best < 0), tl.minimum(limit, top), floor)
         top = tl.max(left, axis=0)
     return best
 
@@ -234,7 +252,7 @@ def spared_columns(
     options = _options(paged.layer.dtype, paged.head_dim)
     tiles = triton.cdiv(max(paged.row_tokens), options["BLOCK_ROWS"])
     arguments = (*paged.arguments, inverse_norms, thresholds, spared, paged.columns)
-    options |= paged.constants
+    options |= paged.constants | register_limit(_max_registers(paged.layer.dtype), paged.device)
     if known is None:
         grid = (paged.tasks * tiles,)
         _search_kernel[grid](*arguments, tiles, None, None, 0, None, None, **options)
@@ -293,7 +311,17 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
         tile = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 32, "DEPTH": min(head_dim, 16)}
         return {**tile, "num_warps": 8, "num_stages": 2}
     tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
-    return {**tile, "num_warps": 8, "num_stages": 1}
+    # Slots, then keys, then products: five stages keep three tiles of keys in flight.
+    return {**tile, "num_warps": 8, "num_stages": 5}
+
+
+def _max_registers(dtype: torch.dtype) -> dict[int, int]:
+    """Per thread, by architecture, where the compiler's own choice is worse.
+
+    Left alone it takes 160 of 16-bit keys on sm_90, and only one program fits on a multiprocessor;
+    float32 keys get 80 and a few bytes of spills.
+    """
+    return dict.fromkeys((80, 90, 100), 128) if dtype == torch.float32 else {90: 128}
 
 
 def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) -> int:
@@ -308,6 +336,7 @@ def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) 
 def compile_cases() -> list[CompileCase]:
     """Both kernels, for R1-Qwen-7B and for heads of 64, and a search where nothing is known."""
     cases = []
+    nothing = ("known", "known_offsets", "unresolved", "unresolved_rows")
     for dtype, name in TRITON_NAMES.items():
         for head_dim in (128, 64):
             options = _options(dtype, head_dim)
@@ -321,13 +350,12 @@ def compile_cases() -> list[CompileCase]:
                 "known_offsets": "*i64",
                 **integers,
             }
-            tag, launch = f"{name}-d{head_dim}", ((), warps, stages)
+            first_types = {key: kind for key, kind in signature.items() if key not in nothing}
+            first = {**constexprs, **dict.fromkeys(nothing)}
+            tag, launch = f"{name}-d{head_dim}", ((), warps, stages, {}, _max_registers(dtype))
             cases += [
                 CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, *launch),
                 CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, *launch),
+                CompileCase(f"{tag}-first", _search_kernel, first_types, first, *launch),
             ]
-        nothing = ("known", "known_offsets", "unresolved", "unresolved_rows")
-        first_types = {key: kind for key, kind in signature.items() if key not in nothing}
-        first = {**constexprs, **dict.fromkeys(nothing)}
-        cases.append(CompileCase(f"{tag}-first", _search_kernel, first_types, first, *launch))
     return cases

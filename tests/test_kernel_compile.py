@@ -18,7 +18,9 @@ from sgl_skipkv.kernels import (
     row_compaction,
     sentence_redundancy,
     sentence_step,
+    spared_columns,
     steering_add,
+    window_attention,
 )
 
 
@@ -65,6 +67,29 @@ def test_every_kernel_is_compiled() -> None:
 def test_shared_memory_of_one_block_fits() -> None:
     """227 KiB on sm_90, and the 163 KiB of sm_80 as well."""
     assert max(row["shared_bytes"] for row in compile_report()) <= 163 * 1024
+
+
+def test_two_programs_share_a_multiprocessor_of_an_h100() -> None:
+    """16-bit keys: one multiplies while the other decides. 64 Ki registers and 227 KiB each."""
+    rows = [row for row in compile_report() if row["kernel"] == "spared_columns"]
+    rows = [row for row in rows if not row["case"].startswith("fp32")]
+    assert len(rows) == 12
+    for row in rows:
+        assert 2 * 32 * row["warps"] * row["registers"] <= 64 * 1024
+        assert 2 * row["shared_bytes"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("kernel", [spared_columns, window_attention], ids=lambda m: m.__name__)
+def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(
+    compiler: ModuleType, kernel: ModuleType
+) -> None:
+    """Hopper's own instructions; with loads in flight that no thread waits for."""
+    cases = [case for case in kernel.compile_cases() if case.name.startswith(("fp16", "bf16"))]
+    assert cases
+    for case in cases:
+        code = compiler.compiled(case, 90).asm["ptx"]
+        _, _, loop = code.partition("wgmma.mma_async")
+        assert "cp.async.cg.shared.global" in loop and "wgmma.wait_group" in loop
 
 
 @pytest.mark.parametrize("kernel", [steering_add, sentence_step], ids=lambda m: m.__name__)

@@ -139,6 +139,23 @@ def test_two_compactions_without_a_search_between(device: torch.device) -> None:
     assert torch.equal(searched(paged(left), 0.5, known), truth(left, 0.5))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_walks_of_every_length(dtype: torch.dtype, device: torch.device) -> None:
+    """Each row finds its only column a different number of tiles away, some none; negative keys
+    and keys of very different norms are among them."""
+    n = 600
+    draw = torch.Generator().manual_seed(8)
+    keys = torch.randn(1, n, 1, 64, generator=draw)
+    first, last = torch.arange(0, 240, 9), torch.arange(n - 1, n - 1 - 240, -9)
+    keys[0, last] = keys[0, first] + 0.1 * torch.randn(len(first), 1, 64, generator=draw)
+    keys[0, 300:320] *= -1.0
+    keys *= torch.rand(1, n, 1, 1, generator=draw) * 10 + 0.01
+    of_request = [keys.to(dtype).to(device)]
+    found = searched(paged(of_request), 0.8)
+    assert torch.equal(found, truth(of_request, 0.8))
+    assert found[0, 0, last].tolist() == first.tolist()
+
+
 def test_remapping_row_by_row(device: torch.device) -> None:
     """A column that lives moves; one that is gone leaves how many of those below it live."""
     spared = torch.tensor([[[7, -1, 3, 4, 2, 0, 4, 1, 3]]], dtype=torch.int32, device=device)
