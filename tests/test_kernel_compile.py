@@ -83,13 +83,19 @@ def test_two_programs_share_a_multiprocessor_of_an_h100() -> None:
 def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(
     compiler: ModuleType, kernel: ModuleType
 ) -> None:
-    """Hopper's own instructions; with loads in flight that no thread waits for."""
+    """16-bit keys: their loads are in flight while others are multiplied, and no thread waits."""
     cases = [case for case in kernel.compile_cases() if case.name.startswith(("fp16", "bf16"))]
     assert cases
     for case in cases:
         code = compiler.compiled(case, 90).asm["ptx"]
-        _, _, loop = code.partition("wgmma.mma_async")
-        assert "cp.async.cg.shared.global" in loop and "wgmma.wait_group" in loop
+        _, product, after = code.partition("mma.sync" if "mma.sync" in code else "wgmma.mma_async")
+        assert product and "cp.async.cg.shared.global" in after
+
+
+def test_the_search_uses_the_tensor_cores_as_hopper_means_it(compiler: ModuleType) -> None:
+    """The one kernel that they bind."""
+    cases = [one for one in spared_columns.compile_cases() if not one.name.startswith("fp32")]
+    assert all("wgmma.mma_async" in compiler.compiled(one, 90).asm["ptx"] for one in cases)
 
 
 @pytest.mark.parametrize("kernel", [steering_add, sentence_step], ids=lambda m: m.__name__)
