@@ -24,12 +24,20 @@ class Size:
     mlp_size: int
     vocabulary: int
 
+    @property
+    def weights(self) -> int:
+        """Numbers that every step multiplies with: all but the embedding's, which are looked up."""
+        attention = 2 * (self.heads.query + self.heads.kv) * self.heads.dim
+        layer = (attention + 3 * self.mlp_size) * self.hidden_size
+        return self.layers * layer + self.vocabulary * self.hidden_size
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.layers * self.heads.kv * self.heads.dim * dtype.itemsize
 
 
 SIZES = {
     "r1-qwen-7b": Size(28, 3584, Heads(28, 4, 128), 18944, 152064),
+    "r1-llama-8b": Size(32, 4096, Heads(32, 8, 128), 14336, 128256),
     "tiny": Size(2, 64, Heads(4, 2, 16), 128, 160),
 }
 

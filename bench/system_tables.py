@@ -6,6 +6,9 @@ from collections import defaultdict
 
 from table_text import PLAIN, budget, paired_ratio, rows, table
 
+#: generated tokens of the papers' largest table
+LONGEST = 16384
+
 
 def off_cost() -> str:
     what = "throughput with the plugin and no budget, over SGLang without it"
@@ -141,3 +144,24 @@ def kernel_floors() -> str:
         for row in found
     ]
     return table(header, lines, found, "kernel_floors")
+
+
+def decode_floors() -> str:
+    found = rows("decode_floors")
+    header = ["model, rates", "generated tokens", "`kv_budget`", "calls", "weights, ms"]
+    header += ["attention, ms", "compactions, ms", "tokens/s at most", "over the full cache"]
+    lines = [
+        [
+            f"{row['size']}, {row['copy_tb_per_s']} TB/s, {float(row['tflop_per_s']):.0f} TFLOP/s",
+            f"{int(row['generated_tokens']):,}",
+            budget(row),
+            f"{int(row['batch']):,}",
+            *(f"{float(row[f'{part}_ms']):.2f}" for part in ("weights", "attention")),
+            f"{float(row['compactions_ms']):.3f}",
+            f"{float(row['tokens_per_s']):,.0f}",
+            f"{float(row['over_full_cache']):.2f}",
+        ]
+        for row in found
+        if int(row["generated_tokens"]) == LONGEST
+    ]
+    return table(header, lines, found, "decode_floors")

@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_compaction": system_tables.serve_compaction,
     "compile": system_tables.compiled,
     "kernel_floors": system_tables.kernel_floors,
+    "decode_floors": system_tables.decode_floors,
 }
 
 

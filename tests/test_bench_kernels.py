@@ -27,7 +27,14 @@ from sgl_skipkv import page_table, recorder
 from sgl_skipkv.kernels import on_device
 
 MODULES = (
-    *("device_clock", "kernel_floors", "kernel_cases", "kernel_step_cases", "decode_attention"),
+    *(
+        "device_clock",
+        "kernel_floors",
+        "decode_floors",
+        "kernel_cases",
+        "kernel_step_cases",
+        "decode_attention",
+    ),
     *("decode_compactor", "decode", "decode_figure", "record", "sweep", "tables"),
 )
 KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy, sentence_step)
@@ -178,6 +185,34 @@ def test_what_a_call_holds_after_so_many_tokens(bench: dict[str, Any]) -> None:
             if own >= limit:
                 own, limit = 24, 24 + 16
     assert bench["decode_compactor"].Calls(None, 100, 8, 16, "rkv", False).own_tokens(77) == 77
+
+
+def test_floors_of_a_decode_loop(rows_of: Any, bench: dict[str, Any]) -> None:
+    """By hand, at 1 TB/s and 500 TFLOP/s: 100 tokens generated from 8, 3 calls, budget 24."""
+    rates = ("--copy-tb-per-s", "1", "--bf16-tflop-per-s", "500", "--batches", "3", "6")
+    shape = ("--size", "tiny", "--lengths", "100", "--kv-budgets", "24", "--interval", "16")
+    full, ours = rows_of("decode_floors", *rates, *shape, "--prompt-tokens", "8")
+    assert float(full["row_tokens"]) == 8 + 99 / 2
+    calls = bench["decode_compactor"].Calls(24, 100, 8, 16, "rkv", False)
+    held = [calls.own_tokens(generated) for generated in range(100)]
+    assert float(ours["row_tokens"]) == round(8 + sum(held) / 100, 1)
+    weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 160 * 64
+    kv_bytes = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, numbers, bytes
+    size = bench["decode"].SIZES["tiny"]
+    assert (size.weights, size.kv_bytes_per_token(torch.bfloat16)) == (weights, kv_bytes)
+    module = bench["decode_floors"]
+    ceilings = bench["device_clock"].Ceilings(1e12, {torch.bfloat16: 500e12}, 0.0)
+    step_ms = module.floors(size, calls, 6, ceilings)
+    assert step_ms["weights"] == pytest.approx(1e3 * 2 * weights / 1e12)
+    cached = 6 * module.mean_row_tokens(calls)
+    assert step_ms["attention"] == pytest.approx(1e3 * int(cached * kv_bytes) / 1e12)
+    times = sum(a > b for a, b in zip(held, held[1:], strict=False))  # it is compacted: it shrinks
+    assert module.compactions(calls) == times == 4
+    assert 0 < step_ms["compactions"] < step_ms["attention"]
+    rate = 6e3 / sum(step_ms.values())
+    assert float(ours["tokens_per_s"]) == pytest.approx(rate, rel=1e-6)
+    assert full["compactions_ms"] == "0.0" and full["over_full_cache"] == "1.0"
+    assert float(ours["over_full_cache"]) == pytest.approx(rate / float(full["tokens_per_s"]), 1e-3)
 
 
 def test_attention_over_ragged_rows(bench: dict[str, Any]) -> None:
