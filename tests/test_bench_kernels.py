@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_floors_of_a_decode_loop(rows_of: Any, bench: dict[str, Any]) -> None:
     assert step_ms["weights"] == pytest.approx(1e3 * 2 * weights / 1e12)
     cached = 6 * module.mean_row_tokens(calls)
     assert step_ms["attention"] == pytest.approx(1e3 * int(cached * kv_bytes) / 1e12)
-    times = sum(a > b for a, b in zip(held, held[1:], strict=False))  # it is compacted: it shrinks
+    times = sum(a > b for a, b in pairwise(held))  # where it shrinks
     assert module.compactions(calls) == times == 4
     assert 0 < step_ms["compactions"] < step_ms["attention"]
     rate = 6e3 / sum(step_ms.values())
