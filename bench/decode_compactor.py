@@ -19,6 +19,7 @@ from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.sentences import Delimiters
+from sgl_skipkv.work_memory import in_parts
 
 SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
 #: page table, free slots, positions and the attention's list of slots, per cached token
@@ -198,6 +199,13 @@ class Compactor:
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
+        heads = 0 if self.cache is None else len(self.pool.k) * self.pool.k[0].shape[1]
+        freed: list[Tensor] = []
+        for part in in_parts([row_tokens[b] for b in due], heads):
+            freed += self._compact_part([due[j] for j in part], row_tokens)
+        return torch.cat(freed)
+
+    def _compact_part(self, due: Sequence[int], row_tokens: list[int]) -> list[Tensor]:
         calls = [
             Due(
                 *(self.states[b], row_tokens[b], self.output_ids[b]),
@@ -206,11 +214,10 @@ class Compactor:
             for b in due
         ]
         plans = self.runtime.plan(calls)
-        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
-        freed = self.runtime.commit(pairs, self.req_to_token)
         for b, plan in zip(due, plans, strict=True):
             row_tokens[b] -= plan.evicted_tokens
-        return torch.cat(freed)
+        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
+        return self.runtime.commit(pairs, self.req_to_token)
 
     def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
         return self.pool.k[layer][self.req_to_token[b, :tokens].long()]

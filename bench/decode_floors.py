@@ -26,7 +26,10 @@ from record import append_row
 DTYPE = torch.bfloat16
 QUERY_WINDOW = 8
 #: kernels of one compaction of ``rkv``
-COMPACTION = ("window_attention", "key_redundancy_incremental", "row_compaction")
+COMPACTION = (
+    *("window_attention", "key_redundancy_incremental"),
+    *("row_compaction", "carried_columns"),
+)
 
 
 def mean_row_tokens(calls: Calls) -> float:

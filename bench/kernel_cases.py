@@ -15,12 +15,13 @@ from kernel_floors import Shape
 from torch import Tensor
 
 from sgl_skipkv.kernels import reference
+from sgl_skipkv.kernels.carried_columns import carried_columns
 from sgl_skipkv.kernels.key_redundancy import key_redundancy
 from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 from sgl_skipkv.kernels.row_compaction import compact_rows
 from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
-from sgl_skipkv.kernels.spared_columns import KnownSpared, remap_spared
+from sgl_skipkv.kernels.spared_columns import KnownSpared
 from sgl_skipkv.kernels.window_attention import window_attention
 from sgl_skipkv.page_table import compact_row
 from sgl_skipkv.select import Selection, select
@@ -147,8 +148,32 @@ def carried_over(cache: Cache, tokens: int, thresholds: Tensor) -> KnownSpared:
     for row, selection in zip(cache.req_to_token, selections, strict=True):
         row.copy_(row[torch.cat(selection)])
     kept = cache.paged(shape.tokens)
-    together = torch.cat([selection.kept for selection in selections])
-    return remap_spared(spared, paged.offsets, together, kept.row_tokens, kept.offsets)
+    stays = carried_columns(
+        spared.split(tokens, dim=2), [selection.kept for selection in selections]
+    )
+    return KnownSpared(torch.cat(stays, dim=2), kept.row_tokens, kept.offsets)
+
+
+def carried(cache: Cache) -> Case:
+    """What is known is made up: most rows have a column, some none, some none below another."""
+    shape, device = cache.shape, cache.device
+    tokens = shape.tokens + shape.interval
+    known = torch.randint(
+        *(-tokens // 8, tokens),
+        (shape.layers, shape.kv_heads, shape.requests * tokens),
+        dtype=torch.int32,
+        device=device,
+    ).split(tokens, dim=2)
+    orders = [torch.randperm(tokens, device=device) for _ in range(shape.requests)]
+    kept = [one[: shape.tokens].sort().values for one in orders]
+
+    def plain() -> tuple[Tensor, ...]:
+        return tuple(map(reference.carried_columns, known, kept))
+
+    def launch() -> tuple[Tensor, ...]:
+        return tuple(carried_columns(known, kept))
+
+    return Case([launch], [plain], False, "compaction")
 
 
 def sentences(cache: Cache) -> Case:
@@ -203,4 +228,5 @@ COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
     "key_redundancy_incremental": partial(redundancy, incremental=True),
     "sentence_redundancy": sentences,
     "row_compaction": rows,
+    "carried_columns": carried,
 }

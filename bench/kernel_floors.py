@@ -17,6 +17,7 @@ from device_clock import Ceilings
 from record import append_row
 
 from sgl_skipkv.kernels import (
+    carried_columns,
     key_redundancy,
     ring_write,
     row_compaction,
@@ -100,6 +101,9 @@ def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
         "row_compaction": row_compaction.bytes_moved(
             sum(before), shape.interval * shape.requests, requests=shape.requests
         ),
+        "carried_columns": carried_columns.bytes_moved(
+            sum(before), requests=shape.requests, layers=layers, kv_heads=shape.kv_heads
+        ),
         "ring_write": ring_write.bytes_moved(
             shape.requests,
             query_heads=heads,
@@ -130,7 +134,9 @@ def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
     }
     tokens = {"window_attention": shape.tokens}
     scored = ("key_redundancy", "key_redundancy_incremental")
-    tokens |= dict.fromkeys((*scored, "row_compaction"), shape.tokens + shape.interval)
+    tokens |= dict.fromkeys(
+        (*scored, "row_compaction", "carried_columns"), shape.tokens + shape.interval
+    )
     products = (*scored, "window_attention", "sentence_redundancy")
     return {
         name: Work(

@@ -161,7 +161,7 @@ def key_redundancy(
     Args:
         paged: the requests.
         thresholds: float32 [B], cosine above which two keys count as similar.
-        known: what ``remap_spared`` made of an earlier call's spared columns, at the same
+        known: what ``carried_columns`` made of an earlier call's spared columns, at the same
             thresholds; changes how much is computed and nothing else.
         programs: how many share the tasks; default two per multiprocessor.
 

@@ -15,7 +15,7 @@ leaves the tensor cores little to wait for. Products are of raw 16-bit keys with
 
 Incremental form: between two compactions rows only lose columns and gain new ones at the end. A new
 similar column beats any old one; an old answer holds while its column lives; "none" stays "none".
-So ``remap_spared`` after a compaction, then here (a) new columns against old rows, (b) new rows
+So ``carried_columns`` after a compaction, then here (a) new columns against old rows, (b) new rows
 against all columns, (c) against old columns only the rows whose column was evicted, gathered into
 dense tiles, and only below where that column was. The result is the one from scratch.
 
@@ -210,7 +210,7 @@ def _search_kernel(
 
 @dataclass(frozen=True)
 class KnownSpared:
-    """What an earlier call found, carried over a compaction by ``remap_spared``.
+    """What an earlier call found, carried over a compaction by ``carried_columns``.
 
     Attributes:
         spared: int32 [L, Hkv, N], of the first ``row_tokens[b]`` rows of every request b, request
@@ -275,34 +275,6 @@ def _check(paged: PagedKeys, known: KnownSpared) -> None:
     for old, tokens in zip(known.row_tokens, paged.row_tokens, strict=True):
         if not 0 <= old <= tokens:
             raise ValueError(f"known: expected 0 to {tokens} rows of the request, got {old}")
-
-
-def remap_spared(
-    spared: Tensor, offsets: Tensor, kept: Tensor, kept_tokens: Sequence[int], kept_offsets: Tensor
-) -> KnownSpared:
-    """What stays known when each request keeps some of its rows.
-
-    Args:
-        spared: int32 [L, Hkv, N], as ``spared_columns`` returned it or as ``KnownSpared`` has it.
-        offsets: int64 [B + 1], first column of each request.
-        kept: int64 [M], rows that each request keeps, ascending, counted from its own first.
-        kept_tokens: how many, per request.
-        kept_offsets: int64 [B + 1], ``kept_tokens`` summed from 0.
-    """
-    count = kept.shape[0]
-    if not count:
-        return KnownSpared(spared[:, :, :0], kept_tokens, kept_offsets)
-    request = torch.arange(len(kept_tokens), device=kept.device)
-    request = torch.repeat_interleave(request, kept_offsets.diff(), output_size=count)
-    first, kept_first = offsets[request], kept_offsets[request]
-    survivors = kept + first  # ascending over the whole batch
-    before = spared[:, :, survivors]
-    column = torch.where(before >= 0, before, -1 - before) + first
-    place = torch.searchsorted(survivors, column)
-    lives = (before >= 0) & (survivors[place.clamp_max(count - 1)] == column)
-    place -= kept_first
-    now = torch.where(lives, place, -1 - place).to(torch.int32)
-    return KnownSpared(now, kept_tokens, kept_offsets)
 
 
 def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
 from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
 
 _PROGRAMS_PER_PROCESSOR = 2
+_SCRATCH_BYTES = 64 << 20
 _POOL = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
@@ -199,8 +200,9 @@ def window_attention(
     if not paged.row_tokens:
         return out
     heads, group = paged.layers * paged.kv_heads, queries.shape[3] // paged.kv_heads
-    programs = paged.programs(programs, _PROGRAMS_PER_PROCESSOR)
     longest = max(paged.row_tokens) - window
+    programs = paged.programs(programs, _PROGRAMS_PER_PROCESSOR)
+    programs = _programs_that_fit(programs, window, longest)
     scratch = out.new_empty(programs, window, longest)
     importance = out.new_empty(heads, columns)
     _importance_kernel[(programs,)](
@@ -260,13 +262,20 @@ def _options(dtype: torch.dtype, ring: int, window: int, group: int) -> dict[str
     }
 
 
+def _programs_that_fit(programs: int, window: int, longest: int) -> int:
+    """As many as have scratches in L2, and for one very long request not a gigabyte of them."""
+    return max(1, min(programs, _SCRATCH_BYTES // (4 * window * longest)))
+
+
 def workspace_bytes(
     row_tokens: Sequence[int], *, window: int, layers: int, kv_heads: int, programs: int
 ) -> int:
     """Bytes that one call allocates besides its output: the scratches and the heads' means."""
     tasks = len(row_tokens) * layers * kv_heads
     candidates = [n - window for n in row_tokens]
-    scratch = min(tasks, programs) * window * max(candidates, default=0)
+    scratch = 0
+    if longest := max(candidates, default=0):
+        scratch = _programs_that_fit(min(tasks, programs), window, longest) * window * longest
     return 4 * (scratch + layers * kv_heads * sum(candidates))
 
 

@@ -18,7 +18,9 @@ from sgl_skipkv.patches.backup import resume
 from sgl_skipkv.patches.barrier import end_call, plan_calls, track_call
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.kv_cache import due_of, paged_cache
+from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.runtime import Runtime
+from sgl_skipkv.work_memory import in_parts
 
 
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
@@ -67,21 +69,12 @@ def _compact(
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
     cache = paged_cache(batch)
-    planned = plan_calls(runtime, [due_of(batch, i, state, cache) for i, state in due])
-    if not planned:
+    heads = 0 if cache is None else cache.k_ptrs.shape[0] * cache.layer.shape[1]
+    freed: list[torch.Tensor] = []
+    for part in in_parts([batch.reqs[i].kv.kv_allocated_len for i, _ in due], heads):
+        freed += _compact_part(batch, runtime, [due[j] for j in part], cache, evicted)
+    if not freed:
         return
-    number = {id(state): i for i, state in due}
-    freed = runtime.commit(
-        [(one.state, plan) for one, plan in planned], batch.req_to_token_pool.req_to_token
-    )
-    for one, plan in planned:
-        i = number[id(one.state)]
-        req = batch.reqs[i]
-        # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
-        # logical length, stays.
-        req.kv.kv_committed_len -= plan.evicted_tokens
-        req.kv.kv_allocated_len -= plan.evicted_tokens
-        evicted[i] = plan.evicted_tokens
     allocator.free_group_begin()
     for slots in freed:
         allocator.free(slots)
@@ -89,12 +82,43 @@ def _compact(
     if binding.poison is not None:
         for slots in freed:
             binding.poison.mark(slots)
-    binding.metrics.compacted(len(planned), sum(evicted))
+    binding.metrics.compacted(len(freed), sum(evicted))
     # New tensors: the running step still holds the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     batch.seq_lens_sum = None
     batch.batch_is_full = False
+
+
+def _compact_part(
+    batch: Any,
+    runtime: Runtime,
+    due: list[tuple[int, CallState]],
+    cache: PagedCache | None,
+    evicted: list[int],
+) -> list[torch.Tensor]:
+    """Rewrite these rows. What that took is free again afterwards.
+
+    Args:
+        evicted: of each of the batch's requests (changed in place).
+
+    Returns:
+        int64 [freed] of each call that was compacted.
+    """
+    planned = plan_calls(runtime, [due_of(batch, i, state, cache) for i, state in due])
+    if not planned:
+        return []
+    number = {id(state): i for i, state in due}
+    for one, plan in planned:
+        i = number[id(one.state)]
+        # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
+        # logical length, stays.
+        batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens
+        batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens
+        evicted[i] = plan.evicted_tokens
+    return runtime.commit(
+        [(one.state, plan) for one, plan in planned], batch.req_to_token_pool.req_to_token
+    )
 
 
 def _check_lengths(req: Any, state: CallState, seq_len: int) -> None:

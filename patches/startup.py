@@ -10,6 +10,7 @@ import torch
 
 from sgl_skipkv.call import check_server_defaults
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
@@ -27,6 +28,7 @@ from sgl_skipkv.patches.server_args import config_of
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.steering_vector import SteeringVector
 from sgl_skipkv.trace import TraceWriter
+from sgl_skipkv.work_memory import reserved_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +39,40 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
     What the operator asked for takes its memory first, so that the pool is sized around it. What is
     wrong about it is told by ``bind``, together with everything else that is wrong.
     """
-    side, scheduler.skipkv_reasons = None, []
+    side, room, scheduler.skipkv_reasons = None, None, []
     try:
         config = config_of(scheduler.server_args)
         path = config.steering_vector
         vector = SteeringVector.load(path) if path is not None else None
         if config.asked and not seams.problems() and _can_record(scheduler):
             side = build_model_side(config, scheduler, vector)
+            room = _room_for_compactions(scheduler, side)
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
+    del room  # from here on compactions find it free
     if side is not None:
         runner = scheduler.tp_worker.model_runner
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
+
+
+def _room_for_compactions(scheduler: Any, side: ModelSide) -> torch.Tensor | None:
+    """Memory that is held until the pool has been sized; None where scores need no kernels.
+
+    Raises:
+        torch.OutOfMemoryError: no room for it.
+    """
+    runner = scheduler.tp_worker.model_runner
+    device = torch.device(runner.device)
+    if not uses_triton(device):
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    wanted_bytes = reserved_bytes(
+        *(free_bytes, total_bytes, scheduler.server_args.mem_fraction_static),
+        head_dim=side.shape.head_dim,
+        value_bytes=runner.dtype.itemsize,
+    )
+    return torch.empty(wanted_bytes, dtype=torch.uint8, device=device)
 
 
 def _can_record(scheduler: Any) -> bool:

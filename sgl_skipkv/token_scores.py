@@ -59,18 +59,10 @@ def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tenso
     """
     if not spared:
         return []
-    from sgl_skipkv.kernels.spared_columns import remap_spared
+    from sgl_skipkv.kernels.carried_columns import carried_columns
 
-    device, stay = spared[0].device, [rows.shape[0] for rows in kept]
-    known = remap_spared(
-        torch.cat(list(spared), dim=2),
-        _offsets([one.shape[2] for one in spared], device),
-        torch.cat(list(kept)),
-        stay,
-        _offsets(stay, device),
-    )
-    # A copy each: a view would keep what the whole batch knew alive.
-    return [part.clone() for part in torch.split(known.spared, stay, dim=2)]
+    found: list[Tensor] = carried_columns(spared, kept)
+    return found
 
 
 def _importance(calls: Sequence[Call], window: int) -> Sequence[Tensor]:

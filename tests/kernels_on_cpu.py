@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from triton_tools import interpreted
 
+import sgl_skipkv.kernels.carried_columns as carried_columns
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.ring_write as ring_write
 import sgl_skipkv.kernels.row_compaction as row_compaction
@@ -22,8 +23,8 @@ import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv import page_table, recorder, sentence_table, steering
 from sgl_skipkv.kernels import on_device
 
-KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy, sentence_step)
-KERNELS += (spared_columns, steering_add, window_attention)
+KERNELS = (carried_columns, key_redundancy, ring_write, row_compaction, sentence_redundancy)
+KERNELS += (sentence_step, spared_columns, steering_add, window_attention)
 USERS = (page_table, recorder, sentence_table, steering, on_device)
 
 

@@ -14,32 +14,16 @@ from typing import Any
 import pytest
 import torch
 from bench_modules import BENCH, bench_module
+from kernels_on_cpu import KERNELS
 from triton_tools import interpreted
 
-import sgl_skipkv.kernels.key_redundancy as key_redundancy
-import sgl_skipkv.kernels.ring_write as ring_write
-import sgl_skipkv.kernels.row_compaction as row_compaction
-import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
-import sgl_skipkv.kernels.sentence_step as sentence_step
-import sgl_skipkv.kernels.spared_columns as spared_columns
-import sgl_skipkv.kernels.steering_add as steering_add
-import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv import page_table, recorder
 from sgl_skipkv.kernels import on_device
 
 MODULES = (
-    *(
-        "device_clock",
-        "kernel_floors",
-        "decode_floors",
-        "kernel_cases",
-        "kernel_step_cases",
-        "decode_attention",
-    ),
-    *("decode_compactor", "decode", "decode_figure", "record", "sweep", "tables"),
+    *("device_clock", "kernel_floors", "kernel_cases", "kernel_step_cases", "decode_attention"),
+    *("decode_compactor", "decode", "decode_figure", "decode_floors", "record", "sweep", "tables"),
 )
-KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy, sentence_step)
-KERNELS += (spared_columns, steering_add, window_attention)
 CPU = torch.device("cpu")
 Rows = list[dict[str, str]]
 
@@ -102,6 +86,7 @@ def test_works_are_the_formulas_of_the_docstrings(bench: dict[str, Any], dtype: 
         "key_redundancy_incremental": redundancy + 4 * layers * hkv * b * n,
         "sentence_redundancy": b * (s * (hidden * size + 8) + 16),
         "row_compaction": b * (32 * n + 24 * m + 40),
+        "carried_columns": b * (8 * layers * hkv * n + 8 * n + 40),
         "ring_write": b * (hq * d * 2 * size + 24),
         "sentence_step": b * (hidden * (size + 8) + 52) + hidden * size,
         "steering_add": (9 + 25) * b + 2 * hidden * size + 4 * hidden,

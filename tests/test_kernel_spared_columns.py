@@ -16,13 +16,12 @@ from paged_world import (
     spared_truth,
 )
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from triton_tools import FLOATS, device_fixture
 
-from sgl_skipkv.kernels import key_redundancy, spared_columns
-from sgl_skipkv.kernels.spared_columns import KnownSpared, remap_spared
+from sgl_skipkv.kernels import carried_columns, key_redundancy, spared_columns
+from sgl_skipkv.kernels.spared_columns import KnownSpared
 
-device = device_fixture(key_redundancy, spared_columns)
+device = device_fixture(carried_columns, key_redundancy, spared_columns)
 fixtures = (poisoned_memory,)  # for every test
 TILE = 32  # rows and columns of a tile of float32 keys
 Keep = Callable[[Tensor, torch.Generator], Tensor]
@@ -48,10 +47,9 @@ def truth(of_request: list[Tensor], threshold: float) -> Tensor:
 
 def compact(spared: Tensor, tokens: list[int], kept: list[Tensor]) -> KnownSpared:
     device, counts = spared.device, [len(rows) for rows in kept]
-    rows = torch.cat(kept).to(device)
-    return remap_spared(
-        spared, offsets_of(tokens, device), rows, counts, offsets_of(counts, device)
-    )
+    rows = [own.to(device) for own in kept]
+    parts = carried_columns.carried_columns(spared.split(tokens, dim=2), rows)
+    return KnownSpared(torch.cat(parts, dim=2), counts, offsets_of(counts, device))
 
 
 def keep_most(spared: Tensor, draw: torch.Generator) -> Tensor:
@@ -154,29 +152,6 @@ def test_walks_of_every_length(dtype: torch.dtype, device: torch.device) -> None
     found = searched(paged(of_request), 0.8)
     assert torch.equal(found, truth(of_request, 0.8))
     assert found[0, 0, last].tolist() == first.tolist()
-
-
-def test_remapping_row_by_row(device: torch.device) -> None:
-    """A column that lives moves; one that is gone leaves how many of those below it live."""
-    spared = torch.tensor([[[7, -1, 3, 4, 2, 0, 4, 1, 3]]], dtype=torch.int32, device=device)
-    known = compact(spared[..., :8], [8], [torch.tensor([0, 1, 2, 5, 6, 7])])
-    assert known.spared.tolist() == [[[5, -1, -4, 0, -4, 1]]]
-    assert known.row_tokens == [6]
-    known = compact(spared[..., :8], [8], [torch.tensor([2, 3, 6])])
-    assert known.spared.tolist() == [[[1, -3, -3]]]
-
-
-def test_remapping_waits_for_nothing() -> None:
-    """Fake tensors have no values, so whatever reads one back fails."""
-    with FakeTensorMode():
-        known = remap_spared(
-            torch.zeros(2, 3, 50, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int64),
-            torch.zeros(40, dtype=torch.int64),
-            [25, 15],
-            torch.zeros(3, dtype=torch.int64),
-        )
-    assert known.spared.shape == (2, 3, 40)
 
 
 # -- how much is computed

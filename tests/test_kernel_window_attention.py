@@ -284,6 +284,25 @@ def test_the_stated_workspace_is_what_it_takes(device: torch.device) -> None:
     assert taken.total_bytes == stated + 4 * sum(map(len, found))
 
 
+def test_a_long_request_gets_fewer_scratches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same scores of fewer programs; one at the least."""
+    tokens, shape = [71, 9, 130], {"window": 8, "layers": 2, "kv_heads": 2, "programs": 3}
+    batch = case(tokens, device=device)
+    expected = batch.found(programs=3)
+    one = 4 * 8 * (130 - 8)
+    stated = []
+    for room in (2 * one, 2 * one - 1, 0):
+        monkeypatch.setattr(module, "_SCRATCH_BYTES", room)
+        with Allocations() as taken:
+            found = batch.found(programs=3)
+        stated.append(module.workspace_bytes(tokens, **shape))
+        assert taken.total_bytes == stated[-1] + 4 * sum(map(len, found))
+        assert all(map(torch.equal, found, expected))
+    assert stated[0] - stated[1] == one and stated[1] == stated[2]
+
+
 def test_floors() -> None:
     """100 and 60 tokens of R1-Qwen-7B."""
     shape = {"window": 8, "layers": 28, "query_heads": 28, "head_dim": 128}

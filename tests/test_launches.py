@@ -11,11 +11,11 @@ from launches import decode_to_due, launches
 from synthetic import SyntheticServer, served, words
 
 
-@pytest.mark.parametrize("name", ["snapkv", "skipkv+"])
-def test_more_due_calls_start_hardly_more(name: str) -> None:
-    """One operation per call, and nothing that waits for the device."""
+@pytest.mark.parametrize(("name", "per_call"), [("snapkv", 1), ("skipkv+", 0)])
+def test_more_due_calls_start_hardly_more(name: str, per_call: int) -> None:
+    """One operation per call at the most, and nothing that waits for the device."""
     few, many = launches(name, 2), launches(name, 6)
-    assert many.total() - few.total() <= 4, many - few
+    assert many.total() - few.total() <= 4 * per_call, many - few
     assert many["_importance_kernel"] == many["_compact_rows_kernel"] == 1, "something was counted"
 
 

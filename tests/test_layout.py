@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             *("moments", "policy", "ring_book", "select", "sentences", "steering_vector", "trace"),
+            "work_memory",
         }
     ),
     frozenset({"sentence_table", "steering"}),

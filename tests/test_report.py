@@ -22,6 +22,7 @@ from sgl_skipkv.report import (
     recorded_bytes,
 )
 from sgl_skipkv.sentences import Delimiters
+from sgl_skipkv.work_memory import WORK_BYTES
 
 REASONER = Path(__file__).resolve().parent.parent / "examples" / "reasoner"
 LLAMA_8B = {
@@ -118,11 +119,12 @@ def test_recorded_bytes_are_those_of_the_buffers() -> None:
         assert kinds["carried"] == 4 * 3 * 2 * 64 * calls
 
 
-@pytest.mark.parametrize(("name", "limit"), [("qwen", 0.03), ("llama", 0.032)])
+@pytest.mark.parametrize(("name", "limit"), [("qwen", 0.03), ("llama", 0.034)])
 def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
     """512 running calls of a 7B and an 8B model on an 80 GB device, at budgets that fill the pool.
 
-    85% of it are for weights and pool. What is taken before the pool is sized is below 3% for both.
+    85% of it are for weights and pool. What is taken before the pool is sized is below 3% for both;
+    with what is carried and what a compaction works on it is for the 7B model.
     """
     config, weights = {"qwen": (QWEN_7B, 15.2e9), "llama": (LLAMA_8B, 16.1e9)}[name]
     pool = 0.85 * 80 * 2**30 - weights
@@ -130,7 +132,7 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
     kinds = recorded_bytes(config, 512, kv_budget, ServerConfig(max_tracked_calls=512), 2)
     assert 600 < kv_budget < 2000 and min(kinds.values()) > 0
     assert (kinds["rings"] + kinds["sentences"]) / pool <= 0.03
-    assert sum(kinds.values()) / pool <= limit
+    assert (sum(kinds.values()) + WORK_BYTES) / pool <= limit
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""What compactions take at once, however many calls are due, and the room that is kept for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pool_books import plugin_and_topology
+from pool_machine import KNOBS
+from pool_world import World
+
+import sgl_skipkv.kernels.key_redundancy as key_redundancy
+import sgl_skipkv.kernels.window_attention as window_attention
+from sgl_skipkv import work_memory
+from sgl_skipkv.report import kv_bytes_per_token
+from sgl_skipkv.work_memory import WORK_BYTES, in_parts, reserved_bytes
+
+QWEN_HEADS = 28 * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sglang() -> Iterator[None]:
+    with plugin_and_topology():
+        yield
+
+
+@given(st.lists(st.integers(1, 60_000), max_size=80), st.sampled_from([0, 8, QWEN_HEADS, 512]))
+def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) -> None:
+    parts = in_parts(row_tokens, heads)
+    assert sorted(i for part in parts for i in part) == list(range(len(row_tokens)))
+    for part in parts:
+        side_by_side = len(part) * max(row_tokens[i] for i in part)
+        assert len(part) == 1 or side_by_side * (24 * heads + 128) <= WORK_BYTES
+    for part, after in pairwise(parts):  # and none could have been larger
+        longer = row_tokens[after[0]]
+        assert (len(part) + 1) * longer * (24 * heads + 128) > WORK_BYTES
+
+
+def test_calls_of_a_7b_model_that_share_a_part() -> None:
+    """64 calls of a budget of 1,024 take three parts."""
+    assert [len(part) for part in in_parts([1024 + 128] * 64, QWEN_HEADS)] == [31, 31, 2]
+    assert len(in_parts([1024 + 128] * 512, QWEN_HEADS)) == 17
+
+
+@pytest.mark.parametrize("row_tokens", [[1024 + 128] * 31, [4096 + 128] * 8, [30_000]])
+def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
+    """Redundancy with everything known, what it finds and was told; importance on an H100."""
+    assert len(in_parts(row_tokens, QWEN_HEADS)) == 1
+    shape = {"layers": 28, "kv_heads": 4}
+    found_and_known = 2 * 4 * QWEN_HEADS * sum(row_tokens)
+    taken = key_redundancy.workspace_bytes(row_tokens, row_tokens, **shape, head_dim=128)
+    allowed = (24 * QWEN_HEADS + 128) * sum(row_tokens)
+    assert 0.9 < (taken + found_and_known) / allowed < 1.0
+    scratches = {"window": 8, "programs": 2 * 132}
+    assert window_attention.workspace_bytes(row_tokens, **scratches, **shape) < WORK_BYTES
+
+
+def test_what_is_reserved() -> None:
+    """On an 80 GB device with 15 GB of weights: a part's work, and 4 of 512 bytes of the pool."""
+    total, weights = 80 * 10**9, 15 * 10**9
+    qwen = {"head_dim": 128, "value_bytes": 2}
+    pool = 68 * 10**9 - weights
+    found = reserved_bytes(total - weights, total, 0.85, **qwen)
+    assert found == pytest.approx(WORK_BYTES + pool / 128, abs=1)
+    config = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    token_bytes = kv_bytes_per_token({**config, "head_dim": 128, "hidden_size": 3584}, 2)
+    carried_per_token = 4 * QWEN_HEADS
+    assert (found - WORK_BYTES) / pool == pytest.approx(carried_per_token / token_bytes, rel=1e-6)
+    assert reserved_bytes(10**9, total, 0.85, **qwen) == WORK_BYTES, "no pool, nothing carried"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_parts_change_nothing_but_the_memory(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls that are due in the same step of the real scheduler's batch, together and by ones."""
+    found = []
+    for work_bytes in (WORK_BYTES, 1):
+        monkeypatch.setattr(work_memory, "WORK_BYTES", work_bytes)
+        world = World(overlap=overlap)
+        together: list[int] = []
+        plan = world.runtime.plan
+
+        def spied(calls: Any, plan: Any = plan, together: list[int] = together) -> Any:
+            together.append(len(calls))
+            return plan(calls)
+
+        monkeypatch.setattr(world.runtime, "plan", spied)
+        calls = [
+            world.arrive([5, 6, 7, 20 + i], 50, kv_budget=8, kv_policy=name, kv_params=KNOBS)
+            for i, name in enumerate(("streaming", "random", "rkv"))
+        ]
+        while world.owners() or world.waiting_queue:
+            world.step()
+            world.check()
+        assert min(call.skipkv.summary["compactions"] for call in calls) > 4
+        assert (max(together) > 1) == (work_bytes == WORK_BYTES)
+        found.append([(list(call.output_ids), call.skipkv.summary) for call in calls])
+        world.drain()
+    assert found[0] == found[1]
