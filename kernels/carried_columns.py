@@ -29,7 +29,7 @@ from torch import Tensor
 from sgl_skipkv.kernels.compile_case import CompileCase
 from sgl_skipkv.kernels.on_device import device_tensor
 
-_TILE = {"HEAD_TILE": 8, "BLOCK": 128}
+_TILE = {"HEAD_TILE": 4, "BLOCK": 128}
 
 
 @triton.jit
