@@ -201,7 +201,8 @@ class Compactor:
         """
         heads = 0 if self.cache is None else len(self.pool.k) * self.pool.k[0].shape[1]
         freed: list[Tensor] = []
-        for part in in_parts([row_tokens[b] for b in due], heads):
+        work_bytes = self.runtime.config.compaction_work_bytes
+        for part in in_parts([row_tokens[b] for b in due], heads, work_bytes):
             freed += self._compact_part([due[j] for j in part], row_tokens)
         return torch.cat(freed)
 

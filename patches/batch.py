@@ -71,7 +71,8 @@ def _compact(
     cache = paged_cache(batch)
     heads = 0 if cache is None else cache.k_ptrs.shape[0] * cache.layer.shape[1]
     freed: list[torch.Tensor] = []
-    for part in in_parts([batch.reqs[i].kv.kv_allocated_len for i, _ in due], heads):
+    row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in due]
+    for part in in_parts(row_tokens, heads, runtime.config.compaction_work_bytes):
         freed += _compact_part(batch, runtime, [due[j] for j in part], cache, evicted)
     if not freed:
         return

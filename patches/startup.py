@@ -46,7 +46,7 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         vector = SteeringVector.load(path) if path is not None else None
         if config.asked and not seams.problems() and _can_record(scheduler):
             side = build_model_side(config, scheduler, vector)
-            room = _room_for_compactions(scheduler, side)
+            room = _room_for_compactions(config, scheduler, side)
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
@@ -56,7 +56,9 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
 
-def _room_for_compactions(scheduler: Any, side: ModelSide) -> torch.Tensor | None:
+def _room_for_compactions(
+    config: ServerConfig, scheduler: Any, side: ModelSide
+) -> torch.Tensor | None:
     """Memory that is held until the pool has been sized; None where scores need no kernels.
 
     Raises:
@@ -69,6 +71,7 @@ def _room_for_compactions(scheduler: Any, side: ModelSide) -> torch.Tensor | Non
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     wanted_bytes = reserved_bytes(
         *(free_bytes, total_bytes, scheduler.server_args.mem_fraction_static),
+        config.compaction_work_bytes,
         head_dim=side.shape.head_dim,
         value_bytes=runner.dtype.itemsize,
     )

@@ -110,6 +110,12 @@ class ServerConfig(Settings):
     retraction_backup_bytes: int = Field(
         4 << 30, ge=0, le=1 << 60, description="host memory for the KV of retracted calls; 0: none"
     )
+    compaction_work_bytes: int = Field(
+        96 << 20,
+        ge=0,
+        le=1 << 60,
+        description="device memory that one compaction works on; more calls are compacted in parts",
+    )
     stagger: bool = Field(
         False, description="first compactions come early by a part of the interval, per prompt"
     )

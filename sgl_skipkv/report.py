@@ -110,12 +110,14 @@ def recorded_bytes(
     turns on; ``sentences = (calls + 1) * (S * D * value_bytes + 4 (D + S))`` and a few bytes, the
     tables of sentence vectors. Both are taken before the pool is sized. ``carried = 4 * layers *
     Hkv`` bytes per kept token, on a GPU with a policy that scores redundancy: which token each
-    key spares, from one compaction to the next.
+    key spares, from one compaction to the next. ``work``, what a compaction takes at once there:
+    ``compaction_work_bytes``. Room for both is kept.
 
     Args:
         config: a model's ``config.json``.
         calls: that run at once and are tracked.
-        settings: of the server; ``query_window``, ``query_rings`` and ``max_sentences`` count.
+        settings: of the server; ``query_window``, ``query_rings``, ``max_sentences`` and
+            ``compaction_work_bytes`` count.
         value_bytes: of one number of the cache.
 
     Raises:
@@ -129,6 +131,7 @@ def recorded_bytes(
         "rings": (settings.rings(calls) + 1) * ring + 32 * slots,
         "sentences": slots * (stored + 4 * sizes.hidden_size + 14),
         "carried": 4 * sizes.layers * sizes.kv_heads * kv_budget * calls,
+        "work": settings.compaction_work_bytes,
     }
 
 

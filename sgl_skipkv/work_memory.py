@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: of one part, or of a single call that takes more by itself
-WORK_BYTES = 96 << 20
 #: per cached token: positions, scores, sort keys and the two halves of the selection
 _SELECTION_BYTES = 128
 #: per cached token, layer and KV head, while redundancy is found: 12 in its sums, 4 each for what
@@ -21,18 +19,19 @@ _HEAD_BYTES = 24
 _CARRIED_BYTES = 4
 
 
-def in_parts(row_tokens: Sequence[int], heads: int) -> list[list[int]]:
-    """Which calls to compact together, so that each part stays within ``WORK_BYTES``.
+def in_parts(row_tokens: Sequence[int], heads: int, work_bytes: int) -> list[list[int]]:
+    """Which calls to compact together, so that each part stays within a limit.
 
     Args:
         row_tokens: of each due call.
         heads: KV heads of all layers that kernels score; 0 where none do.
+        work_bytes: the limit; a call that takes more by itself is a part of its own.
 
     Returns:
         indices of the calls, each once. Shorter rows come first: in a part all are as long as the
         longest, because selection lays them side by side.
     """
-    most_tokens = WORK_BYTES // (heads * _HEAD_BYTES + _SELECTION_BYTES)
+    most_tokens = work_bytes // (heads * _HEAD_BYTES + _SELECTION_BYTES)
     parts: list[list[int]] = []
     for i in sorted(range(len(row_tokens)), key=row_tokens.__getitem__):
         if not parts or (len(parts[-1]) + 1) * row_tokens[i] > most_tokens:
@@ -45,19 +44,21 @@ def reserved_bytes(
     free_bytes: int,
     total_bytes: int,
     mem_fraction_static: float,
+    work_bytes: int,
     *,
     head_dim: int,
     value_bytes: int,
 ) -> int:
     """Room to hold while the KV pool is sized: one part's work, and what all its tokens carry.
 
-    ``WORK_BYTES + pool * 4 / (2 d value_bytes)``, with SGLang's rule for the pool: what is free
+    ``work_bytes + pool * 4 / (2 d value_bytes)``, with SGLang's rule for the pool: what is free
     when the model is loaded, less ``1 - mem_fraction_static`` of the device.
 
     Args:
         free_bytes, total_bytes: of the device, now and in all.
+        work_bytes: of a part.
         head_dim, value_bytes: d and bytes of one cached number; a token of one layer and KV head
             has 2 d of them.
     """
     pool_bytes = max(0, free_bytes - int((1.0 - mem_fraction_static) * total_bytes))
-    return WORK_BYTES + pool_bytes * _CARRIED_BYTES // (2 * head_dim * value_bytes)
+    return work_bytes + pool_bytes * _CARRIED_BYTES // (2 * head_dim * value_bytes)

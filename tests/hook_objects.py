@@ -53,6 +53,7 @@ class HookObjects:
             overlap=draw.chance(0.5),
             chunk=draw.one(None, 5),
             backup_bytes=draw.one(0, 1 << 20),
+            work_bytes=draw.one(0, 96 << 20),
         )
         self.detached = [self._request(i) for i in range(DETACHED)]
         for i in range(draw.count(6) + 1):

@@ -18,7 +18,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     from sgl_skipkv import page_table, planner, ring_book, runtime
     from sgl_skipkv.patches import admission, backup, batch, forward, release, retraction, steering
 
-    compact, life = batch._compact, runtime.Runtime
+    compact, part, life = batch._compact, batch._compact_part, runtime.Runtime
     return [
         (
             "a compacted row is filed in the tree",
@@ -40,14 +40,14 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "allocated length stays",
-            compact,
-            "req.kv.kv_allocated_len -= plan.evicted_tokens",
+            part,
+            "batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens",
             "pass",
         ),
         (
             "committed length stays",
-            compact,
-            "req.kv.kv_committed_len -= plan.evicted_tokens",
+            part,
+            "batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens",
             "pass",
         ),
         (
@@ -55,6 +55,18 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             compact,
             "batch.seq_lens_cpu - torch.tensor(evicted)",
             "batch.seq_lens_cpu",
+        ),
+        (
+            "a due call is left out of its part",
+            compact,
+            "[due[j] for j in part]",
+            "[due[j] for j in part[1:] or part]",
+        ),
+        (
+            "a part forgets what the others freed",
+            compact,
+            "freed += _compact_part",
+            "freed = _compact_part",
         ),
         ("device lengths stay", compact, "batch.seq_lens = ", "_ = "),
         (

@@ -78,6 +78,7 @@ class PoolMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([None, None, 5]),
         token_ratio=st.sampled_from([0.02, 0.5]),
         backup_bytes=st.sampled_from([0, 2000, 1 << 20]),
+        work_bytes=st.sampled_from([0, 96 << 20]),
     )
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1

@@ -47,6 +47,7 @@ class World(Loop):
         chunk: int | None = None,
         token_ratio: float = 0.3,
         backup_bytes: int = 0,
+        work_bytes: int = 96 << 20,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -105,9 +106,9 @@ class World(Loop):
         self.arrived: list[Any] = []
         self.retract_now = False
         self.pending_chunk_abort = False
-        self._bind(backup_bytes)
+        self._bind(backup_bytes, work_bytes)
 
-    def _bind(self, backup_bytes: int) -> None:
+    def _bind(self, backup_bytes: int, work_bytes: int) -> None:
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.patches.binding import Binding
         from sgl_skipkv.patches.metrics import Metrics
@@ -123,6 +124,7 @@ class World(Loop):
             max_sentences=8,
             max_tracked_calls=TRACKED,
             retraction_backup_bytes=backup_bytes,
+            compaction_work_bytes=work_bytes,
             check_ledger=True,
             poison_evicted=True,
             steering_vector="none.safetensors",

@@ -98,6 +98,7 @@ WRONG: list[tuple[str, Any]] = [
     ("max_tracked_calls", 65537),
     ("query_rings", 0),
     ("query_rings", True),
+    ("compaction_work_bytes", -1),
     ("retraction_backup_bytes", -1),
     ("retraction_backup_bytes", 1.5e9),
     ("stagger", 1),

@@ -15,11 +15,12 @@ from pool_world import World
 
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.window_attention as window_attention
-from sgl_skipkv import work_memory
+from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.report import kv_bytes_per_token
-from sgl_skipkv.work_memory import WORK_BYTES, in_parts, reserved_bytes
+from sgl_skipkv.work_memory import in_parts, reserved_bytes
 
 QWEN_HEADS = 28 * 4
+WORK_BYTES = ServerConfig().compaction_work_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +31,7 @@ def sglang() -> Iterator[None]:
 
 @given(st.lists(st.integers(1, 60_000), max_size=80), st.sampled_from([0, 8, QWEN_HEADS, 512]))
 def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) -> None:
-    parts = in_parts(row_tokens, heads)
+    parts = in_parts(row_tokens, heads, WORK_BYTES)
     assert sorted(i for part in parts for i in part) == list(range(len(row_tokens)))
     for part in parts:
         side_by_side = len(part) * max(row_tokens[i] for i in part)
@@ -42,14 +43,18 @@ def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) 
 
 def test_calls_of_a_7b_model_that_share_a_part() -> None:
     """64 calls of a budget of 1,024 take three parts."""
-    assert [len(part) for part in in_parts([1024 + 128] * 64, QWEN_HEADS)] == [31, 31, 2]
-    assert len(in_parts([1024 + 128] * 512, QWEN_HEADS)) == 17
+    assert [len(part) for part in in_parts([1024 + 128] * 64, QWEN_HEADS, WORK_BYTES)] == [
+        31,
+        31,
+        2,
+    ]
+    assert len(in_parts([1024 + 128] * 512, QWEN_HEADS, WORK_BYTES)) == 17
 
 
 @pytest.mark.parametrize("row_tokens", [[1024 + 128] * 31, [4096 + 128] * 8, [30_000]])
 def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
     """Redundancy with everything known, what it finds and was told; importance on an H100."""
-    assert len(in_parts(row_tokens, QWEN_HEADS)) == 1
+    assert len(in_parts(row_tokens, QWEN_HEADS, WORK_BYTES)) == 1
     shape = {"layers": 28, "kv_heads": 4}
     found_and_known = 2 * 4 * QWEN_HEADS * sum(row_tokens)
     taken = key_redundancy.workspace_bytes(row_tokens, row_tokens, **shape, head_dim=128)
@@ -64,13 +69,15 @@ def test_what_is_reserved() -> None:
     total, weights = 80 * 10**9, 15 * 10**9
     qwen = {"head_dim": 128, "value_bytes": 2}
     pool = 68 * 10**9 - weights
-    found = reserved_bytes(total - weights, total, 0.85, **qwen)
+    found = reserved_bytes(total - weights, total, 0.85, WORK_BYTES, **qwen)
     assert found == pytest.approx(WORK_BYTES + pool / 128, abs=1)
     config = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     token_bytes = kv_bytes_per_token({**config, "head_dim": 128, "hidden_size": 3584}, 2)
     carried_per_token = 4 * QWEN_HEADS
     assert (found - WORK_BYTES) / pool == pytest.approx(carried_per_token / token_bytes, rel=1e-6)
-    assert reserved_bytes(10**9, total, 0.85, **qwen) == WORK_BYTES, "no pool, nothing carried"
+    assert reserved_bytes(10**9, total, 0.85, WORK_BYTES, **qwen) == WORK_BYTES, (
+        "no pool, nothing carried"
+    )
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -79,9 +86,8 @@ def test_parts_change_nothing_but_the_memory(
 ) -> None:
     """Calls that are due in the same step of the real scheduler's batch, together and by ones."""
     found = []
-    for work_bytes in (WORK_BYTES, 1):
-        monkeypatch.setattr(work_memory, "WORK_BYTES", work_bytes)
-        world = World(overlap=overlap)
+    for work_bytes in (WORK_BYTES, 0):
+        world = World(overlap=overlap, work_bytes=work_bytes)
         together: list[int] = []
         plan = world.runtime.plan
 
