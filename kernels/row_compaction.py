@@ -29,7 +29,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import CompileCase
 
-_BLOCK, _WARPS = 1024, 8
+#: most rows are one block, because every block waits for memory twice
+_BLOCK, _WARPS = 4096, 16
 
 
 @triton.jit

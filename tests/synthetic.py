@@ -78,11 +78,14 @@ class SyntheticServer:
         width: int = 600,
         pool_tokens: int = 2000,
         trace: TraceWriter | None = None,
+        device: torch.device | None = None,
         **config: Any,
     ) -> None:
+        self.device = device or torch.device("cpu")
         self.config = ServerConfig(**{"check_ledger": True, "query_window": 16, **config})
-        self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32)
-        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM)
+        on = {"device": self.device}
+        self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32, **on)
+        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)
         self.free_rows = list(range(1, rows + 1))
         self.free_slots = list(range(1, pool_tokens + 1))
         delimiters = Delimiters(TEXTS, VOCAB)
@@ -94,7 +97,7 @@ class SyntheticServer:
             max_sentences=self.config.max_sentences,
             delimiters=delimiters,
             dtype=self.pool_keys.dtype,
-            device=self.pool_keys.device,
+            device=self.device,
         )
         self.recorder.slots.use_rows(rows + 1)
         self.runtime = Runtime(
@@ -127,9 +130,9 @@ class SyntheticServer:
             self.runtime.open(rid, settings, prompt),
             len(prompt),
             list(tokens),
-            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw),
-            torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw),
-            torch.randn(total, HIDDEN, generator=draw),
+            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            torch.randn(total, HIDDEN, generator=draw).to(self.device),
         )
 
     def prefill(self, call: Call, *, cached: int = 0, chunk: int = 10**9) -> None:
@@ -161,15 +164,15 @@ class SyntheticServer:
             self._append(call, 1)
             call.decoded += 1
             call.generated += 1
-        rows = torch.tensor([call.row for call in calls])
+        rows = self._tensor([call.row for call in calls])
         at = [call.positions[-1] for call in calls]
-        recording = self.recorder.decode_recording(rows, torch.tensor(at))
+        recording = self.recorder.decode_recording(rows, self._tensor(at))
         for layer in range(LAYERS):
             q = torch.stack([call.queries[layer, p] for call, p in zip(calls, at, strict=True)])
             self.recorder.record_queries(recording, layer, q)
         ids = [call.tokens[p - call.prompt_tokens] for call, p in zip(calls, at, strict=True)]
         hidden = torch.stack([call.hidden[p] for call, p in zip(calls, at, strict=True)])
-        self.recorder.record_hidden(recording, torch.tensor(ids), hidden)
+        self.recorder.record_hidden(recording, self._tensor(ids), hidden)
 
     def run(self, call: Call, steps: int) -> None:
         for _ in range(steps):
@@ -257,9 +260,9 @@ class SyntheticServer:
         generated_from = max(call.prompt_tokens - first, 0)
         replay = ((state.slot, generated_from, count),) if generated_from < count else ()
         recording = Recording(
-            torch.tensor([state.ring] * len(tokens), dtype=torch.int64),
-            torch.tensor([*wanted], dtype=torch.int64),
-            tokens=torch.tensor(tokens, dtype=torch.int64),
+            self._tensor([state.ring] * len(tokens)),
+            self._tensor([*wanted]),
+            tokens=self._tensor(tokens),
             replay=replay,
         )
         for layer in range(LAYERS):
@@ -271,8 +274,11 @@ class SyntheticServer:
             for p in range(first, first + count)
         ]
         self.recorder.record_hidden(
-            recording, torch.tensor(ids), call.hidden[first : first + count]
+            recording, self._tensor(ids), call.hidden[first : first + count]
         )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _give_back(self, call: Call) -> None:
         self.free_slots += call.slots

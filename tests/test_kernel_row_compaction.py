@@ -50,11 +50,11 @@ def compacted(
 
 
 def assert_as_one_by_one(
-    device: torch.device, rows: Sequence[int], selections: Sequence[Selection]
+    device: torch.device, rows: Sequence[int], selections: Sequence[Selection], width: int = WIDTH
 ) -> None:
     """The same rows, freed slots and positions as of ``compact_row`` on each request by itself."""
     lengths = [s.kept.shape[0] + s.evicted.shape[0] for s in selections]
-    table = torch.full((max(rows) + 2, WIDTH), POISON, dtype=torch.int32)
+    table = torch.full((max(rows) + 2, width), POISON, dtype=torch.int32)
     slots = torch.randperm(sum(lengths)).to(torch.int32) + 1
     positions = []
     for row, n, own in zip(rows, lengths, slots.split(lengths), strict=True):
@@ -73,8 +73,12 @@ def assert_as_one_by_one(
     assert torch.equal(kept_positions.cpu(), flat(own, torch.device("cpu")))
 
 
-def test_a_batch_of_selections(device: torch.device) -> None:
+@pytest.mark.parametrize("block", [256, 1024, 4096])
+def test_a_batch_of_selections(
+    device: torch.device, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of every kind: one entry, blocks of exactly 1024, all kept, none, the front, the back."""
+    monkeypatch.setattr(module, "_BLOCK", block)
     torch.manual_seed(3)
     n = torch.arange(WIDTH)
     selections = [
@@ -92,8 +96,17 @@ def test_a_batch_of_selections(device: torch.device) -> None:
     assert_as_one_by_one(device, [4, 11, 2, 9, 0, 7, 3, 12, 6, 1], selections)
 
 
+def test_rows_longer_than_a_block(device: torch.device) -> None:
+    torch.manual_seed(9)
+    n = torch.arange(9000)
+    assert len(n) > 2 * module._BLOCK
+    selections = [partition(9000, keep) for keep in (torch.rand(9000) < 0.95, n > 0, n >= 4000)]
+    assert_as_one_by_one(device, [2, 0, 1], selections, width=9000)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_random_batches(device: torch.device, seed: int) -> None:
+def test_random_batches(device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", 512)
     torch.manual_seed(seed)
     lengths = torch.randint(1, 1500, (3,)).tolist()
     selections = [partition(n, torch.rand(n) < torch.rand(1)) for n in lengths]

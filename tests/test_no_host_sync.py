@@ -1,12 +1,14 @@
 """A compaction never makes the CPU wait: counts come from the CPU, choices stay on the device.
 
-Without a GPU there is nothing to wait for, so two things are looked at instead: every tensor
-operation of a compaction as it runs, and the source of everything that runs there.
+Without a GPU there is nothing to wait for, so two things are looked at: every tensor operation of a
+compaction as it runs, and the source of everything that runs there. With one it refuses to wait.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from device_ops import NoHostRead
 from synthetic import KNOBS, SyntheticServer, served
+from triton_tools import DEVICES
 
 from sgl_skipkv import policy
 
@@ -45,10 +48,26 @@ ALLOWED = {
 }
 
 
+@contextmanager
+def nothing_waits(device: torch.device) -> Iterator[None]:
+    """On a GPU the driver says so itself, of kernels and copies as well."""
+    with NoHostRead():
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
 @pytest.mark.parametrize("stagger", [False, True])
-def test_no_operation_of_a_compaction_reads_the_device(name: str, stagger: bool) -> None:
-    server = SyntheticServer(check_ledger=False, stagger=stagger)
+@pytest.mark.parametrize("device", map(torch.device, DEVICES), ids=str)
+def test_no_operation_of_a_compaction_reads_the_device(
+    name: str, stagger: bool, device: torch.device
+) -> None:
+    server = SyntheticServer(check_ledger=False, stagger=stagger, device=device)
     calls = [served(server, seed=seed, kv_policy=name, kv_params=dict(KNOBS)) for seed in range(2)]
     compactions = 0
     for _ in range(130):
@@ -58,7 +77,7 @@ def test_no_operation_of_a_compaction_reads_the_device(name: str, stagger: bool)
             # What the last compaction kept arrived with its event; here it never left the host.
             server.runtime._settle(call.state)
             at = server.due(call)
-            with NoHostRead():
+            with nothing_waits(device):
                 plan = server.runtime.plan([at])[0]
                 [freed] = server.runtime.commit([(call.state, plan)], server.req_to_token)
             kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
