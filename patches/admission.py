@@ -39,8 +39,12 @@ class _BudgetedAdder:
     can_run_list: list[Any]
     preempt_list: list[Any]
     running_batch: Any
+    tree_cache: Any
     memory_budget: Any
     rem_total_tokens: float
+    #: whether this pass has left a call waiting for a slot or a ring; then, who in the queue is the
+    #: last that needs none, until it had its turn
+    passed_over, last_unconcerned = False, None
 
     def _get_running_request_total_token_offset(self, req: Any) -> float:
         state = state_of(req)
@@ -53,6 +57,8 @@ class _BudgetedAdder:
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
+        if req is self.last_unconcerned:
+            self.last_unconcerned = None
         state = state_of(req)
         if state is None or not state.settings.evicts:
             return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
@@ -63,12 +69,13 @@ class _BudgetedAdder:
         # SGLang counts at most CLIP_MAX_NEW_TOKENS of a request's future; ours is exact.
         clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
-        runtime, before = state.runtime, self._admitted_before()
-        has_slot = runtime.has_slot(state, [other for other, _ in before])
-        if not has_slot or (clipped and needed >= self.rem_total_tokens):
+        if clipped and needed >= self.rem_total_tokens:
             return AddReqResult.NO_TOKEN
-        if not runtime.rings.fits(state, prefill_tokens(req), before):
-            return AddReqResult.OTHER  # not full: it will fit within a few steps
+        if not self._records(state, req):
+            if not self.passed_over:
+                self.passed_over, self.last_unconcerned = True, self._last_unconcerned()
+            skip = self.last_unconcerned is not None
+            return AddReqResult.CONTINUE if skip else AddReqResult.OTHER
         req.prefix_len = matched + restored
         with _future_as_max_new_tokens(req, restored):
             result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
@@ -95,6 +102,27 @@ class _BudgetedAdder:
             for running in fixed:
                 self.preempt_list.remove(running)
         return preempted
+
+    def _records(self, state: CallState, req: Any) -> bool:
+        """Whether there are a slot and a ring for the call. In turn: none overtakes another."""
+        if not state.needs_slot:
+            return True
+        runtime, before = state.runtime, self._admitted_before()
+        return (
+            not self.passed_over
+            and runtime.has_slot(state, [other for other, _ in before])
+            and runtime.rings.fits(state, prefill_tokens(req), before)
+        )
+
+    def _last_unconcerned(self) -> Any:
+        """The last in the queue that needs no slot and has not been admitted; None: nobody."""
+        binding = binding_of(self.tree_cache.req_to_token_pool)
+        assert binding is not None
+        for req in reversed(binding.scheduler.waiting_queue):
+            state = state_of(req)
+            if state is None or not state.needs_slot:
+                return None if req in self.can_run_list else req
+        return None
 
     def _admitted_before(self) -> list[tuple[CallState, int]]:
         """Budgeted calls of this step, with the tokens of their prefill."""

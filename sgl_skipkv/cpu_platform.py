@@ -40,6 +40,10 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_device(self, device_id: int = 0) -> str:
+        # A name: SGLang looks for a ":" in it where no --device was given.
+        return "cpu"
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_bugs import FOUND, bugs, plant
-from pool_books import POOL, ROWS, plugin_and_topology
+from pool_books import POOL, ROWS, TRACKED, plugin_and_topology
 from pool_machine import KNOBS, MACHINE, PROMPT, own_draws, run_machine
 from pool_world import World
 
@@ -199,6 +199,36 @@ def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
     (refused,) = world.aborted
     assert refused in calls and not world.waiting_queue
     assert refused.skipkv.summary["compactions"] > 0 and world.runtime.open_calls == 1
+    world.drain()
+
+
+def test_who_needs_no_ring_waits_for_none() -> None:
+    """There is one ring. Calls that need it come one after the other; others run meanwhile."""
+    world = World()
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    ringed = [world.arrive([5, 6, 7, 20 + i], 40, **keys) for i in range(3)]
+    streaming = {**keys, "kv_policy": "streaming"}
+    free = [world.arrive([5, 6, 8, 20], 40, **streaming), world.arrive([5, 6, 8, 21], 40)]
+    world.step()
+    assert world.owners() == [ringed[0], *free] and world.waiting_queue == ringed[1:]
+    begun = [ringed[0]]
+    while len(begun) < 3:
+        world.step()
+        world.check()
+        begun += [call for call in ringed if call in world.owners() and call not in begun]
+    assert begun == ringed
+    world.drain()
+
+
+def test_who_needs_no_slot_waits_for_none() -> None:
+    world = World()
+    keys = {"kv_budget": 8, "kv_policy": "skipkv", "kv_params": KNOBS}
+    slotted = [world.arrive([5, 6, 7, 20 + i], 90, **keys) for i in range(TRACKED + 1)]
+    while len([call for call in slotted if call in world.owners()]) < TRACKED:
+        world.step()
+    plain = world.arrive([5, 6, 8, 20], 10)
+    world.step()
+    assert plain in world.owners() and world.waiting_queue == [slotted[-1]]
     world.drain()
 
 

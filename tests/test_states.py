@@ -65,8 +65,7 @@ ENGINE_SCRIPT = """
 
     def main():
         engine = sgl.Engine(
-            model_path=sys.argv[1], device="cpu", dtype="float32", max_total_tokens=2048,
-            log_level="error",
+            model_path=sys.argv[1], dtype="float32", max_total_tokens=2048, log_level="error",
         )
         params = {"max_new_tokens": 90, "temperature": 0, "ignore_eos": True}
         prompt = [5, 6, 7, 8, 9, 10, 11, 12]
