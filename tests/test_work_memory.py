@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pool_books import plugin_and_topology
@@ -16,6 +19,7 @@ from pool_world import World
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches import startup
 from sgl_skipkv.report import kv_bytes_per_token
 from sgl_skipkv.work_memory import in_parts, reserved_bytes
 
@@ -43,11 +47,8 @@ def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) 
 
 def test_calls_of_a_7b_model_that_share_a_part() -> None:
     """64 calls of a budget of 1,024 take three parts."""
-    assert [len(part) for part in in_parts([1024 + 128] * 64, QWEN_HEADS, WORK_BYTES)] == [
-        31,
-        31,
-        2,
-    ]
+    parts = in_parts([1024 + 128] * 64, QWEN_HEADS, WORK_BYTES)
+    assert [len(part) for part in parts] == [31, 31, 2]
     assert len(in_parts([1024 + 128] * 512, QWEN_HEADS, WORK_BYTES)) == 17
 
 
@@ -78,6 +79,41 @@ def test_what_is_reserved() -> None:
     assert reserved_bytes(10**9, total, 0.85, WORK_BYTES, **qwen) == WORK_BYTES, (
         "no pool, nothing carried"
     )
+
+
+def test_the_room_is_held_until_the_pool_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While SGLang sizes its pool, and not a moment longer. On a device with kernels."""
+    args = SimpleNamespace(mem_fraction_static=0.9)
+    runner = SimpleNamespace(device="cpu", dtype=torch.bfloat16)
+    runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(5, 1))
+    worker = SimpleNamespace(model_runner=runner)
+    scheduler = SimpleNamespace(server_args=args, tp_worker=worker)
+    rows: list[int] = []
+    side = SimpleNamespace(shape=SimpleNamespace(head_dim=64), use_rows=rows.append)
+    config = ServerConfig(kv_budget=64, compaction_work_bytes=1000)
+    held: list[weakref.ref[torch.Tensor]] = []
+    room_for = startup._room_for_compactions
+
+    def spied(*args: Any) -> torch.Tensor | None:
+        room = room_for(*args)
+        if room is not None:
+            held.append(weakref.ref(room))
+        return room
+
+    def sizes_its_pool(scheduler: Any) -> None:
+        (room,) = (one() for one in held)
+        assert room is not None and room.nbytes == 1000 + 7_000 // 64
+
+    monkeypatch.setattr(startup, "_room_for_compactions", spied)
+    monkeypatch.setattr(startup, "config_of", lambda _: config)
+    monkeypatch.setattr(startup, "_can_record", lambda _: True)
+    monkeypatch.setattr(startup, "build_model_side", lambda *_: side)
+    assert room_for(config, scheduler, side) is None, "plain torch"
+    monkeypatch.setattr(startup, "uses_triton", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8_000, 10_000))
+    startup.reserve(sizes_its_pool, scheduler)
+    assert [one() for one in held] == [None] and rows == [5]
+    assert scheduler.skipkv_reasons == []
 
 
 @pytest.mark.parametrize("overlap", [True, False])
