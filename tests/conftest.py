@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,34 +73,37 @@ def fleet(request, model_folder, tmp_path_factory) -> Iterator:  # type: ignore[
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lives(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
-    """A function that waits for 2,000 lives of the state machine and says what happened in them.
+def fuzzing(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """2,000 lives of the state machine, then its planted bugs: functions that wait for the rows.
 
-    They run in a process of their own from the session's start: most tests keep one core busy.
+    In a process at a time from the session's start: most tests keep one core busy.
     """
     if not any(item.path.stem == "test_state_machine" for item in request.session.items):
         yield None
         return
-    report = tmp_path_factory.mktemp("lives") / "lives.json"
-    command = ["tests/fuzz.py", "--examples", "2000", "--seeds", "1", "--report", str(report)]
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    folder, running = tmp_path_factory.mktemp("fuzzing"), []
 
-    def wait() -> dict[str, int]:
+    def rows_of(name: str, *arguments: str) -> list[dict[str, Any]]:
+        report = folder / f"{name}.json"
+        command = [sys.executable, "tests/fuzz.py", *arguments, "--report", str(report)]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        running.append(process)
         said, _ = process.communicate()
-        assert process.returncode == 0, said[-2000:]
-        found: dict[str, int] = json.loads(report.read_text())
+        assert report.exists(), said[-2000:]
+        found: list[dict[str, Any]] = json.loads(report.read_text())
         return found
 
-    try:
-        yield wait
-    finally:
-        process.kill()
+    with ThreadPoolExecutor(1) as one_by_one:
+        lives = one_by_one.submit(rows_of, "lives", "--examples", "2000", "--seeds", "1")
+        planted = one_by_one.submit(rows_of, "planted", "--planted", "--seeds", "1")
+        try:
+            yield lives.result, planted.result
+        finally:
+            planted.cancel()
+            for process in running:
+                process.kill()
 
 
 @pytest.fixture(scope="session")

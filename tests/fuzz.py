@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--most", type=int, default=3_000, help="lives per planted bug and seed")
-    parser.add_argument("--report", type=Path, help="write what happened, as JSON")
+    parser.add_argument("--report", type=Path, help="write the rows, as JSON")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
     with plugin_and_topology():
@@ -88,7 +88,7 @@ def main() -> int:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if arguments.report is not None:
-        arguments.report.write_text(json.dumps({row["event"]: row["times"] for row in rows}))
+        arguments.report.write_text(json.dumps(rows))
     if arguments.record:
         record(name, rows)
     return int(any(row.get("lives") == "" for row in rows))
