@@ -199,7 +199,7 @@ class Compactor:
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
-        heads = 0 if self.cache is None else len(self.pool.k) * self.pool.k[0].shape[1]
+        heads = 0 if self.cache is None else self.cache.heads
         freed: list[Tensor] = []
         work_bytes = self.runtime.config.compaction_work_bytes
         for part in in_parts([row_tokens[b] for b in due], heads, work_bytes):

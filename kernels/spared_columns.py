@@ -325,10 +325,11 @@ def compile_cases() -> list[CompileCase]:
             first_types = {key: kind for key, kind in signature.items() if key not in nothing}
             first = {**constexprs, **dict.fromkeys(nothing)}
             tag = f"{name}-d{head_dim}"
-            how: tuple[Any, ...] = ((), warps, stages, {}, _max_registers(dtype))
+            how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+            how["max_registers"] = _max_registers(dtype)
             cases += [
-                CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, *how),
-                CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, *how),
-                CompileCase(f"{tag}-first", _search_kernel, first_types, first, *how),
+                CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, **how),
+                CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, **how),
+                CompileCase(f"{tag}-first", _search_kernel, first_types, first, **how),
             ]
     return cases

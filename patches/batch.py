@@ -69,7 +69,7 @@ def _compact(
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
     cache = paged_cache(batch)
-    heads = 0 if cache is None else cache.k_ptrs.shape[0] * cache.layer.shape[1]
+    heads = 0 if cache is None else cache.heads
     freed: list[torch.Tensor] = []
     row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in due]
     for part in in_parts(row_tokens, heads, runtime.config.compaction_work_bytes):

@@ -78,6 +78,11 @@ class PagedCache:
     k_ptrs: Tensor
     req_to_token: Tensor
 
+    @property
+    def heads(self) -> int:
+        """KV heads of all layers."""
+        return self.k_ptrs.shape[0] * self.layer.shape[1]
+
     @classmethod
     def of(cls, layers: Sequence[Tensor], req_to_token: Tensor) -> PagedCache | None:
         """The cache whose layers have these keys; None where plain torch scores instead."""
