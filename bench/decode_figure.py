@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from device_tables import last_decode_rows
 from figures import ROOT, STYLE_PARAMETERS, plt, quiet, save
 from matplotlib.axes import Axes
 from sweep import existing_rows
@@ -57,15 +58,6 @@ PUBLISHED = (
     ),
 )
 MARKERS, DASHES = ("P", "X", "d", "h", "8"), ("-", "-", "--", ":", "-.")
-
-
-def chosen(rows: list[Row]) -> list[Row]:
-    """The last row of every length and budget, of the device, size and policy of the last row."""
-    same = ("device", "size", "dtype", "attention", "stagger")
-    last = rows[-1]
-    here = [row for row in rows if all(row[name] == last[name] for name in same)]
-    here = [row for row in here if row["policy"] in ("", last["policy"])]
-    return list({(row["kv_budget"], row["generated_tokens"]): row for row in here}.values())
 
 
 def lines(axes: Axes, rows: list[Row], value: Callable[[Row], float], *, full: bool) -> None:
@@ -129,7 +121,7 @@ def main() -> None:
     rows = existing_rows("decode")
     if not rows:
         parser.error("bench/rows/decode.csv: no rows; python bench/decode.py makes them")
-    draw(chosen(rows), arguments.out)
+    draw(last_decode_rows(rows), arguments.out)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import csv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "bench" / "rows"
 Row = dict[str, str]
 #: ends a quantity of bench/rows/load.csv that was measured without the plugin
 PLAIN = ", plain SGLang"
 
 
 def rows(name: str) -> list[Row]:
-    with (ROOT / "bench" / "rows" / f"{name}.csv").open(newline="") as file:
+    with (ROWS / f"{name}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 

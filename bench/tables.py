@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import accuracy_tables
+import device_tables
 import goal_table
 import steering_tables
 import system_tables
@@ -52,7 +53,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_pressure": system_tables.serve_pressure,
     "serve_compaction": system_tables.serve_compaction,
     "compile": system_tables.compiled,
+    "kernels": device_tables.kernels,
     "kernel_floors": system_tables.kernel_floors,
+    "decode": device_tables.decode,
     "decode_floors": system_tables.decode_floors,
 }
 

@@ -22,9 +22,12 @@ from sgl_skipkv.kernels import on_device
 
 MODULES = (
     *("device_clock", "kernel_floors", "kernel_cases", "kernel_step_cases", "decode_attention"),
-    *("decode_compactor", "decode", "decode_figure", "decode_floors", "record", "sweep", "tables"),
+    *("decode_compactor", "decode", "decode_figure", "decode_floors", "record", "sweep"),
+    "device_tables",
 )
 CPU = torch.device("cpu")
+TIMES = ("time_us_p50", "floor_us", "ratio_to_floor")
+DEVICES = ("x86_64 CPU, 2 cores", "NVIDIA H100 80GB HBM3")
 Rows = list[dict[str, str]]
 
 
@@ -127,6 +130,11 @@ def test_kernel_rows_on_a_cpu(bench: dict[str, Any], rows_of: Any) -> None:
             assert float(row["ratio_to_floor"]) == pytest.approx(ratio, rel=0.02)
         assert bool(row["decode_attention_us_p50"]) == bool(row["cached_tokens"])
         assert row["command"].startswith("python ") and row["torch"] and row["triton"]
+    written = bench["device_tables"].kernels([*rows, dict(rows[0], time_us_p50="1234567.891")])
+    first, second = written.splitlines()[2:4]  # the newest row of a kernel stands in its place
+    time_us, floor_us, ratio = (rows[1][name] for name in TIMES)
+    assert "| 2 x 96 x 2 | random, float32 | 1,234,567.89 |" in first
+    assert f"| {float(time_us):,.2f} | {float(floor_us):,.2f} | {float(ratio):.2f} |" in second
 
 
 def test_the_kernels_do_what_they_are_timed_against(
@@ -220,7 +228,7 @@ def test_attention_over_ragged_rows(bench: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["rkv", "skipkv"])
-def test_decode_rows_on_a_cpu(rows_of: Any, policy: str) -> None:
+def test_decode_rows_on_a_cpu(bench: dict[str, Any], rows_of: Any, policy: str) -> None:
     flags = ("--looks", "2", "--policy", policy, "--stagger", "--lengths", "96")
     full, budgeted = rows_of("decode", "--device", "cpu", "--memory-gib", "0.0004", *flags)
     assert (full["kv_budget"], full["compactions"], full["policy"]) == ("", "0", "")
@@ -235,6 +243,21 @@ def test_decode_rows_on_a_cpu(rows_of: Any, policy: str) -> None:
         rate, share = float(row["tokens_per_s"]), 1 - float(row["compaction_share"])
         mean_step_s = int(row["batch"]) * share / rate
         assert 0.3 < 1e3 * mean_step_s / float(row["step_ms_p50"]) < 30  # a mean, a busy machine
+    first, second = bench["device_tables"].decode([budgeted, full, budgeted]).splitlines()[2:4]
+    ratio = float(budgeted["tokens_per_s"]) / float(full["tokens_per_s"])
+    assert first.startswith("| 96 | 24 |") and first.endswith(f"| {ratio:.2f} |")
+    assert second.startswith("| 96 | none |") and second.endswith("| 1.00 |")
+
+
+def test_only_a_gpus_rows_are_in_the_tables_of_one(
+    bench: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = bench["device_tables"]
+    monkeypatch.setattr(tables, "ROWS", tmp_path)
+    monkeypatch.setattr(tables, "rows", lambda name: [{"device": d} for d in DEVICES])
+    assert tables.on_gpu("decode") == []
+    (tmp_path / "decode.csv").touch()
+    assert tables.on_gpu("decode") == [{"device": "NVIDIA H100 80GB HBM3"}]
 
 
 @pytest.mark.parametrize("policy", ["rkv", "skipkv"])
@@ -274,7 +297,7 @@ def test_the_decode_figure_is_drawn_from_the_rows(bench: dict[str, Any], tmp_pat
         ([full, ours], [elsewhere, older, full, ours], [full, {**ours, "tokens_per_s": "4001.0"}])
     ):
         figure.plt.rcParams.update(figure.STYLE_PARAMETERS)
-        figure.draw(figure.chosen(rows), tmp_path / f"{number}.svg")
+        figure.draw(figure.last_decode_rows(rows), tmp_path / f"{number}.svg")
         drawn.append((tmp_path / f"{number}.svg").read_bytes())
     assert drawn[0] == drawn[1] != drawn[2]
 
