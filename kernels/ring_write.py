@@ -1,6 +1,6 @@
 """Store this step's rotated queries where the next compaction reads them: one launch per layer.
 
-``ring[slot(b), positions[b] % R] = q[b]`` for every token b of a tracked call.
+``ring[slots[b], positions[b] % R] = q[b]`` for every token b of a tracked call.
 
 Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
 2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
@@ -9,8 +9,8 @@ its writes to slot 0, which nobody reads.
 Mutates ``ring``. Graph-safe: slots and positions are read on the device, only shapes decide the
 launch, nothing is allocated.
 
-Floors for T tracked tokens of B: bytes ``T Hq d (q_bytes + ring_bytes)`` and the indices, 24 for
-a tracked token and 16 for another; operations none.
+Floors for T tracked tokens of B: bytes ``T Hq d (q_bytes + ring_bytes)`` and the indices, 16 for
+a tracked token and 8 for another; operations none.
 """
 
 # Triton ships no types, and its functions are a language of their own.
@@ -31,9 +31,8 @@ _BLOCK, _WARPS = 1024, 4
 @triton.jit
 def _ring_write_kernel(
     q,
-    rows,
+    slots,
     positions,
-    slots_of_row,
     ring,
     q_stride,
     window,
@@ -41,9 +40,7 @@ def _ring_write_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows + token).to(tl.int64)
-    if slots_of_row is not None:
-        slot = tl.load(slots_of_row + slot)
+    slot = tl.load(slots + token).to(tl.int64)
     if slot == 0:
         return
     entry = slot * window + tl.load(positions + token) % window
@@ -52,26 +49,17 @@ def _ring_write_kernel(
     tl.store(ring + entry * width + i, values, mask=i < width)
 
 
-def ring_write(
-    q: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    ring: Tensor,
-    *,
-    slots_of_row: Tensor | None = None,
-) -> None:
+def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> None:
     """Store one query per token.
 
     Args:
         q: float16, bfloat16 or float32 [B, Hq, d] or [B, Hq * d]; a row is contiguous, rows may
             lie apart, as in a view of a fused QKV product.
-        rows: int64 or int32 [B], row of the page table of each token; any number of them may name
-            a row of slot 0, otherwise no two tokens share slot and ring entry.
+        slots: int64 or int32 [B], recording slot of each token, 0 for none; any number of tokens
+            may have none, no two others share slot and ring entry.
         positions: int64 [B], logical position of each token, from 0.
         ring: as q in dtype or another of the three, contiguous [slots, R, Hq, d], one layer's
             recent queries (changed in place). Slot 0 is scratch and is not touched.
-        slots_of_row: int64 [table rows], slot of each row, 0 for none; without it ``rows`` are
-            slots.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -90,9 +78,8 @@ def ring_write(
         return
     _ring_write_kernel[(tokens, triton.cdiv(width, _BLOCK))](
         q,
-        rows,
+        slots,
         positions,
-        slots_of_row,
         ring,
         q.stride(0),
         ring.shape[1],
@@ -107,7 +94,7 @@ def bytes_moved(
 ) -> dict[str, int]:
     """Floor of the bytes of device memory that one call moves for tracked tokens, by kind."""
     numbers = tokens * query_heads * head_dim
-    return {"queries": numbers * q_bytes, "ring": numbers * ring_bytes, "indices": 24 * tokens}
+    return {"queries": numbers * q_bytes, "ring": numbers * ring_bytes, "indices": 16 * tokens}
 
 
 def compile_cases() -> list[CompileCase]:
@@ -118,9 +105,8 @@ def compile_cases() -> list[CompileCase]:
             function=_ring_write_kernel,
             signature={
                 "q": f"*{name}",
-                "rows": "*i64",
+                "slots": "*i64",
                 "positions": "*i64",
-                "slots_of_row": "*i64",
                 "ring": f"*{name}",
                 "q_stride": "i32",
                 "window": "i32",

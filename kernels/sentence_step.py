@@ -1,4 +1,4 @@
-"""Add one token per row to its open sentence, and close it at a delimiter: one launch per step.
+"""Add one token per call to its open sentence, and close it at a delimiter: one launch per step.
 
 ``total[slot] += hidden[b]``, from zero where the token opens a sentence; at a delimiter
 ``vectors[slot, sentence] = total / length``, L2-normalised. The truth is
@@ -7,10 +7,10 @@
 Source: SkipKV (arXiv 2512.07993) section 4.1. Mutates the tables of the slots. Graph-safe: slots
 and tokens are read on the device, only B decides the launch, nothing is allocated.
 
-One program per row, with the row in its registers: it alone updates the slot, once.
+One program per token, with its hidden state in registers: it alone updates the slot, once.
 
-Floors for T tracked rows, C of them at a delimiter: bytes
-``T (D (hidden_bytes + 8) + 52) + C D vector_bytes`` (the 52 are token, slot and its entries);
+Floors for T tracked tokens, C of them at a delimiter: bytes
+``T (D (hidden_bytes + 8) + 44) + C D vector_bytes`` (the 44 are token, slot and its entries);
 operations ``2 T D + 5 C D``.
 """
 
@@ -31,9 +31,8 @@ _EPS = tl.constexpr(1e-8)
 @triton.jit
 def _sentence_step_kernel(
     hidden,
-    rows,
+    slots,
     token_ids,
-    slots_of_row,
     bits,
     preset,
     total,
@@ -47,9 +46,7 @@ def _sentence_step_kernel(
     BLOCK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    slot = tl.load(rows + b).to(tl.int64)
-    if slots_of_row is not None:
-        slot = tl.load(slots_of_row + slot)
+    slot = tl.load(slots + b).to(tl.int64)
     if slot == 0:
         return
     token_bits = tl.load(bits + tl.load(token_ids + b).to(tl.int64))
@@ -79,10 +76,9 @@ def _sentence_step_kernel(
 
 def sentence_step(
     hidden: Tensor,
-    rows: Tensor,
+    slots: Tensor,
     token_ids: Tensor,
     *,
-    slots_of_row: Tensor | None = None,
     bits: Tensor,
     preset: Tensor,
     total: Tensor,
@@ -91,17 +87,15 @@ def sentence_step(
     after_delimiter: Tensor,
     vectors: Tensor,
 ) -> None:
-    """Add one token per row to its open sentence; at a delimiter store the sentence's mean vector.
+    """Add one token per call to its open sentence; at a delimiter store the sentence's mean vector.
 
     A full table keeps writing its last entry.
 
     Args:
         hidden: float16, bfloat16 or float32 [B, D], rows contiguous, after the final norm.
-        rows: int64 or int32 [B], row of the page table of each token; any number of them may name
-            a row of slot 0, otherwise no two tokens share a slot.
+        slots: int64 or int32 [B], recording slot of each token, 0 for none; any number of tokens
+            may have none, no two others share a slot.
         token_ids: int64 or int32 [B], the token that each hidden state belongs to.
-        slots_of_row: int64 [table rows], slot of each row, 0 for none; without it ``rows`` are
-            slots.
         bits: uint8 [vocabulary], the presets under which each token closes a sentence.
         preset: uint8 [slots], the preset of each slot as a bit.
         total: float32 [slots, D], contiguous, running sums (changed in place, as are all below).
@@ -130,9 +124,8 @@ def sentence_step(
         return
     _sentence_step_kernel[(count,)](
         hidden,
-        rows,
+        slots,
         token_ids,
-        slots_of_row,
         bits,
         preset,
         total,
@@ -159,13 +152,13 @@ def bytes_moved(
     """Floor of the bytes of device memory that one call moves, by kind.
 
     Args:
-        tracked: rows with a slot. closing: of those, rows at a delimiter.
+        tracked: tokens with a slot. closing: of those, tokens at a delimiter.
     """
     return {
         "hidden": tracked * hidden_size * hidden_bytes,
         "sums": 8 * tracked * hidden_size,
-        # row, slot and token 24, bits and preset 2; read and written: length 8, index 16, flag 2
-        "entries": 52 * tracked,
+        # slot and token 16, bits and preset 2; read and written: length 8, index 16, flag 2
+        "entries": 44 * tracked,
         "vectors": vector_bytes * closing * hidden_size,
     }
 
@@ -181,7 +174,7 @@ def compile_cases() -> list[CompileCase]:
                 function=_sentence_step_kernel,
                 signature={
                     "hidden": f"*{name}",
-                    **dict.fromkeys(("rows", "token_ids", "slots_of_row", "index"), "*i64"),
+                    **dict.fromkeys(("slots", "token_ids", "index"), "*i64"),
                     **dict.fromkeys(("bits", "preset"), "*u8"),
                     **dict.fromkeys(("total", "length"), "*fp32"),
                     "vectors": f"*{name}",

@@ -44,38 +44,34 @@ def test_the_ring_is_what_torch_writes(
 ) -> None:
     torch.manual_seed(tokens)
     truth, found = (poisoned_ring(heads, head_dim, dtype, device) for _ in range(2))
-    slots_of_row = torch.zeros(20, dtype=torch.int64, device=device)
-    tracked = torch.tensor([11, 3, 17, 6, 5], device=device)[:tokens]
-    slots_of_row[tracked] = torch.tensor([4, 1, 6, 2, 5], device=device)[:tokens]
+    slots = torch.tensor([4, 1, 6, 2, 5], device=device)[:tokens]
     positions = torch.tensor([0, WINDOW, 2**40 + 3, 6, 123], device=device)[:tokens]
     for step in range(3):
         q = fused(tokens, heads, head_dim, dtype).to(device)
-        truth.write(1, slots_of_row[tracked], positions + step, q)
-        ring_write(q, tracked, positions + step, found.data[1], slots_of_row=slots_of_row)
+        truth.write(1, slots, positions + step, q)
+        ring_write(q, slots, positions + step, found.data[1])
     assert not truth.data[1].isnan().all()
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
 
 
-def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
-    """Rows of untracked calls, and the padding of a captured batch, which repeats row 0."""
+def test_tokens_without_a_slot_write_nothing(device: torch.device) -> None:
+    """Tokens of untracked calls, and the padding of a captured batch."""
     truth, found = (poisoned_ring(2, 24, torch.float32, device) for _ in range(2))
-    slots_of_row = torch.tensor([0, 3, 0, 5, 0], device=device)
-    rows = torch.tensor([2, 3, 0, 1, 4, 0, 0], dtype=torch.int32, device=device)
+    slots = torch.tensor([0, 5, 0, 3, 0, 0, 0], dtype=torch.int32, device=device)
     positions = torch.tensor([9, 8, 7, 6, 5, 4, 0], device=device)
     q = torch.randn(7, 2, 24, device=device)
     tracked = torch.tensor([1, 3], device=device)
-    truth.write(0, slots_of_row[rows[tracked].long()], positions[tracked], q[tracked])
-    ring_write(q, rows, positions, found.data[0], slots_of_row=slots_of_row)
+    truth.write(0, slots[tracked].long(), positions[tracked], q[tracked])
+    ring_write(q, slots, positions, found.data[0])
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
     assert found.data[0, 0].isnan().all()
 
-    nobody = torch.zeros_like(slots_of_row)
-    ring_write(q, rows, positions + 1, found.data[0], slots_of_row=nobody)
+    ring_write(q, torch.zeros_like(slots), positions + 1, found.data[0])
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
 
 
 @pytest.mark.parametrize("ring_dtype", FLOATS, ids=str)
-def test_flat_queries_slots_as_they_are_and_another_dtype(
+def test_flat_queries_and_another_dtype(
     device: torch.device, ring_dtype: torch.dtype
 ) -> None:
     truth, found = (poisoned_ring(3, 40, ring_dtype, device) for _ in range(2))
@@ -122,4 +118,4 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 def test_bytes_moved() -> None:
     """R1-Qwen-7B, one token: 28 heads of 128, read and written in bfloat16."""
     moved = bytes_moved(1, query_heads=28, head_dim=128, q_bytes=2, ring_bytes=2)
-    assert moved == {"queries": 7168, "ring": 7168, "indices": 24}
+    assert moved == {"queries": 7168, "ring": 7168, "indices": 16}

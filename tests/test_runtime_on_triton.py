@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_on_cpu import on_triton
+from kernels_on_cpu import KERNELS, on_triton
 from synthetic import SyntheticServer, served
+from triton.runtime.interpreter import InterpretedFunction
+from triton_tools import triton_type
 
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.row_compaction as row_compaction
@@ -55,6 +57,38 @@ def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(recorded[name], tables[name]), name
     for name in ("total", "vectors", "redundancy"):
         torch.testing.assert_close(recorded[name], tables[name], atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of all arguments, None and other constants among them, are those of a compiled variant.
+
+    A type that no variant has would be compiled in a server, with spills that no test has seen.
+    """
+    variants = [case for module in KERNELS for case in module.compile_cases()]
+    launched: dict[tuple[Any, ...], str] = {}
+    run = InterpretedFunction.run
+
+    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = {**dict(zip(self.arg_names, arguments, strict=False)), **options}
+        types = {name: triton_type(given[name]) for name in self.arg_names if name in given}
+        launched[self.fn.__name__, *types.items()] = self.fn.__name__
+        return run(self, *arguments, **options)
+
+    with on_triton():
+        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        history(80)
+    compiled = {case.function.fn.__name__ for case in variants}
+    assert set(launched.values()) == compiled - {"_steering_add_kernel"}
+    for name, *types in launched:
+        of_kernel = [case for case in variants if case.function.fn.__name__ == name]
+        assert any(all(has(case, *one) for one in types) for case in of_kernel), (name, types)
+
+
+def has(case: Any, name: str, type_: str) -> bool:
+    """Whether a compiled variant takes this argument as it is passed."""
+    if name in case.constexprs:
+        return triton_type(case.constexprs[name]) == type_
+    return case.signature[name] == type_ or (case.signature[name], type_) == ("i64", "i32")
 
 
 def test_due_calls_share_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,14 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+_TYPE_NAMES = {
+    **TRITON_NAMES,
+    **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"},
+}
 _MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has the name from 3.13 on
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 _COMPILE = KERNELS.parent / "bench" / "compile_kernels.py"
@@ -140,6 +146,15 @@ def far_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 def data_pointers(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [len(tensors)], their addresses, on their device; the caller keeps the tensors."""
     return torch.tensor([t.data_ptr() for t in tensors], device=tensors[0].device)
+
+
+def triton_type(value: Any) -> str:
+    """How a signature of Triton's calls an argument of a launch, such as ``*bf16`` or ``i32``."""
+    if isinstance(value, Tensor):
+        return f"*{_TYPE_NAMES[value.dtype]}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32" if isinstance(value, float) else str(value)
 
 
 def assert_as_close(found: Tensor, reference: Tensor, truth: Tensor, tiny: float = 1e-7) -> None:
