@@ -5,7 +5,7 @@
 
 First the device's copy bandwidth and matrix rates are measured; they make the two floors. On a GPU
 the Triton kernels are timed; anywhere else plain torch, which is what runs there, and the column
-``implementation`` says so. ``decode_attention_us`` is the attention of one decode step over the
+``implementation`` says so. ``decode_attention_us_p50`` is the attention of one decode step over the
 same cached tokens, all layers: FlashInfer's or SGLang's, and empty where a GPU has neither. One row
 per kernel and shape in bench/rows/kernels.csv. Slots are in random order, as after evictions.
 """

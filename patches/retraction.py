@@ -1,8 +1,9 @@
 """Retraction: who gives way when the pool is full, and what happens to its state.
 
-A retracted request loses its KV and is prefilled again from prompt + generated tokens. That prefill
-is exact (full attention), so its eviction starts anew. Only the prompt may go to the radix tree
-then: the generated part has to stay the call's own, or it could not be evicted again.
+A retracted call comes back from its backup (``backup.py``) or, without one, is prefilled again from
+prompt + generated tokens. That prefill is exact (full attention), so its eviction starts anew. Only
+the prompt may go to the radix tree then: the generated part has to stay the call's own, or it could
+not be evicted again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def reset_call(result: None, req: Any) -> None:
 def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
     """AFTER ``ScheduleBatch._get_decode_retraction_order``: the last in the list gives way first.
 
-    Requests that could not be recomputed move to the front: they are never chosen while another one
-    is left.
+    Requests that could be neither restored nor recomputed move to the front: they are never chosen
+    while another one is left.
     """
     fixed = {i for i in order if must_stay(reqs[i])}
     if not fixed:

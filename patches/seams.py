@@ -200,7 +200,7 @@ SEAMS: tuple[Seam, ...] = (
         "extend",
         "(self, req)",
         "admission:_BudgetedAdder",
-        "a call that cannot be recomputed never gives way",
+        "a call that can be neither restored nor recomputed never gives way",
     ),
     Seam(
         f"{_ADDER}._get_running_request_total_token_offset",
@@ -224,7 +224,7 @@ SEAMS: tuple[Seam, ...] = (
         "after",
         "(self)",
         "retraction:reset_call",
-        "eviction starts anew after a retraction",
+        "a retracted call is restored, or its eviction starts anew",
     ),
     Seam(
         f"{_REQ}.init_next_round_input",
@@ -325,8 +325,8 @@ SEAMS: tuple[Seam, ...] = (
         "model_executor.runner_utils.capture_mode.get_is_capture_mode",
         "use",
         "()",
-        "steering:attach_steering",
-        "a captured step contains the addition whether or not anybody is steered",
+        "capturing:capturing",
+        "a captured step contains recording and steering, whoever runs in it",
     ),
     # -- the way out
     Seam(

@@ -1,4 +1,4 @@
-"""``skipkv doctor``, ``skipkv trace`` and ``skipkv report``."""
+"""``skipkv doctor``, ``skipkv trace``, ``skipkv report`` and ``skipkv steering``."""
 
 from __future__ import annotations
 

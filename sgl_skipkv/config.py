@@ -102,7 +102,7 @@ class ServerConfig(Settings):
         256, ge=8, le=65536, description="sentences compared per call; older ones are not"
     )
     max_tracked_calls: int = Field(
-        256, ge=1, le=65536, description="budgeted calls that can run at once"
+        256, ge=1, le=65536, description="scored calls that can run at once; more wait"
     )
     query_rings: int | None = Field(
         None, ge=1, le=65536, description="rings of recent queries; calls that take turns share one"

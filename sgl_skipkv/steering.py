@@ -180,7 +180,7 @@ class Steerer:
         self._steered[row] = False
 
     def nonexecution_sentences(self, row: int) -> int:
-        """The device's own count; waits for it."""
+        """The device's own count, for tests; waits for it."""
         return int(self._nonexecution[row])
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:

@@ -179,30 +179,22 @@ def own_draws() -> Iterator[None]:
         providers.CONSTANTS_CACHE.cache.clear()
 
 
-def run_machine(
-    examples: int, *, steps: int = 40, seed: int | None = None, shrink: bool = False
-) -> Counter[str]:
-    """Drive so many lives; what happened in them.
-
-    Args:
-        seed: None draws the same lives every time.
-        shrink: make a failing life short before it is reported, which takes time.
+def run_machine(examples: int, *, steps: int, seed: int) -> Counter[str]:
+    """Drive so many lives; what happened in them. The same seed draws the same lives.
 
     Raises:
         AssertionError: an invariant does not hold; or whatever a broken scheduler raises.
     """
     PoolMachine.seen, PoolMachine.lives = Counter(), 0
-    machine: type[PoolMachine] = PoolMachine
-    if seed is not None:
-        machine = hypothesis.seed(seed)(type("SeededPoolMachine", (PoolMachine,), {}))
+    machine = hypothesis.seed(seed)(type("SeededPoolMachine", (PoolMachine,), {}))
     chosen = settings(
         MACHINE,
         max_examples=examples,
         stateful_step_count=steps,
-        derandomize=seed is None,
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        derandomize=False,
+        phases=[Phase.generate],
         report_multiple_bugs=False,
-        verbosity=Verbosity.normal if shrink else Verbosity.quiet,
+        verbosity=Verbosity.quiet,
     )
     with own_draws():
         run_state_machine_as_test(machine, settings=chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 from importlib import metadata
@@ -39,6 +40,12 @@ def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
         line = next(line for line in lines if row.name in line and row.why in line)
         assert f" {row.supported} " in line
     assert "ready" in doctor.stdout
+
+
+def test_every_seam_names_what_uses_it() -> None:
+    """Hooks are resolved when they are installed; those of the kind "use" only here."""
+    for seam in SEAMS:
+        assert callable(pkgutil.resolve_name(f"sgl_skipkv.patches.{seam.hook}")), seam
 
 
 def test_the_matrix_covers_what_sglang_offers() -> None:

@@ -71,9 +71,7 @@ def test_tokens_without_a_slot_write_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("ring_dtype", FLOATS, ids=str)
-def test_flat_queries_and_another_dtype(
-    device: torch.device, ring_dtype: torch.dtype
-) -> None:
+def test_flat_queries_and_another_dtype(device: torch.device, ring_dtype: torch.dtype) -> None:
     truth, found = (poisoned_ring(3, 40, ring_dtype, device) for _ in range(2))
     slots, positions = (
         torch.tensor([6, 2, 4], device=device),

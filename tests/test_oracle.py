@@ -40,7 +40,7 @@ SERVERS = {
 
 
 def make_calls(tag: str) -> list[dict[str, Any]]:
-    """Two budgets per policy on prompts of 120 to 130 tokens, 100 of them shared."""
+    """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared."""
     rng = random.Random(7)
     draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     prefix = draw(100)
@@ -73,7 +73,7 @@ def families(fleet: Fleet, server: Server) -> Iterator[dict[tuple[str, bool], Se
 
 @pytest.fixture(scope="module")
 def answers(families) -> dict[Any, list[dict[str, Any]]]:  # type: ignore[no-untyped-def]
-    """Each server's answers to the same calls, sent all at once (so in batches of up to 22)."""
+    """Each server's answers to the same calls, sent all at once (so in batches of up to 24)."""
     return {key: server.generate_all(make_calls("all")) for key, server in families.items()}
 
 
