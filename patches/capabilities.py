@@ -226,6 +226,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         Setting("disagg.disaggregation_mode", ("null",), "PD disaggregation"),
     ),
     Capability(
+        "PD multiplexing",
+        "no",
+        "a prefill is split, and steps run between its parts",
+        Setting("disagg.enable_pdmux", _OFF, "PD multiplexing"),
+    ),
+    Capability(
         "HiCache",
         "no",
         "rows are written through by logical length",

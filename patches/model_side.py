@@ -99,7 +99,7 @@ def build_model_side(
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
-        dtype=runner.dtype,
+        dtype=_recorded_dtype(runner),
         device=device,
     )
     if config.asked:
@@ -112,6 +112,13 @@ def build_model_side(
     side = ModelSide(shape, scale, delimiters, recorder, steerer, capture)
     runner.skipkv = side
     return side
+
+
+def _recorded_dtype(runner: Any) -> torch.dtype:
+    """Queries are scored against cached keys, so they are kept in their type, if it is wide enough:
+    quantised keys come back in the model's."""
+    keys: torch.dtype = runner.kv_cache_dtype
+    return keys if keys in (torch.float16, torch.bfloat16, torch.float32) else runner.dtype
 
 
 def _build_steerer(

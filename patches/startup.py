@@ -50,9 +50,11 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
-    del room  # from here on compactions find it free
+    runner = scheduler.tp_worker.model_runner
+    # From here on compactions find it free; where graphs are captured before the pool is sized for
+    # good, from ``bind`` on.
+    scheduler.skipkv_room = room if runner.token_to_kv_pool.post_capture_active else None
     if side is not None:
-        runner = scheduler.tp_worker.model_runner
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
 
@@ -65,17 +67,29 @@ def _room_for_compactions(
         torch.OutOfMemoryError: no room for it.
     """
     runner = scheduler.tp_worker.model_runner
-    device = torch.device(runner.device)
-    if not uses_triton(device):
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     wanted_bytes = reserved_bytes(
-        *(free_bytes, total_bytes, scheduler.server_args.mem_fraction_static),
+        _pool_bytes(runner),
         config.compaction_work_bytes,
         head_dim=side.shape.head_dim,
-        value_bytes=runner.dtype.itemsize,
+        value_bytes=runner.kv_cache_dtype.itemsize,
     )
+    device = torch.device(runner.device)
+    if not uses_triton(device):  # asked last: a CPU server, too, shows that the numbers are there
+        return None
     return torch.empty(wanted_bytes, dtype=torch.uint8, device=device)
+
+
+def _pool_bytes(runner: Any) -> int:
+    """What SGLang will find for its KV pool, by its own rule: what is free, less what
+    ``--mem-fraction-static`` leaves of the memory before the model was loaded.
+
+    ``ServerArgs`` does not tell the fraction: there it stays None unless somebody gave one.
+    """
+    from sglang.srt.utils import get_available_gpu_memory
+
+    kept_gib = runner.pre_model_load_memory * (1.0 - runner.mem_fraction_static)
+    free_gib = get_available_gpu_memory(runner.device, runner.gpu_id)
+    return max(0, int((free_gib - kept_gib) * 2**30))
 
 
 def _can_record(scheduler: Any) -> bool:
@@ -92,6 +106,7 @@ def _can_record(scheduler: Any) -> bool:
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
+    scheduler.skipkv_room = None  # the pool is as large as it will be
     config, runner = config_of(scheduler.server_args), scheduler.tp_worker.model_runner
     # The checks read this SGLang's attributes; in another one they might not exist.
     reasons = seams.problems() or missing_capabilities(scheduler)

@@ -40,25 +40,13 @@ def in_parts(row_tokens: Sequence[int], heads: int, work_bytes: int) -> list[lis
     return parts
 
 
-def reserved_bytes(
-    free_bytes: int,
-    total_bytes: int,
-    mem_fraction_static: float,
-    work_bytes: int,
-    *,
-    head_dim: int,
-    value_bytes: int,
-) -> int:
-    """Room to hold while the KV pool is sized: one part's work, and what all its tokens carry.
-
-    ``work_bytes + pool * 4 / (2 d value_bytes)``, with SGLang's rule for the pool: what is free
-    when the model is loaded, less ``1 - mem_fraction_static`` of the device.
+def reserved_bytes(pool_bytes: int, work_bytes: int, *, head_dim: int, value_bytes: int) -> int:
+    """Room to hold while the KV pool is sized: one part's work, and what all its tokens carry,
+    ``work_bytes + pool_bytes * 4 / (2 d value_bytes)``.
 
     Args:
-        free_bytes, total_bytes: of the device, now and in all.
-        work_bytes: of a part.
+        pool_bytes: of the pool, if nothing were held. work_bytes: of a part.
         head_dim, value_bytes: d and bytes of one cached number; a token of one layer and KV head
             has 2 d of them.
     """
-    pool_bytes = max(0, free_bytes - int((1.0 - mem_fraction_static) * total_bytes))
     return work_bytes + pool_bytes * _CARRIED_BYTES // (2 * head_dim * value_bytes)

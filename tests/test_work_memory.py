@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang.srt.utils
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ WORK_BYTES = ServerConfig().compaction_work_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sglang() -> Iterator[None]:
+def plugin() -> Iterator[None]:
     with plugin_and_topology():
         yield
 
@@ -67,27 +68,30 @@ def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
 
 def test_what_is_reserved() -> None:
     """On an 80 GB device with 15 GB of weights: a part's work, and 4 of 512 bytes of the pool."""
-    total, weights = 80 * 10**9, 15 * 10**9
-    qwen = {"head_dim": 128, "value_bytes": 2}
-    pool = 68 * 10**9 - weights
-    found = reserved_bytes(total - weights, total, 0.85, WORK_BYTES, **qwen)
+    pool = (68 - 15) * 10**9
+    found = reserved_bytes(pool, WORK_BYTES, head_dim=128, value_bytes=2)
     assert found == pytest.approx(WORK_BYTES + pool / 128, abs=1)
     config = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     token_bytes = kv_bytes_per_token({**config, "head_dim": 128, "hidden_size": 3584}, 2)
     carried_per_token = 4 * QWEN_HEADS
     assert (found - WORK_BYTES) / pool == pytest.approx(carried_per_token / token_bytes, rel=1e-6)
-    assert reserved_bytes(10**9, total, 0.85, WORK_BYTES, **qwen) == WORK_BYTES, (
-        "no pool, nothing carried"
-    )
+    assert reserved_bytes(0, WORK_BYTES, head_dim=128, value_bytes=2) == WORK_BYTES
 
 
-def test_the_room_is_held_until_the_pool_is_sized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While SGLang sizes its pool, and not a moment longer. On a device with kernels."""
-    args = SimpleNamespace(mem_fraction_static=0.9)
-    runner = SimpleNamespace(device="cpu", dtype=torch.bfloat16)
+@pytest.mark.parametrize("after_capture", [False, True])
+def test_the_room_is_held_until_the_pool_is_sized(
+    monkeypatch: pytest.MonkeyPatch, after_capture: bool
+) -> None:
+    """While SGLang sizes its pool, and not a moment longer. On a device with kernels.
+
+    Servers on the CPU ask the real runner for these numbers, and hold nothing.
+    """
+    runner = SimpleNamespace(device="cpu", kv_cache_dtype=torch.bfloat16, gpu_id=0)
+    runner.pre_model_load_memory, runner.mem_fraction_static = 10_000 / 2**30, 0.9
     runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(5, 1))
+    runner.token_to_kv_pool = SimpleNamespace(post_capture_active=after_capture)
     worker = SimpleNamespace(model_runner=runner)
-    scheduler = SimpleNamespace(server_args=args, tp_worker=worker)
+    scheduler = SimpleNamespace(server_args=None, tp_worker=worker)
     rows: list[int] = []
     side = SimpleNamespace(shape=SimpleNamespace(head_dim=64), use_rows=rows.append)
     config = ServerConfig(kv_budget=64, compaction_work_bytes=1000)
@@ -110,9 +114,9 @@ def test_the_room_is_held_until_the_pool_is_sized(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(startup, "build_model_side", lambda *_: side)
     assert room_for(config, scheduler, side) is None, "plain torch"
     monkeypatch.setattr(startup, "uses_triton", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8_000, 10_000))
+    monkeypatch.setattr(sglang.srt.utils, "get_available_gpu_memory", lambda *_: 8_000 / 2**30)
     startup.reserve(sizes_its_pool, scheduler)
-    assert [one() for one in held] == [None] and rows == [5]
+    assert [one() is not None for one in held] == [after_capture] and rows == [5]
     assert scheduler.skipkv_reasons == []
 
 
