@@ -42,7 +42,8 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if binding.capture is not None and result.forward_mode.is_extend():
         binding.capture.begin(batch)
     recorder, steerer = binding.runtime.recorder, binding.runtime.steerer
-    recorder.current = None  # the forward passes of one process come one after the other
+    # The forward passes of one process come one after the other.
+    recorder.current, recorder.records_decode = None, False
     if steerer is not None:
         steerer.factors = None
     if binding.poison is not None:
@@ -56,8 +57,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if result.forward_mode.is_decode():
         positions = result.orig_seq_lens - 1
         result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
-        if any(state is not None and state.slot for state in states):
-            recorder.current = recorder.decode_recording(result.req_pool_indices, positions.long())
+        recorder.records_decode = any(state is not None and state.slot for state in states)
     elif result.forward_mode.is_extend():
         shifts = [0 if state is None else state.evicted_tokens for state in states]
         if any(shifts):  # of restored rows
@@ -110,9 +110,11 @@ def record_queries(
     recorder: Recorder | None = vars(attention).get("skipkv")
     if recorder is None:
         return
-    if attention.layer_id == 0 and capturing() and forward_batch.forward_mode.is_decode():
+    begins_step = attention.layer_id == 0 and forward_batch.forward_mode.is_decode()
+    if begins_step and (recorder.records_decode or capturing()):
         # A captured step records for every lane, whoever will sit there; lanes of nobody go to
-        # scratch. The rows and positions it reads are the graph's own buffers.
+        # scratch. The rows and positions it reads are the graph's own buffers. A replay runs none
+        # of this, so a step says where it writes here and not before.
         recorder.current = recorder.decode_recording(
             forward_batch.req_pool_indices, forward_batch.positions.long()
         )

@@ -174,6 +174,8 @@ class Recorder:
 
     Attributes:
         current: where the forward pass that is being launched records; None for nowhere.
+        records_decode: whether it is a decode step with a call that records: its first layer says
+            where.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Recorder:
         self.device = device
         self.rings = rings
         self.current: Recording | None = None
+        self.records_decode = False
         self.slots = SlotTable(slots, device)
         self._new_queries = partial(
             QueryRings,

@@ -260,5 +260,6 @@ class HookCalls(HookObjects):
             req_pool_indices=running.req_pool_indices,
         )
         forward.prepare_forward(result, type(self), running)
-        self.seen["recorded"] += self.world.recorder.current is not None
+        recorder = self.world.recorder
+        self.seen["recorded"] += recorder.records_decode or recorder.current is not None
         assert result.positions.shape[0] == tokens

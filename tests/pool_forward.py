@@ -80,7 +80,7 @@ class Forward(Books):
             sampled.append(None if middle else next_token(row[-1].tag))
             req.fed_next = sampled[-1]
         self._store(batch.out_cache_loc.tolist(), written)
-        self._record(tokens, written)
+        self._record(forward, tokens, written)
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
 
@@ -104,12 +104,14 @@ class Forward(Books):
         kv_pool.get_key_buffer(0)[slots] = keys_of(written)
         kv_pool.get_value_buffer(0)[slots] = values_of(written)
 
-    def _record(self, tokens: list[int], written: list[Entry]) -> None:
+    def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
+        """As the model's only attention layer and its logits layer do."""
+        from sgl_skipkv.patches.forward import record_hidden, record_queries
+
         recorder = self.req_to_token_pool.skipkv.runtime.recorder
-        recording = recorder.current
-        if recording is None:
-            return
+        layer = SimpleNamespace(skipkv=recorder, layer_id=0)
         tags = [one.tag for one in written]
-        recorder.record_queries(recording, 0, QUERIES[[tag % len(QUERIES) for tag in tags]])
+        queries = QUERIES[[tag % len(QUERIES) for tag in tags]]
+        record_queries(layer, queries, None, None, forward)
         hidden = HIDDENS[[tag % len(HIDDENS) for tag in tags]]
-        recorder.record_hidden(recording, torch.tensor(tokens), hidden)
+        record_hidden(layer, torch.tensor(tokens), hidden)
