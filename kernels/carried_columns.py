@@ -32,7 +32,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 _TILE = {"HEAD_TILE": 4, "BLOCK": 128}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "blocks"])
 def _carried_columns_kernel(
     requests, count, blocks, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -35,8 +35,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
-from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.paged_keys import (
+    COMPILED,
+    SIGNATURE,
+    PagedKeys,
+    example_constants,
+    widened,
+)
 from sgl_skipkv.kernels.spared_columns import KnownSpared, pairs, spared_columns
 
 _EPS = tl.constexpr(1e-8)
@@ -46,12 +52,12 @@ _SUM_BLOCK = 512
 _MEAN = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "tasks"])
 def _norms_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
     tasks, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Inverse norms, the sum of unit keys of each task, and column sums of 0."""
     d = tl.arange(0, HEAD_DIM)
@@ -70,7 +76,8 @@ def _norms_kernel(
             inside = i < n
             slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
             k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-            k = tl.load(keys + k_offset, mask=inside[:, None], other=0.0).to(tl.float32)
+            k = tl.load(keys + k_offset, mask=inside[:, None], other=0)
+            k = widened(k, FLOAT8).to(tl.float32)
             inverse = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(tl.sum(k * k, axis=1)), _EPS))
             total += tl.sum(k * inverse[:, None], axis=0)
             tl.store(inverse_norms + row + i, inverse, mask=inside)
@@ -78,12 +85,12 @@ def _norms_kernel(
         tl.store(unit_sums + tl.cast(task, tl.int64) * HEAD_DIM + d, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "tasks"])
 def _column_sums_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
     tasks, spared, normalisers, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
-    K_TYPE: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    K_TYPE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Column sums without the spared entries, and each task's sum of exp(mean over rows)."""
     d = tl.arange(0, HEAD_DIM)
@@ -102,7 +109,8 @@ def _column_sums_kernel(
             inside = i < n
             slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
             k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-            k = tl.load(keys + k_offset, mask=inside[:, None], other=0.0).to(tl.float32)
+            k = tl.load(keys + k_offset, mask=inside[:, None], other=0)
+            k = widened(k, FLOAT8).to(tl.float32)
             inverse = tl.load(inverse_norms + row + i, mask=inside, other=0.0)
             unit = k * inverse[:, None]
             others = tl.sum(unit * (total[None, :] - unit), axis=1)
@@ -111,7 +119,8 @@ def _column_sums_kernel(
             spares = (c >= 0) & (c != i)  # the diagonal is 0 as it is
             slot = tl.load(page + c, mask=spares, other=0).to(tl.int64)
             k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-            k = tl.load(keys + k_offset, mask=spares[:, None], other=0.0).to(tl.float32)
+            k = tl.load(keys + k_offset, mask=spares[:, None], other=0)
+            k = widened(k, FLOAT8).to(tl.float32)
             inverse = tl.load(inverse_norms + row + c, mask=spares, other=0.0)
             value = tl.sum(unit * (k * inverse[:, None]), axis=1)
             tl.atomic_add(sums + row + c, (value * -_UNIT).to(tl.int64), spares, sem="relaxed")
@@ -125,7 +134,7 @@ def _column_sums_kernel(
         tl.store(normalisers + task, tl.sum(normaliser, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "blocks"])
 def _mean_kernel(
     sums, normalisers, columns, offsets, out, blocks, HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -197,7 +206,9 @@ def key_redundancy(
 
 def _blocks(dtype: torch.dtype) -> tuple[tuple[int, int], int]:
     """Keys that the first and the third kernel take at once, and their warps."""
-    return ((32, 32), 4) if dtype == torch.float32 else ((128, 64), 8)
+    if dtype == torch.float32:
+        return (32, 32), 4
+    return ((128, 64), 8) if dtype in TRITON_NAMES else ((64, 64), 8)
 
 
 def workspace_bytes(
@@ -247,25 +258,24 @@ def operations(
 
 
 def compile_cases() -> list[CompileCase]:
-    """R1-Qwen-7B, and heads of 64."""
+    """Every type of keys and size of heads, and the mean over the heads of R1-Qwen-7B."""
     cases = []
-    for dtype, name in TRITON_NAMES.items():
-        signature = {
-            **SIGNATURE,
-            **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
-            "sums": "*i64",
-            **dict.fromkeys(("columns", "tasks"), "i32"),
-        }
-        both = {"spared": "*i32", "normalisers": "*fp32"}
-        for head_dim in (128, 64):
-            constants, (blocks, warps) = example_constants(dtype, head_dim), _blocks(dtype)
-            tag = f"{name}-d{head_dim}"
-            norms, sums = ({**constants, "BLOCK": block} for block in blocks)
-            sums["SUM_BLOCK"] = _SUM_BLOCK
-            cases += [
-                CompileCase(f"{tag}-norms", _norms_kernel, signature, norms, (), warps),
-                CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), warps),
-            ]
+    signature = {
+        **SIGNATURE,
+        **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
+        "sums": "*i64",
+        **dict.fromkeys(("columns", "tasks"), "i32"),
+    }
+    both = {"spared": "*i32", "normalisers": "*fp32"}
+    for dtype, head_dim in COMPILED:
+        constants, (blocks, warps) = example_constants(dtype, head_dim), _blocks(dtype)
+        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        norms, sums = ({**constants, "BLOCK": block} for block in blocks)
+        sums["SUM_BLOCK"] = _SUM_BLOCK
+        cases += [
+            CompileCase(f"{tag}-norms", _norms_kernel, signature, norms, (), warps),
+            CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), warps),
+        ]
     signature = {"sums": "*i64", "offsets": "*i64", "columns": "i32", "blocks": "i32"}
     signature |= dict.fromkeys(("normalisers", "out"), "*fp32")
     return [*cases, CompileCase("mean", _mean_kernel, signature, {"HEADS": 112, **_MEAN})]

@@ -18,8 +18,8 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def kernels_read(head_dim: int) -> bool:
-    """Whether the scoring kernels read heads of this size: powers of two, from 16 on."""
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    """Whether the scoring kernels read heads of this size: powers of two from 16 to 256."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
 
 
 def register_limit(limits: Mapping[int, int], device: torch.device) -> dict[str, int]:

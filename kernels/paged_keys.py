@@ -4,6 +4,9 @@ Keys never move for scoring: entry ``i`` of a request's row of the page table na
 holds the keys of its i-th cached token, in the K buffer of every layer.
 """
 
+# Triton ships no types, and its functions are a language of their own.
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.kernels.on_device import kernels_read
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+#: float8 dtype -> its exponent bits. Loaded as bytes, because sm_80 knows no such type.
+_EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 SIGNATURE = {
     **dict.fromkeys(("k_ptrs", "rows", "offsets"), "*i64"),
     "req_to_token": "*i32",
@@ -26,19 +32,38 @@ SIGNATURE = {
 """Triton's types of what ``PagedKeys.arguments`` passes."""
 
 
+@triton.jit
+def widened(keys, FLOAT8: tl.constexpr):
+    """Keys as they are computed with: bytes of float8 as float16, exactly; all others as they are.
+
+    Args:
+        FLOAT8: exponent bits of the float8 type, 4 (e4m3, without infinities) or 5 (e5m2), or 0.
+    """
+    if FLOAT8 == 5:  # the upper byte of a float16
+        keys = (keys.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    if FLOAT8 == 4:  # an exponent of one bit less, whose bias is less by 8
+        bits = keys.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        value = half.to(tl.float16, bitcast=True) * 256.0
+        keys = tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+    return keys
+
+
 @dataclass(frozen=True)
 class PagedKeys:
     """Requests that are scored together. Nothing here is changed, and no shape is read back.
 
     Attributes:
-        layer: float16, bfloat16 or float32 [slots, Hkv, d], any layer's rotated keys: only shape,
-            strides and dtype count. d: a power of two, at least 16; its stride 1.
+        layer: float16, bfloat16, float32 or float8 (e4m3fn, e5m2) [slots, Hkv, d], any layer's
+            rotated keys: only shape, strides and dtype count. d: a power of two, at least 16; its
+            stride 1.
         k_ptrs: int64 [L], address of every layer's keys, laid out as ``layer``, 16-byte aligned;
             their owner keeps them.
         req_to_token: int32 [table rows, width], slot of each cached token; columns contiguous.
         rows: int64 [B], each request's row of it.
         row_tokens: cached tokens of each request.
         offsets: int64 [B + 1], ``row_tokens`` summed from 0.
+        k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
 
     Raises:
         ValueError: keys that the kernels cannot read.
@@ -50,19 +75,24 @@ class PagedKeys:
     rows: Tensor
     row_tokens: Sequence[int]
     offsets: Tensor
+    k_scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.layer.dtype not in _TRITON_TYPES:
-            raise ValueError(f"layer: expected one of {[*TRITON_NAMES]}, got {self.layer.dtype}")
+        if self.layer.dtype not in KEY_NAMES:
+            raise ValueError(f"layer: expected one of {[*KEY_NAMES]}, got {self.layer.dtype}")
         if not kernels_read(self.head_dim) or self.layer.stride(2) != 1:
             raise ValueError(
-                f"layer: expected contiguous heads of 16, 32, 64, ... numbers, got "
+                f"layer: expected contiguous heads of 16, 32, ... 256 numbers, got "
                 f"{self.head_dim} with stride {self.layer.stride(2)}"
             )
-        if self.layer.stride(0) % 8 or self.layer.stride(1) % 8:
+        if any(stride * self.layer.itemsize % 16 for stride in self.layer.stride()[:2]):
             raise ValueError(
-                f"layer: expected strides that keep heads aligned to 8 numbers, got "
-                f"{[*self.layer.stride()]}"
+                f"layer: expected strides that keep heads aligned to 16 bytes, got "
+                f"{[*self.layer.stride()]} numbers of {self.layer.itemsize}"
+            )
+        if self.k_scales is not None and self.k_scales.shape != (self.layers,):
+            raise ValueError(
+                f"k_scales: expected one per layer, [{self.layers}], got {[*self.k_scales.shape]}"
             )
         counts = (len(self.row_tokens), self.rows.shape[0], self.offsets.shape[0] - 1)
         if len({*counts}) > 1:
@@ -110,7 +140,8 @@ class PagedKeys:
             "HEAD_DIM": self.head_dim,
             "K_SLOT_STRIDE": self.layer.stride(0),
             "K_HEAD_STRIDE": self.layer.stride(1),
-            "K_TYPE": _TRITON_TYPES[self.layer.dtype],
+            "K_TYPE": _TRITON_TYPES.get(self.layer.dtype, tl.uint8),
+            "FLOAT8": _EXPONENT_BITS.get(self.layer.dtype, 0),
         }
 
     def programs(self, wanted: int | None, per_processor: int) -> int:
@@ -124,6 +155,15 @@ class PagedKeys:
             properties = torch.cuda.get_device_properties(self.device)
             wanted = per_processor * properties.multi_processor_count
         return min(self.tasks, wanted or 4)
+
+
+COMPILED = (
+    *((dtype, head_dim) for dtype in TRITON_NAMES for head_dim in (128, 64)),
+    (torch.bfloat16, 256),
+    *((torch.float8_e4m3fn, head_dim) for head_dim in (128, 64)),
+    (torch.float8_e5m2, 128),
+)
+"""Dtype of keys and head size of the variants that are compiled offline."""
 
 
 def example_constants(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:

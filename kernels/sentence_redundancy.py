@@ -30,7 +30,7 @@ _EPS = tl.constexpr(1e-8)
 _TILE, _TILE_DEPTH = 32, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "counts"])  # parts of one packed tensor
 def _raise_redundancy_kernel(
     vectors,
     redundancy,

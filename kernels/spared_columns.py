@@ -40,18 +40,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
 from sgl_skipkv.kernels.on_device import register_limit
-from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+from sgl_skipkv.kernels.paged_keys import (
+    COMPILED,
+    SIGNATURE,
+    PagedKeys,
+    example_constants,
+    widened,
+)
 
 #: below every column, wherever a tile begins
 NOWHERE = tl.constexpr(-(2**30))
+#: other numbers at every compaction: one variant must do for all of them, or a server compiles
+_VARYING = ("columns", "tiles", "known_columns")
 
 
 @triton.jit
 def _last_similar(
     keys, page, inverse_norms, r, limit, floor, threshold, K_SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    FLOAT8: tl.constexpr, HEAD_DIM: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """int32 [BLOCK_ROWS]: of each row r, the largest similar column in [floor, limit) but r, or -1.
@@ -63,7 +71,7 @@ def _last_similar(
     slot = tl.load(page + r, mask=wanted, other=0).to(tl.int64)
     own_keys = keys + (slot[:, None] * K_SLOT_STRIDE + d)
     if DEPTH == HEAD_DIM:
-        own = tl.load(own_keys, mask=wanted[:, None], other=0.0)
+        own = widened(tl.load(own_keys, mask=wanted[:, None], other=0), FLOAT8)
     # cosine > threshold, multiplied by the row's norm.
     least = threshold / tl.load(inverse_norms + r, mask=wanted, other=1.0)
     best = tl.full([BLOCK_ROWS], -1, tl.int32)
@@ -80,13 +88,14 @@ def _last_similar(
             column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
             inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
             if DEPTH == HEAD_DIM:
-                other = tl.load(column_keys, mask=inside[:, None], other=0.0)
+                other = tl.load(column_keys, mask=inside[:, None], other=0)
+                other = widened(other, FLOAT8)
                 product = tl.dot(own, tl.trans(other), input_precision="ieee")
             else:
                 product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
                 for depth in range(0, HEAD_DIM, DEPTH):
-                    own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0.0)
-                    part = tl.load(column_keys + depth, mask=inside[:, None], other=0.0)
+                    own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0)
+                    part = tl.load(column_keys + depth, mask=inside[:, None], other=0)
                     product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
             # No cosine of a row is above its largest product over the smallest norm, as floats too:
             # rounding keeps their order. Below a threshold of 0 that says nothing.
@@ -105,13 +114,14 @@ def _last_similar(
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _new_columns_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
     tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Old rows: what new columns and the old answers settle; lists the others."""
     task = tl.program_id(0) // tiles
@@ -137,6 +147,7 @@ def _new_columns_kernel(
         old,
         tl.load(thresholds + request),
         K_SLOT_STRIDE,
+        FLOAT8,
         HEAD_DIM,
         DEPTH,
         BLOCK_ROWS,
@@ -154,13 +165,14 @@ def _new_columns_kernel(
         tl.store(unresolved_rows + known_row + place, r, mask=is_open)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _search_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
     tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """New rows against all columns; then the listed old ones, below where their column was."""
     task = tl.program_id(0) // tiles
@@ -198,6 +210,7 @@ def _search_kernel(
         0,
         threshold,
         K_SLOT_STRIDE,
+        FLOAT8,
         HEAD_DIM,
         DEPTH,
         BLOCK_ROWS,
@@ -282,18 +295,24 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     if dtype == torch.float32:  # no tensor cores: operands in registers, a part of d at a time
         tile = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 32, "DEPTH": min(head_dim, 16)}
         return {**tile, "num_warps": 8, "num_stages": 2}
-    tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
-    # Slots, then keys, then products: five stages keep three tiles of keys in flight.
-    return {**tile, "num_warps": 8, "num_stages": 5}
+    if dtype in TRITON_NAMES and head_dim <= 128:
+        tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
+        # Slots, then keys, then products: five stages keep three tiles of keys in flight.
+        return {**tile, "num_warps": 8, "num_stages": 5}
+    # Wider heads fit into 99 KiB of shared memory, and bytes that become float16 into registers.
+    tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 32, "DEPTH": head_dim}
+    return {**tile, "num_warps": 8, "num_stages": 3}
 
 
 def _max_registers(dtype: torch.dtype) -> dict[int, int]:
     """Per thread, by architecture, where the compiler's own choice is worse.
 
     Left alone it takes 160 of 16-bit keys on sm_90, and only one program fits on a multiprocessor;
-    float32 keys get 80 and a few bytes of spills.
+    float32 keys get 80 and a few bytes of spills, float8 keys 128 and some on sm_80.
     """
-    return dict.fromkeys((80, 90, 100), 128) if dtype == torch.float32 else {90: 128}
+    if dtype == torch.float32:
+        return dict.fromkeys((80, 90, 100), 128)
+    return {90: 128} if dtype in TRITON_NAMES else {80: 168, 90: 128}
 
 
 def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) -> int:
@@ -306,30 +325,29 @@ def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) 
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both kernels, for R1-Qwen-7B and for heads of 64, and a search where nothing is known."""
+    """Both kernels, and a search where nothing is known."""
     cases = []
     nothing = ("known", "known_offsets", "unresolved", "unresolved_rows")
-    for dtype, name in TRITON_NAMES.items():
-        for head_dim in (128, 64):
-            options = _options(dtype, head_dim)
-            warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**example_constants(dtype, head_dim), **options}
-            integers = dict.fromkeys(("columns", "tiles", "known_columns"), "i32")
-            signature = {
-                **SIGNATURE,
-                **dict.fromkeys(("inverse_norms", "thresholds"), "*fp32"),
-                **dict.fromkeys(("spared", "known", "unresolved", "unresolved_rows"), "*i32"),
-                "known_offsets": "*i64",
-                **integers,
-            }
-            first_types = {key: kind for key, kind in signature.items() if key not in nothing}
-            first = {**constexprs, **dict.fromkeys(nothing)}
-            tag = f"{name}-d{head_dim}"
-            how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-            how["max_registers"] = _max_registers(dtype)
-            cases += [
-                CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, **how),
-                CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, **how),
-                CompileCase(f"{tag}-first", _search_kernel, first_types, first, **how),
-            ]
+    for dtype, head_dim in COMPILED:
+        options = _options(dtype, head_dim)
+        warps, stages = options.pop("num_warps"), options.pop("num_stages")
+        constexprs = {**example_constants(dtype, head_dim), **options}
+        integers = dict.fromkeys(("columns", "tiles", "known_columns"), "i32")
+        signature = {
+            **SIGNATURE,
+            **dict.fromkeys(("inverse_norms", "thresholds"), "*fp32"),
+            **dict.fromkeys(("spared", "known", "unresolved", "unresolved_rows"), "*i32"),
+            "known_offsets": "*i64",
+            **integers,
+        }
+        first_types = {key: kind for key, kind in signature.items() if key not in nothing}
+        first = {**constexprs, **dict.fromkeys(nothing)}
+        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        how["max_registers"] = _max_registers(dtype)
+        cases += [
+            CompileCase(f"{tag}-new", _new_columns_kernel, signature, constexprs, **how),
+            CompileCase(f"{tag}-search", _search_kernel, signature, constexprs, **how),
+            CompileCase(f"{tag}-first", _search_kernel, first_types, first, **how),
+        ]
     return cases

@@ -1,9 +1,9 @@
 """Importance of each cached token to its request's last queries: two launches, K read once.
 
-Per layer and KV head ``a[w, i] = max over the G query heads of (q_w . k_i) * scale``, softmax over
-``i in [0, n - W)``, mean over w, ``max_pool1d(width, padding width // 2, stride 1)`` over i; then
-the mean over KV heads and layers. The truth is ``reference.window_attention``, per request and
-layer.
+Per layer and KV head ``a[w, i] = max over the G query heads of (q_w . k_i) * scale`` (times the
+layer's ``k_scale``, if keys have one), softmax over ``i in [0, n - W)``, mean over w,
+``max_pool1d(width, padding width // 2, stride 1)`` over i; then the mean over KV heads and layers.
+The truth is ``reference.window_attention``, per request and layer.
 
 Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2.
 
@@ -28,29 +28,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
-from sgl_skipkv.kernels.paged_keys import SIGNATURE, PagedKeys, example_constants
+from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.paged_keys import (
+    COMPILED,
+    SIGNATURE,
+    PagedKeys,
+    example_constants,
+    widened,
+)
 
 _PROGRAMS_PER_PROCESSOR = 2
 _SCRATCH_BYTES = 64 << 20
 _POOL = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scratch_tokens", "columns", "tasks"])
 def _importance_kernel(
-    k_ptrs, req_to_token, rows, offsets, page_stride,
+    k_ptrs, req_to_token, rows, offsets, page_stride, k_scales,
     queries, query_slots, last_positions, layer_stride, slot_stride, entry_stride, head_stride,
     scratch, scratch_tokens, importance, columns, scale_log2, tasks,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    RING: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    WINDOW_TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    FLOAT8: tl.constexpr, RING: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, WINDOW_TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     d = tl.arange(0, HEAD_DIM)
@@ -71,6 +79,9 @@ def _importance_kernel(
         query_slot = tl.load(query_slots + request)
         own_queries = queries + layer * layer_stride + query_slot * slot_stride
         last = tl.load(last_positions + request)
+        factor = scale_log2
+        if k_scales is not None:
+            factor *= tl.load(k_scales + layer)
 
         # Padding repeats the last query head, which the maximum over the group absorbs, and the
         # oldest query, which nothing stores.
@@ -88,9 +99,10 @@ def _importance_kernel(
             k = tl.load(
                 keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]),
                 mask=inside[:, None],
-                other=0.0,
+                other=0,
                 eviction_policy="evict_first",
             )
+            k = widened(k, FLOAT8).to(q.dtype)  # float16 and bfloat16 hold any float8
             for tile in range((WINDOW + WINDOW_TILE - 1) // WINDOW_TILE):
                 if TILES > 1:
                     w = tile * WINDOW_TILE + m // GROUP_PADDED
@@ -98,7 +110,7 @@ def _importance_kernel(
                     q = tl.load(
                         own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :]
                     )
-                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
                 logits = tl.reshape(logits, [WINDOW_TILE, GROUP_PADDED, BLOCK])
                 logits = tl.max(logits, axis=1)
                 w = tile * WINDOW_TILE + w_of_tile
@@ -135,7 +147,7 @@ def _importance_kernel(
         tl.debug_barrier()  # the next task overwrites the scratch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "blocks"])
 def _pool_kernel(
     importance, columns, offsets, widths, out, blocks,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -178,8 +190,9 @@ def window_attention(
 
     Args:
         paged: requests of more than ``window`` tokens each.
-        queries: [L, query slots, R, Hq, d] in the dtype of the keys, ring buffer of rotated
-            queries: that of logical position p at ``p % R``.
+        queries: [L, query slots, R, Hq, d] in the dtype of the keys, float16, bfloat16 or float32
+            if those are float8: ring buffer of rotated queries, that of logical position p at
+            ``p % R``.
         query_slots: int64 [B], where in it each request's queries are.
         last_positions: int64 [B], logical position of each request's newest query, ``window - 1``
             or more.
@@ -206,11 +219,11 @@ def window_attention(
     scratch = out.new_empty(programs, window, longest)
     importance = out.new_empty(heads, columns)
     _importance_kernel[(programs,)](
-        *paged.arguments,
+        *(*paged.arguments, paged.k_scales),
         *(queries, query_slots, last_positions, *queries.stride()[:4]),
         *(scratch, longest, importance, columns, scale * math.log2(math.e), paged.tasks),
         **paged.constants,
-        **_options(paged.layer.dtype, queries.shape[2], window, group),
+        **_options(queries.dtype, paged.head_dim, queries.shape[2], window, group),
     )
     blocks = triton.cdiv(longest, _POOL["BLOCK"])
     _pool_kernel[(len(paged.row_tokens) * blocks,)](
@@ -224,13 +237,15 @@ def window_attention(
 
 def _check(paged: PagedKeys, queries: Tensor, window: int) -> None:
     layers, _, ring, query_heads, head_dim = queries.shape
+    wide = paged.layer.dtype in TRITON_NAMES
+    dtypes = [paged.layer.dtype] if wide else [*TRITON_NAMES]
     if (
-        queries.dtype != paged.layer.dtype
+        queries.dtype not in dtypes
         or (layers, head_dim, queries.stride(4)) != (paged.layers, paged.head_dim, 1)
         or query_heads % paged.kv_heads
     ):
         raise ValueError(
-            f"queries: expected {paged.layer.dtype} [{paged.layers}, slots, R, a multiple of "
+            f"queries: expected {dtypes} [{paged.layers}, slots, R, a multiple of "
             f"{paged.kv_heads}, {paged.head_dim}], got {queries.dtype} {[*queries.shape]}"
         )
     if not 1 <= window <= ring:
@@ -239,7 +254,9 @@ def _check(paged: PagedKeys, queries: Tensor, window: int) -> None:
         raise ValueError(f"row_tokens: expected more than {window}, got {min(paged.row_tokens)}")
 
 
-def _options(dtype: torch.dtype, ring: int, window: int, group: int) -> dict[str, int]:
+def _options(
+    dtype: torch.dtype, head_dim: int, ring: int, window: int, group: int
+) -> dict[str, int]:
     """Constants of a window and launch options."""
     full = dtype == torch.float32
     group_padded = triton.next_power_of_2(group)
@@ -256,9 +273,10 @@ def _options(dtype: torch.dtype, ring: int, window: int, group: int) -> dict[str
         "TILES": tiles,
         "BLOCK": 32 if full else 64,
         "SUM_BLOCK": max(16, min(256, 2048 // (tile * tiles))),
-        "num_warps": 8 if full or tiles > 1 else 4,
-        # Slots, then keys, then products: five stages keep three blocks of keys in flight.
-        "num_stages": 2 if full else 5,
+        "num_warps": 8 if full or tiles > 1 or head_dim > 128 else 4,
+        # Slots, then keys, then products: five stages keep three blocks of keys in flight; wide
+        # heads then need more shared memory than some devices have.
+        "num_stages": 2 if full else 5 if head_dim <= 128 else 3,
     }
 
 
@@ -288,12 +306,18 @@ def bytes_moved(
     kv_heads: int,
     head_dim: int,
     key_bytes: int,
+    query_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by what they are."""
+    """Floor of the bytes of device memory that one call moves, by what they are.
+
+    Args:
+        query_bytes: of a number of a query, as many as of a key unless keys are float8.
+    """
+    query_bytes = key_bytes if query_bytes is None else query_bytes
     candidates = sum(row_tokens) - window * len(row_tokens)
     return {
         "keys": layers * kv_heads * candidates * head_dim * key_bytes,
-        "queries": layers * len(row_tokens) * window * query_heads * head_dim * key_bytes,
+        "queries": layers * len(row_tokens) * window * query_heads * head_dim * query_bytes,
         "slots": 4 * candidates,
         "means": 2 * 4 * layers * kv_heads * candidates,
         "output": 4 * candidates,
@@ -312,23 +336,26 @@ def compile_cases() -> list[CompileCase]:
     """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), and one of several products."""
     strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
     cases = []
-    for dtype, name in TRITON_NAMES.items():
+    groups = {128: ((7, 8), (4, 8)), 64: ((5, 32),), 256: ((8, 8),)}
+    for dtype, head_dim in COMPILED:
+        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
         signature = {
             **SIGNATURE,
-            "queries": f"*{name}",
+            "queries": f"*{TRITON_NAMES[wide]}",
             **dict.fromkeys(("query_slots", "last_positions"), "*i64"),
             **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
             **dict.fromkeys(("scratch", "importance"), "*fp32"),
             "scale_log2": "fp32",
         }
-        for head_dim, group, window in ((128, 7, 8), (128, 4, 8), (64, 5, 32)):
-            options = _options(dtype, window, window, group)
+        scales: dict[str, Any] = {"k_scales": None}
+        if dtype != wide:
+            signature["k_scales"], scales = "*fp32", {}
+        for group, window in groups[head_dim]:
+            options = _options(wide, head_dim, window, window, group)
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**example_constants(dtype, head_dim), **options}
-            case_name, kernel = f"{name}-d{head_dim}-g{group}-w{window}", _importance_kernel
-            cases.append(
-                CompileCase(case_name, kernel, signature, constexprs, strides, warps, stages)
-            )
+            constexprs = {**example_constants(dtype, head_dim), **scales, **options}
+            name, kernel = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}", _importance_kernel
+            cases.append(CompileCase(name, kernel, signature, constexprs, strides, warps, stages))
     signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
     signature |= dict.fromkeys(("importance", "out"), "*fp32")
     constexprs = {"WINDOW": 8, "HEADS": 112, **_POOL}

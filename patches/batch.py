@@ -68,7 +68,7 @@ def _compact(
     evicted = [0] * len(batch.reqs)
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
-    cache = paged_cache(batch)
+    cache = paged_cache(batch.req_to_token_pool, allocator)
     heads = 0 if cache is None else cache.heads
     freed: list[torch.Tensor] = []
     row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in due]

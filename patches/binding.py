@@ -7,6 +7,7 @@ of one budgeted request. (``model_runner.skipkv`` is the ``ModelSide``, see ther
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,17 @@ from sgl_skipkv.patches.poison import Poison
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.runtime import Runtime
 
+KeyScale = Callable[[int], float]
+
 
 @dataclass(frozen=True)
 class Binding:
-    """One scheduler process: what the operator set, whether we can serve it, and the runtime."""
+    """One scheduler process: what the operator set, whether we can serve it, and the runtime.
+
+    Attributes:
+        key_scale: layer -> what its cached keys are to be multiplied with; None: keys are cached
+            in the model's type, as they are.
+    """
 
     config: ServerConfig
     readiness: Readiness
@@ -30,6 +38,7 @@ class Binding:
     metrics: Metrics
     capture: HiddenCapture | None = None
     poison: Poison | None = None
+    key_scale: KeyScale | None = None
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -65,10 +65,12 @@ def _quantised_kv(scheduler: Any) -> str | None:
 
     if _pool(scheduler) is not None:
         return None  # another row says so, and other pools have other attributes
-    dtype = scheduler.token_to_kv_pool_allocator.get_kvcache().store_dtype
-    if dtype in (torch.float32, torch.float16, torch.bfloat16):
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    wide = (torch.float32, torch.float16, torch.bfloat16)
+    if pool.dtype in (*wide, *float8) and not pool.is_quantized_kv_cache:
         return None
-    return f"KV cache dtype {dtype}: scoring reads keys as they are stored"
+    return f"KV cache dtype {pool.dtype}: numbers in blocks with scales of their own"
 
 
 def _sliding_window(scheduler: Any) -> str | None:
@@ -150,7 +152,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("page size > 1", "no", "a page is freed whole, with its live tokens", _page_size),
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
     Capability("MLA", "no", "one latent per token; no keys per head to score", _pool),
-    Capability("quantised KV", "no", "scoring would need the scales", _quantised_kv),
+    Capability(
+        "quantised KV", "yes", "fp8_e4m3 and fp8_e5m2, by their layer's scale", _quantised_kv
+    ),
     Capability("sliding window", "no", "the window counts row entries", _sliding_window),
     Capability("layers of different shapes", "no", "one ring holds all queries", _uniform_layers),
     Capability(
@@ -339,7 +343,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached"),
-    Capability("head sizes", "yes", "powers of two by Triton kernels on a GPU, others in torch"),
+    Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
 )
 
 

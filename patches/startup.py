@@ -14,7 +14,7 @@ from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import seams
 from sgl_skipkv.patches.binding import Binding, binding_of
 from sgl_skipkv.patches.capabilities import missing_capabilities
-from sgl_skipkv.patches.kv_cache import kv_buffers
+from sgl_skipkv.patches.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.model_side import (
     ModelSide,
@@ -28,6 +28,7 @@ from sgl_skipkv.patches.server_args import config_of
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.steering_vector import SteeringVector
 from sgl_skipkv.trace import TraceWriter
+from sgl_skipkv.warm_up import warm_up, windows_of
 from sgl_skipkv.work_memory import reserved_bytes
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     # The checks read this SGLang's attributes; in another one they might not exist.
     reasons = seams.problems() or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
-    runtime = capture = None
+    runtime = capture = key_scale = None
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
@@ -123,15 +124,25 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
             runtime, capture = _build_runtime(config, scheduler, side, trace), side.capture
+            key_scale = side.key_scale
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
     poison = Poison() if config.poison_evicted else None
-    binding = Binding(config, readiness, runtime, scheduler, metrics, capture, poison)
+    binding = Binding(*(config, readiness, runtime, scheduler, metrics, capture, poison, key_scale))
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
+    if runtime is not None and config.asked:
+        _warm_up(config, scheduler, runtime)
     logger.info(readiness.message())
+
+
+def _warm_up(config: ServerConfig, scheduler: Any, runtime: Runtime) -> None:
+    """Compile what compactions launch, before anybody waits for it."""
+    cache = paged_cache(scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator)
+    if cache is not None:
+        warm_up(runtime.recorder, cache, windows_of(config))
 
 
 def _build_runtime(

@@ -113,6 +113,7 @@ def _paged_keys(calls: Sequence[Call]) -> PagedKeys:
         device_tensor([page.row for page in pages], device),
         tokens,
         _offsets(tokens, device),
+        cache.k_scales,
     )
 
 

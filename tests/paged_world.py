@@ -27,13 +27,16 @@ class PagedWorld:
 
     Attributes:
         layers: the K buffer of each layer, [slots, Hkv, d]; NaN in slots that no request uses.
-        of_request: per request [L, n, Hkv, d], the same keys in logical order.
+        of_request: per request [L, n, Hkv, d], the same keys in logical order; of float8 ones what
+            they stand for, in float32.
+        k_scales: float32 [L], as in ``PagedKeys``.
     """
 
     layers: list[Tensor]
     of_request: list[Tensor]
     req_to_token: Tensor
     rows: Tensor
+    k_scales: Tensor | None = None
 
     @property
     def row_tokens(self) -> list[int]:
@@ -44,21 +47,28 @@ class PagedWorld:
         offsets = torch.tensor([0, *accumulate(self.row_tokens)], device=self.rows.device)
         pointers = data_pointers(self.layers)
         table, rows, tokens = self.req_to_token, self.rows, self.row_tokens
-        return PagedKeys(self.layers[0], pointers, table, rows, tokens, offsets)
+        return PagedKeys(self.layers[0], pointers, table, rows, tokens, offsets, self.k_scales)
 
     def alone(self, request: int) -> PagedWorld:
         """The same buffers and page table, and only one of the requests."""
         own = slice(request, request + 1)
-        return PagedWorld(self.layers, self.of_request[own], self.req_to_token, self.rows[own])
+        of_request, rows = self.of_request[own], self.rows[own]
+        return PagedWorld(self.layers, of_request, self.req_to_token, rows, self.k_scales)
 
 
-def paged(of_request: Sequence[Tensor], seed: int = 0, spare_slots: int = 9) -> PagedWorld:
+def paged(
+    of_request: Sequence[Tensor],
+    seed: int = 0,
+    spare_slots: int = 9,
+    k_scales: Sequence[float] | None = None,
+) -> PagedWorld:
     """Requests in random rows of a page table, their tokens in random slots.
 
     Slot 0 belongs to nobody; entries past a row's end name it, as an engine's padding does.
 
     Args:
-        of_request: per request float [L, n, Hkv, d].
+        of_request: per request float [L, n, Hkv, d], as they are stored.
+        k_scales: of each layer, what a stored number is to be multiplied with.
     """
     draw = torch.Generator().manual_seed(seed)
     tokens = [keys.shape[1] for keys in of_request]
@@ -66,21 +76,29 @@ def paged(of_request: Sequence[Tensor], seed: int = 0, spare_slots: int = 9) -> 
     slots = 1 + torch.randperm(sum(tokens) + spare_slots, generator=draw)
     req_to_token = torch.zeros(len(tokens) + 2, max(tokens) + 3, dtype=torch.int32)
     rows = torch.randperm(len(tokens) + 2, generator=draw)[: len(tokens)]
-    layers = [
-        torch.full((len(slots) + 1, *first.shape[2:]), torch.nan, dtype=first.dtype)
-        for _ in range(first.shape[0])
-    ]
+    nothing = torch.full((len(slots) + 1, *first.shape[2:]), torch.nan).to(first.dtype)
+    layers = [nothing.clone() for _ in range(first.shape[0])]
     for keys, row, own in zip(of_request, rows, slots[: sum(tokens)].split(tokens), strict=True):
         req_to_token[row, : len(own)] = own.int()
         for layer, values in zip(layers, keys, strict=True):
-            layer[own] = values.cpu()
-    device = first.device
+            stored(layer)[own] = stored(values.cpu())
+    device, scales = first.device, None
+    wide = [keys.float() if keys.itemsize == 1 else keys for keys in of_request]
+    if k_scales is not None:
+        scales = torch.tensor(k_scales, device=device)
+        wide = [keys * scales[:, None, None, None] for keys in wide]
     return PagedWorld(
         [layer.to(device) for layer in layers],
-        [*of_request],
+        wide,
         req_to_token.to(device),
         rows.to(device),
+        scales,
     )
+
+
+def stored(keys: Tensor) -> Tensor:
+    """The same memory, of a type that torch can index: float8 as SGLang keeps it, in bytes."""
+    return keys.view(torch.uint8) if keys.itemsize == 1 else keys
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from paged_world import (
 )
 from torch import Tensor
 from triton_tools import (
+    FLOAT8S,
     FLOATS,
     assert_as_close,
     device_fixture,
@@ -72,8 +73,8 @@ def assert_as_reference(
         assert_as_close(redundancy, referred(keys, threshold), exact(keys, threshold))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     """Odd lengths, several tiles, one token and two, scrambled slots and rows."""
     tokens, thresholds = [71, 1, 2, 150], [0.5] * 4

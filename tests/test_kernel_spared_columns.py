@@ -16,7 +16,7 @@ from paged_world import (
     spared_truth,
 )
 from torch import Tensor
-from triton_tools import FLOATS, device_fixture
+from triton_tools import FLOAT8S, FLOATS, device_fixture
 
 from sgl_skipkv.kernels import carried_columns, key_redundancy, spared_columns
 from sgl_skipkv.kernels.spared_columns import KnownSpared
@@ -107,7 +107,7 @@ def test_what_is_carried_over_equals_a_search_from_scratch(
         assert torch.equal(spared, truth(of_request, threshold))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
 def test_the_redundancy_is_the_same_bit_for_bit(dtype: torch.dtype, device: torch.device) -> None:
     """Also where one request of the batch knows nothing."""
     draw = torch.Generator().manual_seed(6)

@@ -19,6 +19,7 @@ from paged_world import (
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 from triton_tools import (
+    FLOAT8S,
     FLOATS,
     assert_as_close,
     device_fixture,
@@ -90,6 +91,8 @@ def case(
     group: int = 2,
     head_dim: int = 16,
     widths: list[int] | None = None,
+    query_dtype: torch.dtype | None = None,
+    k_scales: list[float] | None = None,
 ) -> Case:
     draw = torch.Generator().manual_seed(sum(tokens) + window + group)
     ring = window if ring is None else ring
@@ -97,11 +100,13 @@ def case(
     of_request = [torch.randn(layers, n, kv_heads, head_dim, generator=draw) * 2 for n in tokens]
     for keys in of_request:
         keys[:, -window:] = torch.nan  # nothing may come of the window's own keys
-    keys = paged([keys.to(dtype).to(device) for keys in of_request], seed=len(tokens))
+    on_device = [keys.to(dtype).to(device) for keys in of_request]
+    keys = paged(on_device, seed=len(tokens), k_scales=k_scales)
     slots = torch.randperm(8, generator=draw)[: len(tokens)] + 1
     last = [n + 5 * b - 1 for b, n in enumerate(tokens)]
     chosen = widths or [7] * len(tokens)
-    return Case(keys, queries.to(dtype).to(device), slots.tolist(), last, chosen, window)
+    queries = queries.to(query_dtype or dtype).to(device)
+    return Case(keys, queries, slots.tolist(), last, chosen, window)
 
 
 def exact(q: Tensor, k: Tensor, width: int) -> Tensor:
@@ -133,6 +138,26 @@ def assert_as_reference(batch: Case, **options: Any) -> None:
 def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
     """Odd lengths, one block and several, a single candidate, scrambled slots and rows."""
     assert_as_reference(case([71, 9, 130], dtype=dtype, head_dim=head_dim, device=device))
+
+
+@pytest.mark.parametrize("query_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8S, ids=str)
+@pytest.mark.parametrize("k_scales", [None, [0.25, 1.7]], ids=["unscaled", "scaled"])
+def test_float8_keys(
+    dtype: torch.dtype,
+    query_dtype: torch.dtype,
+    k_scales: list[float] | None,
+    device: torch.device,
+) -> None:
+    """What the cache's bytes stand for, times their layer's scale, is what is attended to."""
+    kinds = {"dtype": dtype, "query_dtype": query_dtype, "k_scales": k_scales, "device": device}
+    assert_as_reference(case([71, 9, 130], **kinds))  # type: ignore[arg-type]
+    if k_scales is not None:  # a scale is seen
+        batch = case([71], **kinds)  # type: ignore[arg-type]
+        batch.keys.k_scales = None
+        assert (
+            batch.found()[0] - exact(batch.queries(0), batch.keys.of_request[0], 7)
+        ).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -266,7 +291,7 @@ def test_what_it_refuses(device: torch.device) -> None:
     batch = case([20, 30], device=device)
     for change, message in (
         ({"window": 20}, "window: expected 1 to 8 queries, got 20"),
-        ({"ring": batch.ring.half()}, r"queries: expected torch.float32 \[2, slots, R"),
+        ({"ring": batch.ring.half()}, r"queries: expected \[torch.float32\] \[2, slots, R"),
         ({"ring": batch.ring[:1]}, r"\[2, slots, R, .* got torch.float32 \[1, 9, 8"),
         ({"ring": batch.ring[:, :, :, :3]}, "a multiple of 2"),
         ({"ring": torch.cat([batch.ring] * 3, 2), "window": 20}, "more than 20, got 20"),

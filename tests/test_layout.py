@@ -40,7 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"backup"}),
     frozenset({"call_state"}),
-    frozenset({"extract", "planner", "ring_loans", "summary"}),
+    frozenset({"extract", "planner", "ring_loans", "summary", "warm_up"}),
     frozenset({"runtime"}),
     frozenset({"cpu_attention", "patches"}),
     frozenset({"", "cli", "cpu_platform", "frontend", "plugin"}),

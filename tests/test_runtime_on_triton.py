@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import KERNELS, on_triton
-from synthetic import SyntheticServer, served
+from synthetic import PROMPT, SyntheticServer, served
 from triton.runtime.interpreter import InterpretedFunction
-from triton_tools import triton_type
+from triton.runtime.jit import JITFunction
+from triton_tools import triton_type, variant
 
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.row_compaction as row_compaction
 import sgl_skipkv.kernels.window_attention as window_attention
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.warm_up import warm_up, windows_of
 
 
 def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
@@ -82,6 +86,62 @@ def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch) 
     for name, *types in launched:
         of_kernel = [case for case in variants if case.function.fn.__name__ == name]
         assert any(all(has(case, *one) for one in types) for case in of_kernel), (name, types)
+
+
+def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``warm_up`` no compaction launches a variant that was not launched before: calls that
+    come alone and together, with rows of any length, whose prompts differ."""
+    functions = {
+        value.fn.__name__: value
+        for module in KERNELS
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    launched: set[tuple[Any, ...]] = set()
+    run = InterpretedFunction.run
+
+    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
+        launched.add(variant(functions[self.fn.__name__], arguments, options))
+        return run(self, *arguments, **options)
+
+    with on_triton():
+        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        server = SyntheticServer(check_ledger=False)
+        recorder = server.recorder
+        before = [table.clone() for table in recorder.sentences.tables().values()]
+        cache = PagedCache.of(list(server.pool_keys), server.req_to_token)
+        assert cache is not None
+        warm_up(recorder, cache, windows_of(server.config))
+        for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
+            assert torch.equal(was[1:], now[1:]), "more than scratch"
+        assert not recorder.queries.data.any() and not server.req_to_token.any()
+        warm, compactions = set(launched), 0
+        for seed in range(4):
+            prompts = [(3,) * (PROMPT + 7 * i + seed) for i in range(seed + 1)]
+            names = ("skipkv", "rkv", "snapkv", "skipkv+")
+            calls = [
+                served(server, seed=seed, prompt=prompt, kv_policy=name)
+                for prompt, name in zip(prompts, names, strict=False)
+            ]
+            for _ in range(90):
+                server.decode(*calls)
+            compactions += sum(len(call.compactions) for call in calls)
+            for call in calls:
+                server.finish(call)
+    assert compactions > 20
+    in_graphs = {"_ring_write_kernel", "_sentence_step_kernel"}
+    assert {name for name, *_ in launched - warm} == in_graphs
+    scoring = {name for name, *_ in warm}
+    assert scoring == set(functions) - in_graphs - {
+        "_steering_add_kernel",
+        "_last_similar",
+        "widened",
+    }
+
+
+def test_windows_that_are_compiled_at_the_start() -> None:
+    assert windows_of(ServerConfig(kv_policy="rkv")) == {8}
+    assert windows_of(ServerConfig(kv_params={"window": 5}, query_window=32)) >= {5, 8}
 
 
 def has(case: Any, name: str, type_: str) -> bool:

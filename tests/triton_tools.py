@@ -31,6 +31,7 @@ from sgl_skipkv.kernels.compile_case import TRITON_NAMES
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+FLOAT8S = [torch.float8_e4m3fn, torch.float8_e5m2]  # of keys only
 _TYPE_NAMES = {
     **TRITON_NAMES,
     **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1"},
@@ -155,6 +156,28 @@ def triton_type(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     return "fp32" if isinstance(value, float) else str(value)
+
+
+def variant(
+    function: JITFunction, arguments: Sequence[Any], options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What Triton compiles a launch for: types, constants, and of numbers and addresses whether
+    they are 1 or multiples of 16, unless the kernel says that they are not to be told apart."""
+    names = [one.name for one in function.params]
+    given = {**options, **dict(zip(names, arguments, strict=False))}
+    found: list[Any] = []
+    for one in function.params:
+        value = given.pop(one.name)
+        if isinstance(value, Tensor):
+            apart = not (one.do_not_specialize or one.do_not_specialize_on_alignment)
+            found.append((triton_type(value), apart and value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and not one.is_constexpr:
+            apart = not one.do_not_specialize
+            found.append((triton_type(value), apart and value == 1, apart and value % 16 == 0))
+        else:
+            found.append(str(value) if one.is_constexpr else triton_type(value))
+    given.pop("grid"), given.pop("warmup", None)
+    return (function.fn.__name__, *found, *sorted(given.items()))
 
 
 def assert_as_close(found: Tensor, reference: Tensor, truth: Tensor, tiny: float = 1e-7) -> None:

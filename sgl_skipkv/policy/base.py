@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
@@ -72,11 +73,13 @@ class PagedCache:
         layer: float [slots, Hkv, d], any layer's keys: what all of them look like.
         k_ptrs: int64 [L], where each layer's keys are.
         req_to_token: int32 [rows, width], the page table.
+        k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
     """
 
     layer: Tensor
     k_ptrs: Tensor
     req_to_token: Tensor
+    k_scales: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -84,13 +87,21 @@ class PagedCache:
         return self.k_ptrs.shape[0] * self.layer.shape[1]
 
     @classmethod
-    def of(cls, layers: Sequence[Tensor], req_to_token: Tensor) -> PagedCache | None:
+    def of(
+        cls,
+        layers: Sequence[Tensor],
+        req_to_token: Tensor,
+        k_scales: Sequence[float] | None = None,
+    ) -> PagedCache | None:
         """The cache whose layers have these keys; None where plain torch scores instead."""
         first = layers[0]
         if not (on_device.uses_triton(first.device) and on_device.kernels_read(first.shape[2])):
             return None
         pointers = on_device.device_tensor([layer.data_ptr() for layer in layers], first.device)
-        return cls(first, pointers, req_to_token)
+        scales = None
+        if k_scales is not None:
+            scales = on_device.device_tensor(k_scales, first.device, torch.float32)
+        return cls(first, pointers, req_to_token, scales)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""The kernels of a compaction, launched once before a server is ready.
+
+Triton compiles a kernel when it is launched first, a second or so each, in the scheduler's thread:
+everybody would wait. What a launch is compiled for are types, sizes of the model and knobs, never
+how much is due, so one compaction of made-up rows does for all that come with the same window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.page_table import compact_rows
+from sgl_skipkv.policy import names, policy_class
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.select import Selection
+from sgl_skipkv.token_scores import carry_spared
+
+_REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
+
+
+def windows_of(config: ServerConfig) -> set[int]:
+    """Windows of the policies whose tokens kernels score: their defaults, and the operator's."""
+    classes = map(policy_class, names())
+    found = {one.Params().window for one in classes if one.kernel_scores}
+    found |= {config.kv_params["window"]} if "window" in config.kv_params else set()
+    return {window for window in found if window <= config.query_window}
+
+
+def warm_up(recorder: Recorder, cache: PagedCache, windows: Collection[int]) -> None:
+    """Launch every kernel of a compaction, twice where a call's second one has another variant.
+
+    Reads slot 0 of the KV pool and writes to scratch: slot 0 of the tables, its own page table.
+
+    Args:
+        windows: of the calls to come; another one is compiled when it comes.
+    """
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+    from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+    from sgl_skipkv.kernels.spared_columns import KnownSpared
+    from sgl_skipkv.kernels.window_attention import window_attention
+
+    device, width = recorder.device, cache.req_to_token.shape[1]
+    table = torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
+    rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
+
+    def paged(tokens: int) -> PagedKeys:
+        offsets = device_tensor([i * tokens for i in range(_REQUESTS + 1)], device)
+        counts = [tokens] * _REQUESTS
+        return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
+
+    nobody, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
+    for window in windows:
+        widths = torch.full_like(rows, 7, dtype=torch.int32)
+        queries = recorder.queries.data
+        one = paged(window + _NEW_TOKENS)
+        window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
+    _, spared = key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds)
+    entries = torch.arange(_KEEP_TOKENS + _NEW_TOKENS, device=device)
+    kept, evicted = entries[:_KEEP_TOKENS], entries[_KEEP_TOKENS:]
+    parts = torch.split(spared, _KEEP_TOKENS + _NEW_TOKENS, dim=2)
+    carried = torch.cat(carry_spared(parts, [kept] * _REQUESTS), dim=2)
+    offsets = device_tensor([i * _KEEP_TOKENS for i in range(_REQUESTS + 1)], device)
+    known = KnownSpared(carried, [_KEEP_TOKENS] * _REQUESTS, offsets)
+    key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds, known)
+    positions: list[Tensor] = [entries] * _REQUESTS
+    compact_rows(table, [*range(_REQUESTS)], [Selection(kept, evicted)] * _REQUESTS, positions)
+    sentences = recorder.sentences
+    raise_redundancy(
+        *(sentences.vectors, sentences.redundancy, nobody[:1], nobody[:1] + 2), max_count=2
+    )
