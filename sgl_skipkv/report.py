@@ -92,7 +92,7 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
 
     Args:
         config: a model's ``config.json``.
-        value_bytes: of one cached value; 2 for float16 and bfloat16.
+        value_bytes: of one cached value; 2 for float16 and bfloat16, 1 for float8.
 
     Raises:
         SettingError: the configuration lacks a size.
@@ -118,7 +118,7 @@ def recorded_bytes(
         calls: that run at once and are tracked.
         settings: of the server; ``query_window``, ``query_rings``, ``max_sentences`` and
             ``compaction_work_bytes`` count.
-        value_bytes: of one number of the cache.
+        value_bytes: of one recorded number: as in the cache, or as in the model if that is float8.
 
     Raises:
         SettingError: the configuration lacks a size.

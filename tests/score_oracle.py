@@ -42,10 +42,15 @@ class Choice:
 
 
 class ScoreOracle:
-    """One model in float64 that remembers what its attention saw."""
+    """One model in float64 that remembers what its attention saw.
 
-    def __init__(self, model_path: Path | str) -> None:
+    Args:
+        cached: what keys and values are rounded to before anything is computed with them.
+    """
+
+    def __init__(self, model_path: Path | str, cached: torch.dtype = torch.float64) -> None:
         AttentionInterface.register("remembering", _attend)
+        self.cached = cached
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float64, attn_implementation="remembering"
         ).eval()
@@ -122,6 +127,7 @@ class ScoreOracle:
                 input_ids=ids[None],
                 attention_mask=mask,
                 position_ids=torch.arange(len(ids))[None],
+                cached=self.cached,
             ).last_hidden_state[0]
         queries = torch.stack([q for q, _ in _SEEN])
         return queries, torch.stack([k for _, k in _SEEN]), hidden
@@ -131,9 +137,17 @@ _SEEN: list[tuple[Tensor, Tensor]] = []
 
 
 def _attend(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **_: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float,
+    cached: torch.dtype,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Plain attention that remembers what it was given: q [1, Hq, T, d], k and v [1, Hkv, T, d]."""
+    k, v = (each.float().to(cached).double() if cached.itemsize == 1 else each for each in (k, v))
     _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1)))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
