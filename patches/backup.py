@@ -4,6 +4,15 @@ SGLang prefills a retracted request again from all of its tokens. A call with a 
 like one whose whole row but for the last token is cached: its tokens are those of the row, its
 prefix is as long as the backup, and one token is computed. Its position is the true one
 (``forward.prepare_forward``), and the tree is given the prompt alone (``release.limit_insert``).
+
+A copy that is dropped leaves its host memory to the next at once, though the device may not have
+read it yet (``host_memory.py``). Stream order keeps the two apart:
+- only ``back_up`` writes, by device copies on the schedule stream, which it has ordered behind all
+  work of the forward stream that was launched before;
+- ``restore_row`` reads on the schedule stream too, and ``Runtime.start_recording`` on the forward
+  stream. SGLang orders each step behind the schedule stream, so what they read is there; and both
+  have launched their reads before ``start_recording`` drops the copy.
+The CPU never touches it.
 """
 
 from __future__ import annotations
@@ -15,7 +24,6 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.call_state import CallState
-from sgl_skipkv.kernels.on_device import copy_to_host
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.kv_cache import kv_buffers
 
@@ -39,8 +47,7 @@ def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
         row = runtime.undo(state, row)
     slots = row[: newest - state.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
-    copies = [copy_to_host(buffer[slots]) for buffer in buffers]
-    runtime.back_up(state, copies, recorded_tokens)
+    runtime.back_up(state, (buffer[slots] for buffer in buffers), recorded_tokens)
 
 
 def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +86,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     if binding is not None and binding.poison is not None:
         binding.poison.apply(buffers)
     for buffer, saved in zip(buffers, backup.kv, strict=True):
-        buffer[slots] = saved[matched:].to(buffer.device, non_blocking=True)
+        buffer[slots] = saved.to(buffer.device, first_row=matched)
     return torch.cat([shared, slots]) if matched else slots
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import copy_to_host, device_tensor, uses_triton
+from sgl_skipkv.host_memory import HostCopies, HostCopy
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.sentence_table import SentenceTable
 from sgl_skipkv.sentences import Delimiters
 
@@ -113,13 +114,13 @@ class QueryRings:
         else:
             self.data[layer][rings, positions % self.window] = q.to(self.data.dtype)
 
-    def save(self, ring: int) -> Tensor:
-        """float [layers, window, Hq, d], the whole ring, copied to the host."""
-        return copy_to_host(self.data[:, ring].clone())
+    def save(self, ring: int, copies: HostCopies) -> HostCopy:
+        """float [layers, window, Hq, d], the whole ring, added to the copies."""
+        return copies.add(self.data[:, ring])
 
-    def restore(self, ring: int, saved: Tensor) -> None:
+    def restore(self, ring: int, saved: HostCopy) -> None:
         """What ``save`` gave, into another ring: positions have the same places there."""
-        self.data[:, ring].copy_(saved, non_blocking=True)
+        self.data[:, ring] = saved.to(self.data.device)
 
     def read(self, ring: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
@@ -135,13 +136,8 @@ class Recorded(NamedTuple):
         queries: its ring; None if it was not recording.
     """
 
-    sentences: Mapping[str, Tensor]
-    queries: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        queries = 0 if self.queries is None else self.queries.nbytes
-        return queries + sum(tensor.nbytes for tensor in self.sentences.values())
+    sentences: Mapping[str, HostCopy]
+    queries: HostCopy | None
 
 
 @dataclass(frozen=True)
@@ -244,10 +240,10 @@ class Recorder:
         tables = self.sentences.tables().values()
         return self.queries.data[:, 0].nbytes + sum(table[0].nbytes for table in tables)
 
-    def save(self, slot: int, ring: int) -> Recorded:
-        """Copy what was recorded of a call to the host. ring: 0 if it is not recording."""
-        queries = self.queries.save(ring) if ring else None
-        return Recorded(self.sentences.save(slot), queries)
+    def save(self, slot: int, ring: int, copies: HostCopies) -> Recorded:
+        """Add what was recorded of a call to the copies. ring: 0 if it is not recording."""
+        queries = self.queries.save(ring, copies) if ring else None
+        return Recorded(self.sentences.save(slot, copies), queries)
 
     def restore(self, slot: int, ring: int, recorded: Recorded) -> None:
         """Put it back, after ``start``, on the same stream."""

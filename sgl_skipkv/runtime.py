@@ -11,16 +11,17 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from sgl_skipkv.backup import Backup, HostMemory
+from sgl_skipkv.backup import Backup
 from sgl_skipkv.call import CallSettings
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.compaction import Plan, Undo, take_snapshots
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.host_memory import HostCopies, HostMemory
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.planner import Due, Planner
 from sgl_skipkv.recorder import Recorder
@@ -38,7 +39,7 @@ class Runtime:
     Attributes:
         rings: who records its queries when.
         planner: which tokens stay.
-        host_memory: of retracted calls.
+        host_memory: for what retracted calls held.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Runtime:
         self._trace = trace
         self.rings = RingLoans(recorder.rings, config.kv_interval)
         self.planner = Planner(recorder, layers=layers, scale=scale)
-        self.host_memory = HostMemory(config.retraction_backup_bytes)
+        pinned = recorder.device.type != "cpu"
+        self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self._kv_token_bytes, self._backs_up = kv_token_bytes, True
         self._open: set[CallState] = set()
         self.opened_calls = 0
@@ -232,19 +234,24 @@ class Runtime:
         state.undo = None
         return undo.slots(row)
 
-    def back_up(self, state: CallState, kv: Sequence[Tensor], recorded_tokens: int) -> None:
+    def back_up(self, state: CallState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """The call is about to lose its row; ``retract`` follows.
 
         Args:
-            kv: float [row tokens, Hkv, d] each, copies of its keys and values in host memory.
+            kv: float [row tokens, Hkv, d] each, its keys and values on the device. Each is copied
+                before the next is asked for, so that only one need exist at a time.
             recorded_tokens: logical tokens that a forward pass has recorded.
+
+        Raises:
+            MemoryError: no room in host memory; ``can_back_up`` would have said so.
         """
-        recorded = None
+        copies = HostCopies(self.host_memory)
+        # The pool is full: a loop variable would hold one tensor while the next is made.
+        saved_kv, recorded = list(map(copies.add, kv)), None
         if state.slot:
             ring = state.ring if state.was_recording(recorded_tokens) else 0
-            recorded = self.recorder.save(state.slot, ring)
-        state.backup, state.recorded_tokens = Backup(kv, recorded), recorded_tokens
-        self.host_memory.add(state.backup)
+            recorded = self.recorder.save(state.slot, ring, copies)
+        state.backup, state.recorded_tokens = Backup(saved_kv, recorded), recorded_tokens
 
     def forget_backup(self, state: CallState) -> None:
         """The call must be recomputed after all."""

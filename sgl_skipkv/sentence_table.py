@@ -13,8 +13,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from sgl_skipkv.host_memory import HostCopies, HostCopy
 from sgl_skipkv.kernels import reference
-from sgl_skipkv.kernels.on_device import copy_to_host, device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.sentences import Delimiters
 
@@ -54,14 +55,14 @@ class SentenceTable:
             table[slot] = 0
         self.redundancy[slot] = -1.0
 
-    def save(self, slot: int) -> dict[str, Tensor]:
-        """Everything about the slot's call, copied to the host."""
-        return {name: copy_to_host(table[slot].clone()) for name, table in self.tables().items()}
+    def save(self, slot: int, copies: HostCopies) -> dict[str, HostCopy]:
+        """Everything about the slot's call, added to the copies."""
+        return {name: copies.add(table[slot]) for name, table in self.tables().items()}
 
-    def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
+    def restore(self, slot: int, saved: Mapping[str, HostCopy]) -> None:
         """What ``save`` gave, into a slot that was reset."""
         for name, table in self.tables().items():
-            table[slot].copy_(saved[name], non_blocking=True)
+            table[slot] = saved[name].to(table.device)
 
     def tables(self) -> dict[str, Tensor]:
         """What is kept of a call, one entry per slot."""

@@ -18,6 +18,7 @@ from pool_world import World
 from sgl_skipkv.backup import Backup
 from sgl_skipkv.call import CallSettings, resolve_call
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.host_memory import HostCopies, HostMemory
 from sgl_skipkv.patches.binding import Binding, state_of
 from sgl_skipkv.patches.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
@@ -105,7 +106,8 @@ class HookObjects:
         if req.is_retracted:
             state.returns, state.failure = len(req.output_ids), draw.one(None, "planted")
             state.evicted_tokens = draw.count(CONTEXT)
-            kv = [torch.zeros(draw.count(CONTEXT), 1, HEAD_DIM)] * 2
+            copies = HostCopies(HostMemory(1 << 20, pinned=False))
+            kv = [copies.add(torch.zeros(draw.count(CONTEXT), 1, HEAD_DIM))] * 2
             state.backup = draw.one(None, Backup(kv, None))
         return req
 

@@ -248,7 +248,7 @@ class Books:
         """Our state belongs to rows, one slot each, and to nothing else."""
         states = [req.skipkv for req in owners if getattr(req, "skipkv", None) is not None]
         assert self.runtime.open_calls == len(states)
-        assert self.runtime.host_memory.used_bytes <= self.runtime.host_memory.limit_bytes
+        assert self.runtime.host_memory.taken_bytes <= self.runtime.host_memory.limit_bytes
         lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots

@@ -27,8 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "kernels"}),
     frozenset(
         {
-            *("moments", "policy", "ring_book", "select", "sentences", "steering_vector", "trace"),
-            "work_memory",
+            *("host_memory", "moments", "policy", "ring_book", "select", "sentences"),
+            *("steering_vector", "trace", "work_memory"),
         }
     ),
     frozenset({"sentence_table", "steering"}),

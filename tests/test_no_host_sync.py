@@ -27,7 +27,7 @@ DEVICE_PATH = sorted(
         *(ROOT / "sgl_skipkv" / "policy").glob("*.py"),
         *(
             ROOT / "sgl_skipkv" / f"{name}.py"
-            for name in ("compaction", "page_table", "recorder", "token_scores")
+            for name in ("compaction", "host_memory", "page_table", "recorder", "token_scores")
         ),
         *(
             ROOT / "sgl_skipkv" / f"{name}.py"
