@@ -34,10 +34,14 @@ def test_no_variant_spills() -> None:
     assert not [row for row in compile_report() if row["spilled_bytes"]]
 
 
+def recorded_rows() -> list[dict[str, str]]:
+    with (KERNELS.parent / "bench" / "rows" / "compile.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def test_the_recorded_rows_are_of_these_kernels() -> None:
     """All variants, three architectures each; what is compiled here is what was recorded."""
-    with (KERNELS.parent / "bench" / "rows" / "compile.csv").open(newline="") as file:
-        recorded = list(csv.DictReader(file))
+    recorded = recorded_rows()
     assert not [row for row in recorded if int(row["spilled_bytes"])]
     names = ("kernel", "case", "architecture", "registers", "shared_bytes")
     on_h100 = [row for row in recorded if row["architecture"] == "sm_90"]
@@ -60,20 +64,24 @@ def test_a_spill_is_seen(compiler: ModuleType) -> None:
 
 def test_every_kernel_is_compiled() -> None:
     """A kernel that nobody compiles would only fail on a user's GPU."""
-    jitted = {path.stem for path in KERNELS.glob("*.py") if "\n@triton.jit" in path.read_text()}
-    assert jitted and jitted == {row["kernel"] for row in compile_report()}
+    code = "".join(path.read_text() for path in KERNELS.glob("*.py"))
+    launched = set(re.findall(r"\n@triton\.jit.*\ndef (\w+_kernel)\(", code))
+    assert launched and launched == set(re.findall(r"(\w+_kernel)\[", code))
+    assert launched == {row["function"] for row in compile_report()}
 
 
 def test_shared_memory_of_one_block_fits() -> None:
-    """227 KiB on sm_90, and the 163 KiB of sm_80 as well."""
-    assert max(row["shared_bytes"] for row in compile_report()) <= 163 * 1024
+    """227 KiB on sm_90. What sm_80 takes is taken on its smaller kin and on sm_120, too: 99 KiB."""
+    assert max(row["shared_bytes"] for row in compile_report()) <= 227 * 1024
+    on_sm_80 = [row for row in recorded_rows() if row["architecture"] == "sm_80"]
+    assert max(int(row["shared_bytes"]) for row in on_sm_80) <= 99 * 1024
 
 
 def test_two_programs_share_a_multiprocessor_of_an_h100() -> None:
-    """16-bit keys: one multiplies while the other decides. 64 Ki registers and 227 KiB each."""
+    """One multiplies while the other decides. 64 Ki registers and 227 KiB each. Not float32."""
     rows = [row for row in compile_report() if row["kernel"] == "spared_columns"]
     rows = [row for row in rows if not row["case"].startswith("fp32")]
-    assert len(rows) == 12
+    assert len(rows) == 24
     for row in rows:
         assert 2 * 32 * row["warps"] * row["registers"] <= 64 * 1024
         assert 2 * row["shared_bytes"] <= 227 * 1024
