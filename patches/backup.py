@@ -37,6 +37,8 @@ def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
     newest = state.prompt_tokens + len(req.output_ids) - 1
     recorded_tokens = kv.kv_allocated_len + state.evicted_tokens
+    if req.input_embeds is not None:
+        return  # SGLang throws its output away and begins again: it has no tokens to go on from
     if not req.output_ids or not newest <= recorded_tokens:
         return  # in the middle of its prefill: there is nothing yet that cannot be had again
     if not runtime.can_back_up(state, kv.kv_allocated_len):

@@ -49,6 +49,40 @@ class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[
     """REPLACE ``CompletionRequest``: SGLang's, with our four fields."""
 
 
+class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
+    """REPLACE ``ResponsesRequest``: SGLang's, with our four fields."""
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().to_sampling_params(*args, **kwargs), **self.our_keys()}
+
+
+_OURS = {
+    ours.__mro__[2]: ours for ours in (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
+}
+
+
+def bind_routes(app: Any) -> None:
+    """Routes that were made before plugins were loaded (``sgl.Runtime``) take our classes too.
+
+    FastAPI reads a body's class from the endpoint when a route is made, so they are made again.
+    """
+    for route in list(app.router.routes):
+        endpoint = getattr(route, "endpoint", None)
+        annotations = getattr(endpoint, "__annotations__", {})
+        bodies = {name: of for name, of in annotations.items() if isinstance(of, type)}
+        ours = {name: _OURS[of] for name, of in bodies.items() if of in _OURS}
+        if ours:
+            annotations.update(ours)
+            app.router.routes.remove(route)
+            app.add_api_route(
+                route.path,
+                endpoint,
+                methods=[*route.methods],
+                name=route.name,
+                dependencies=route.dependencies,
+            )
+
+
 def add_completion_keys(
     sampling_params: dict[str, Any], serving: Any, request: Any
 ) -> dict[str, Any] | None:

@@ -137,6 +137,14 @@ SEAMS: tuple[Seam, ...] = (
         api=True,
     ),
     Seam(
+        f"{_OPENAI}.protocol.ResponsesRequest",
+        "replace",
+        "class",
+        "openai_api:ResponsesRequest",
+        "top-level keys of a response",
+        api=True,
+    ),
+    Seam(
         f"{_OPENAI}.serving_completions.OpenAIServingCompletion._build_sampling_params",
         "after",
         "(self, request)",

@@ -6,6 +6,7 @@ either way they leave as ``custom_params``, the only carrier that SGLang's own t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,10 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         _kept.append(manager)
         raise SystemExit(readiness.message())
     manager.skipkv = Gate(config, readiness)
+    if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
+        from sgl_skipkv.patches.openai_api import bind_routes
+
+        bind_routes(server.app)
 
 
 def gate_of(manager: Any) -> Gate:

@@ -84,6 +84,8 @@ class CallSettings:
         params = self.policy.params
         if self.kv_budget is None or not (params.count_prompt and params.protect_prompt):
             return
+        if not self.policy.evicts:
+            return  # the server's budget, and a call that opts out
         least = prompt_tokens + self.policy.min_budget_tokens
         if self.kv_budget < least:
             raise SettingError(

@@ -49,20 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=False)
     if arguments.command == "doctor":
         return doctor(console)
-    if arguments.command in ("report", "steering"):
-        shown = {
-            "padding": report_padding,
-            "capacity": report_capacity,
-            "extract": extract_steering,
-        }
-        try:
-            console.print(shown[arguments.kind](arguments))
-        except SettingError as error:
-            parser.error(str(error))
-        return 0
-    from sgl_skipkv.viewer import show_trace
+    shown = {"padding": report_padding, "capacity": report_capacity, "extract": extract_steering}
+    try:
+        if arguments.command == "trace":
+            from sgl_skipkv.viewer import show_trace
 
-    return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
+            return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
+        console.print(shown[arguments.kind](arguments))
+    except SettingError as error:
+        parser.error(str(error))
+    return 0
 
 
 def _add_extract_arguments(kinds: Any) -> None:
@@ -172,6 +168,16 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
     token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)
     pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
     prompt = arguments.prompt_tokens
+    if pool_tokens < 1:
+        expected, got = f"room for a token of {token_bytes:,} bytes", arguments.kv_memory_gib
+        raise SettingError("kv-memory-gib", expected, got, "the memory of the KV pool")
+    least = {"interval": 8, "prompt_tokens": 0, "output_tokens": 1}
+    asked = [("kv_budget", 1, kv_budget) for kv_budget in arguments.kv_budget]
+    asked += [(name, limit, getattr(arguments, name)) for name, limit in least.items()]
+    for name, limit, got in asked:
+        if got < limit:
+            expected = f"an integer of {limit} or more"
+            raise SettingError(name.replace("_", "-"), expected, got, "tokens")
     table = Table(
         *("kv_budget", "KV tokens of a request", "requests at once"),
         *("recorded beside it, MiB", "of the pool"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 logger = logging.getLogger(__name__)
 
@@ -20,5 +21,6 @@ def register() -> None:
 
     config = settings_or_exit()
     seams.install(sglang.__version__)
+    os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.worker_app:app")
     if config.asked and (problems := seams.problems_before()):
         raise SystemExit("sgl_skipkv: refused: " + "; ".join(problems))

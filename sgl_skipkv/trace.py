@@ -34,6 +34,15 @@ class TraceWriter:
 
 
 def read_trace(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a trace file, in order."""
-    with Path(path).open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    """All events of a trace file, in order.
+
+    Raises:
+        SettingError: no such file, or a line that is no JSON object.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        expected, got = "a trace, JSON lines", f"{path} ({error})"
+        raise SettingError("file", expected, got, "what --skipkv-trace wrote") from error
+    return found
