@@ -108,11 +108,12 @@ SPECS: dict[str, Spec] = {
         {"query_rings": 2, "poison_evicted": True},
         steering_layer=1,
     ),
+    # A float8 cache.
     "float8": Spec(
         ("float8",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
-        {"check_ledger": True, "poison_evicted": True, "kv_interval": 16},
+        CHECKED,
     ),
     # A small pool in which SGLang's own test switch retracts requests every 200 steps, and nothing
     # is backed up.

@@ -295,6 +295,13 @@ def test_a_long_prompt_is_fine_otherwise(knobs: dict[str, bool]) -> None:
     assert settings.evicts
 
 
+def test_full_opts_out_of_a_counted_prompt() -> None:
+    server = ServerConfig(kv_budget=64, count_prompt=True)
+    settings = resolve_call({"kv_policy": "full"}, server)
+    assert settings is not None
+    settings.check_prompt(10_000)
+
+
 def test_full_ignores_the_prompt() -> None:
     settings = resolve_call({"kv_policy": "full"}, ServerConfig(count_prompt=True))
     assert settings is not None

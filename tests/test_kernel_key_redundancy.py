@@ -83,6 +83,18 @@ def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torc
     assert_as_reference(keys, thresholds, device)
 
 
+def test_more_tokens_than_one_block_of_the_normaliser(device: torch.device) -> None:
+    draw = torch.Generator().manual_seed(0)
+    of = torch.randint(12, (1100,), generator=draw)
+    keys = torch.eye(16)[of] + 0.02 * torch.randn(1100, 16, generator=draw)
+    assert_as_reference([keys[None, :, None]], [0.5], device)
+
+
+def test_more_heads_than_the_mean_takes_at_once(device: torch.device) -> None:
+    thresholds = [0.5, 0.5]
+    assert_as_reference(clustered([40, 75], thresholds, layers=3, kv_heads=7), thresholds, device)
+
+
 def test_each_request_has_its_own_threshold(device: torch.device) -> None:
     """Below 0 the diagonal, which is 0, counts as similar too."""
     thresholds = [-1.0, -0.3, 0.0, 0.5, 0.9, 1.0]

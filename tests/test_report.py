@@ -156,6 +156,18 @@ def test_wrong_files(
     assert f"{field}: expected " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv-memory-gib", "0"), ("kv-memory-gib", "-1"), ("kv-budget", "0"), ("interval", "-1")],
+)
+def test_capacity_of_nothing(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"model": str(REASONER), "kv-memory-gib": "1", "kv-budget": "64", name: value}
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "capacity", *(f"--{one}={given}" for one, given in asked.items())])
+    assert ended.value.code == 2
+    assert f"{name}: expected " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", [{}, {"num_attention_heads": 4}])
 def test_a_config_without_sizes(config: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=r"model: expected a config\.json"):

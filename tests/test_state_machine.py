@@ -21,6 +21,7 @@ from pool_world import World
 
 from sgl_skipkv import policy
 from sgl_skipkv.page_table import LedgerError
+from sgl_skipkv.patches.backup import back_up
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
 
@@ -188,6 +189,19 @@ def test_a_backup_that_is_forgotten_leaves_nothing_behind(overlap: bool) -> None
         world.step()
         world.check()
     assert len(call.output_ids) > 60 and not world.count["restored"]
+    world.drain()
+
+
+def test_prompts_of_embeddings_are_not_backed_up() -> None:
+    """SGLang throws away what was generated from embeddings and begins again, so a row that holds
+    it must not come back: there are no tokens left that it could stand for."""
+    world = World(backup_bytes=1 << 20)
+    (call, _) = long_calls(world, 20, 20)
+    for embeddings in ([[0.0]], None):
+        call.input_embeds = embeddings
+        back_up(call.skipkv, call, world.tree_cache)
+        assert (call.skipkv.backup is None) == (embeddings is not None)
+    call.skipkv.backup = None
     world.drain()
 
 

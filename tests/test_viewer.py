@@ -76,3 +76,16 @@ def test_the_command(
     assert "~~" in capsys.readouterr().out
     assert main(["trace", str(path), "--model-path", str(MODEL), "--rid", "b"]) == 1
     assert "rid: expected a finished request, got b; choices: a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [None, '{"event": "compact", "ri'], ids=["missing", "cut short"])
+def test_a_file_that_is_no_trace(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", str(path), "--model-path", str(MODEL)])
+    assert ended.value.code == 2
+    assert "file: expected a trace, JSON lines, got " in capsys.readouterr().err

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import urllib.request
 from typing import Any
 
+import fastapi
+import fastapi.testclient
 import openai
 import pytest
 import sglang as sgl
 import tiktoken
 from fleet import STEERING_GAMMA
-from servers import Server
+from servers import HTTPFailure, Server
 
 import sgl_skipkv
 from sgl_skipkv.call import KEYS
+from sgl_skipkv.patches import openai_api
 
 pytestmark = pytest.mark.server
 
@@ -105,6 +110,55 @@ def test_openai_chat(server: Server, reference: str) -> None:
     )
     deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(deltas) == reference
+
+
+def test_openai_responses(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model, before = client.models.list().data[0].id, _compactions(server)
+    ask: Any = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": TOKENS}
+    answer = client.responses.create(**ask, extra_body=KEYS_SENT)
+    assert answer.output_text != client.responses.create(**ask).output_text
+    assert _compactions(server) > before  # it ends with the model's stop token
+    for wrong in ({"kv_budget": -5}, {"kv_bugdet": 24}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            client.responses.create(model=model, input=PROMPT, extra_body=wrong)
+
+
+def test_keys_in_the_wrong_place(server: Server) -> None:
+    for wrong in ({"kv_budget": 24}, {"kv_bugdet": 24}):
+        with pytest.raises(HTTPFailure, match=f"{next(iter(wrong))}: expected in sampling_params"):
+            server.post("/generate", {"text": PROMPT, **wrong})
+
+
+def test_routes_that_were_made_before_plugins_were_loaded() -> None:
+    """As in ``sgl.Runtime``: FastAPI has read the body's class from the endpoint by then."""
+    app, original = fastapi.FastAPI(), openai_api.ChatCompletionRequest.__mro__[2]
+
+    async def chat(request: Any) -> dict[str, Any]:
+        return dict(request.our_keys()) if hasattr(request, "our_keys") else {"dropped": True}
+
+    chat.__annotations__["request"] = original
+    app.post("/chat")(chat)
+    client = fastapi.testclient.TestClient(app)
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "kv_budget": 24}
+    assert client.post("/chat", json=body).json() == {"dropped": True}
+    for _ in range(2):  # and again changes nothing
+        openai_api.bind_routes(app)
+        assert client.post("/chat", json=body).json() == {"kv_budget": 24}
+    assert [route.path for route in app.routes].count("/chat") == 1
+
+
+def test_worker_processes_load_the_plugin() -> None:
+    """Those of --tokenizer-worker-num import an app by the name that the environment gives."""
+    code = (
+        "import os, importlib, sgl_skipkv.plugin as plugin; plugin.register();"
+        "module, name = os.environ['SGLANG_HTTP_SERVER_APP_PATH'].split(':');"
+        "app = getattr(importlib.import_module(module), name);"
+        "from sglang.srt.entrypoints import http_server;"
+        "assert app is http_server.app; print(http_server.ChatCompletionRequest.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "sgl_skipkv.patches.openai_api"
 
 
 def test_frontend_programs(server: Server, reference: str) -> None:
