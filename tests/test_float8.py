@@ -41,8 +41,6 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    kernel = SimpleNamespace(attention_backend=backend, decode_attention_backend=None)
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(kernel=kernel))
     torch.manual_seed(0)
     with plugin_and_topology():
         layers = [RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, i) for i in range(LAYERS)]
@@ -50,7 +48,10 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
             *(SLOTS, 1, dtype, HEADS, HEAD_DIM, LAYERS, "cpu"), enable_memory_saver=False
         )
     runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=dtype)
-    binding = SimpleNamespace(key_scale=model_side._key_scale(runner, layers))
+    kernel = SimpleNamespace(attention_backend=backend, decode_attention_backend=None)
+    with monkeypatch.context() as patch:  # nothing may be imported meanwhile
+        patch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(kernel=kernel))
+        binding = SimpleNamespace(key_scale=model_side._key_scale(runner, layers))
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)

@@ -265,6 +265,15 @@ def test_null_and_false_mean_not_set(server: Server) -> None:
     assert "skipkv" not in answer["meta_info"]
 
 
+def test_metrics_count_what_calls_report(server: Server) -> None:
+    before = [_counted(server, what) for what in ("compactions", "evicted_tokens")]
+    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
+    info = server.post("/generate", {"text": PROMPT, "sampling_params": params})["meta_info"]
+    after = [_counted(server, what) for what in ("compactions", "evicted_tokens")]
+    counted = [now - then for now, then in zip(after, before, strict=True)]
+    assert counted == [info["skipkv"]["compactions"], info["skipkv"]["evicted_tokens"]]
+
+
 def test_metrics_and_server_info(server: Server) -> None:
     metrics = server.get("/metrics")
     lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]
@@ -273,7 +282,11 @@ def test_metrics_and_server_info(server: Server) -> None:
     assert "sgl_skipkv: ready" in server.log
 
 
-def _compactions(server: Server) -> float:
-    prefix = "sglang:skipkv_compactions_total"
+def _counted(server: Server, what: str) -> float:
+    prefix = f"sglang:skipkv_{what}_total"
     lines = [line for line in server.get("/metrics").splitlines() if line.startswith(prefix)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def _compactions(server: Server) -> float:
+    return _counted(server, "compactions")
