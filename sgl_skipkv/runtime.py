@@ -280,12 +280,10 @@ class Runtime:
         self, state: CallState, row_tokens: int, output_ids: Sequence[int], reason: str | None
     ) -> None:
         """The call is over: give everything back and write down how it went."""
-        generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
-        # A step that was launched before the call was known to end is no token of its own.
-        fed = min(row_tokens, state.prompt_tokens + generated - state.evicted_tokens)
-        state.peak_own_tokens = max(state.peak_own_tokens, state.own_tokens(fed))
+        state.peak_own_tokens = max(state.peak_own_tokens, state.own_tokens(row_tokens))
         self._settle(state)
         self._release(state)
+        generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
         state.tracker.feed(output_ids[state.tracker.seen_tokens :])
         state.summary = summarise(state, generated, output_ids)
         if self._trace is not None:
