@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,13 @@ class Fleet:
         server = self.started(name).wait_ready(400)
         self._start_ahead()
         return server
+
+    def lent(self, name: str) -> Iterator[Server]:
+        """What a fixture yields from: the server, ready; clean and ended when its tests are over."""
+        server = self.ready(name)
+        yield server
+        server.assert_clean()
+        self.stop(name)
 
     def stop(self, *names: str) -> None:
         """End servers that no later test uses."""

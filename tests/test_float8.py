@@ -25,10 +25,7 @@ LAYERS, HEADS, HEAD_DIM, SLOTS = 2, 3, 16, 40
 
 @pytest.fixture(scope="module")
 def float8(fleet: Fleet) -> Iterator[Server]:
-    running = fleet.ready("float8")
-    yield running
-    running.assert_clean()
-    fleet.stop("float8")
+    yield from fleet.lent("float8")
 
 
 @pytest.mark.parametrize("dtype", FLOAT8S, ids=str)

@@ -93,10 +93,7 @@ def test_a_conversation_keeps_its_prefix(generator: Any) -> None:
 
 @pytest.fixture(scope="module")
 def reasoner(fleet: Fleet) -> Iterator[Server]:
-    running = fleet.ready("reasoner")
-    yield running
-    running.assert_clean()
-    fleet.stop("reasoner")
+    yield from fleet.lent("reasoner")
 
 
 Replies = dict[str, list[dict[str, Any]]]

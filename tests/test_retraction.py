@@ -27,18 +27,12 @@ KEYS: dict[str, Any] = {"kv_params": {"interval": 16}}
 
 @pytest.fixture(scope="module")
 def small_server(fleet: Fleet) -> Iterator[Server]:
-    running = fleet.ready("recomputing")
-    yield running
-    running.assert_clean()
-    fleet.stop("recomputing")
+    yield from fleet.lent("recomputing")
 
 
 @pytest.fixture(scope="module")
 def restoring(fleet: Fleet) -> Iterator[Server]:
-    running = fleet.ready("restoring")
-    yield running
-    running.assert_clean()
-    fleet.stop("restoring")
+    yield from fleet.lent("restoring")
 
 
 def prompt_ids(seed: int, tokens: int) -> list[int]:
