@@ -306,18 +306,12 @@ def bytes_moved(
     kv_heads: int,
     head_dim: int,
     key_bytes: int,
-    query_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by what they are.
-
-    Args:
-        query_bytes: of a number of a query, as many as of a key unless keys are float8.
-    """
-    query_bytes = key_bytes if query_bytes is None else query_bytes
+    """Floor of the bytes of device memory that one call moves, by what they are."""
     candidates = sum(row_tokens) - window * len(row_tokens)
     return {
         "keys": layers * kv_heads * candidates * head_dim * key_bytes,
-        "queries": layers * len(row_tokens) * window * query_heads * head_dim * query_bytes,
+        "queries": layers * len(row_tokens) * window * query_heads * head_dim * key_bytes,
         "slots": 4 * candidates,
         "means": 2 * 4 * layers * kv_heads * candidates,
         "output": 4 * candidates,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sgl_skipkv.kernels.compile_case import KEY_NAMES
 from sgl_skipkv.patches.model_side import model_side_of
 
 Check = Callable[[Any], str | None]
@@ -61,14 +62,10 @@ def _pool(scheduler: Any) -> str | None:
 
 
 def _quantised_kv(scheduler: Any) -> str | None:
-    import torch
-
     if _pool(scheduler) is not None:
         return None  # another row says so, and other pools have other attributes
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-    wide = (torch.float32, torch.float16, torch.bfloat16)
-    if pool.dtype in (*wide, *float8) and not pool.is_quantized_kv_cache:
+    if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
         return None
     return f"KV cache dtype {pool.dtype}: numbers in blocks with scales of their own"
 

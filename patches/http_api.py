@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_skipkv.call import mistaken_keys, take_keys
+from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.tokenizer import collect_keys, gate_of
 
 
@@ -17,9 +18,10 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
     """
     if not isinstance(body, Mapping):
         return original(body)
-    if misplaced := [*take_keys(body)[1], *mistaken_keys(body)]:
+    for name in (*take_keys(body)[1], *mistaken_keys(body)):
         # SGLang lets unknown names at the top pass, and OpenAI's bodies have ours there.
-        return f"{misplaced[0]}: expected in sampling_params, got at the top of the body"
+        expected = "in sampling_params, not at the top of the body"
+        return str(SettingError(name, expected, body[name], "sampling_params or custom_params"))
     params = body.get("sampling_params")
     calls = params if isinstance(params, list) else [params]
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES
 from sgl_skipkv.patches.binding import KeyScale
 from sgl_skipkv.patches.capture import HiddenCapture
 from sgl_skipkv.patches.forward import attach
@@ -32,14 +33,12 @@ class ModelSide:
     Attributes:
         shape: of the model's attention on this rank.
         scale: the model's factor on attention logits.
-        key_scale: as in ``Binding``.
         steerer: None without a vector.
         capture: None unless `skipkv steering extract` asked for it.
     """
 
     shape: ModelShape
     scale: float
-    key_scale: KeyScale | None
     delimiters: Delimiters
     recorder: Recorder
     steerer: Steerer | None
@@ -112,8 +111,7 @@ def build_model_side(
         folder, preset = config.steering_capture, config.delimiters
         capture = HiddenCapture(runner.model, folder, delimiters, preset)
     scale = layers[0].scaling
-    key_scale = _key_scale(runner, layers)
-    side = ModelSide(shape, scale, key_scale, delimiters, recorder, steerer, capture)
+    side = ModelSide(shape, scale, delimiters, recorder, steerer, capture)
     runner.skipkv = side
     return side
 
@@ -122,11 +120,13 @@ def _recorded_dtype(runner: Any) -> torch.dtype:
     """Queries are scored against cached keys, so they are kept in their type, if it is wide enough:
     quantised keys come back in the model's."""
     keys: torch.dtype = runner.kv_cache_dtype
-    return keys if keys in (torch.float16, torch.bfloat16, torch.float32) else runner.dtype
+    return keys if keys in TRITON_NAMES else runner.dtype
 
 
-def _key_scale(runner: Any, layers: list[Any]) -> KeyScale | None:
-    """A checkpoint's ``k_scale`` is what keys were divided by when they were cached in another type
+def key_scale_of(runner: Any) -> KeyScale | None:
+    """``Binding.key_scale`` of this runner.
+
+    A checkpoint's ``k_scale`` is what keys were divided by when they were cached in another type
     than the model's: by every backend but torch_native. New weights bring new ones, so it is looked
     up each time.
     """
@@ -137,6 +137,7 @@ def _key_scale(runner: Any, layers: list[Any]) -> KeyScale | None:
     kernel = get_exec().kernel
     if (kernel.decode_attention_backend or kernel.attention_backend) == "torch_native":
         return lambda layer: 1.0
+    layers = attention_layers(runner.model)
     return lambda layer: layers[layer].k_scale_float or 1.0
 
 

@@ -20,6 +20,7 @@ from sgl_skipkv.patches.model_side import (
     ModelSide,
     attention_layers,
     build_model_side,
+    key_scale_of,
     model_side_of,
 )
 from sgl_skipkv.patches.poison import Poison
@@ -54,7 +55,8 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
     runner = scheduler.tp_worker.model_runner
     # From here on compactions find it free; where graphs are captured before the pool is sized for
     # good, from ``bind`` on.
-    scheduler.skipkv_room = room if runner.token_to_kv_pool.post_capture_active else None
+    held = room is not None and runner.token_to_kv_pool.post_capture_active
+    scheduler.skipkv_room = room if held else None
     if side is not None:
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
@@ -124,7 +126,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
             runtime, capture = _build_runtime(config, scheduler, side, trace), side.capture
-            key_scale = side.key_scale
+            key_scale = key_scale_of(runner)
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)

@@ -219,7 +219,7 @@ class Fleet:
         return server
 
     def lent(self, name: str) -> Iterator[Server]:
-        """What a fixture yields from: the server, ready; clean and ended when its tests are over."""
+        """What a fixture yields from: the server, ready; when its tests end, clean and stopped."""
         server = self.ready(name)
         yield server
         server.assert_clean()

@@ -44,11 +44,12 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
         pool = MHATokenToKVPool(
             *(SLOTS, 1, dtype, HEADS, HEAD_DIM, LAYERS, "cpu"), enable_memory_saver=False
         )
-    runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=dtype)
+    model = torch.nn.ModuleList(layers)
+    runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=dtype, model=model)
     kernel = SimpleNamespace(attention_backend=backend, decode_attention_backend=None)
     with monkeypatch.context() as patch:  # nothing may be imported meanwhile
         patch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-        binding = SimpleNamespace(key_scale=model_side._key_scale(runner, layers))
+        binding = SimpleNamespace(key_scale=model_side.key_scale_of(runner))
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
@@ -74,7 +75,7 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
 
 def test_a_cache_in_the_models_type_has_no_scales() -> None:
     runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
-    assert model_side._key_scale(runner, []) is None
+    assert model_side.key_scale_of(runner) is None
     assert model_side._recorded_dtype(runner) == torch.bfloat16
     runner.kv_cache_dtype = torch.float16  # queries meet keys in their type
     assert model_side._recorded_dtype(runner) == torch.float16
