@@ -5,10 +5,13 @@ On a GPU ``uses_triton`` is true by itself; here it is said, and nothing else di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 from triton_tools import interpreted
 
 import sgl_skipkv.kernels.carried_columns as carried_columns
@@ -34,4 +37,26 @@ def on_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, interpreted(*KERNELS):
         for module in USERS:
             patch.setattr(module, "uses_triton", lambda device: True)
+        yield
+
+
+@contextmanager
+def as_one_each(seen: Callable[[str, Callable[[], None]], None]) -> Iterator[None]:
+    """While open, a dispatch mode sees nothing of what the interpreter does to run a kernel.
+
+    Args:
+        seen: called at every launch, with the kernel's name and what launches it once more.
+    """
+    original = GridExecutor.__call__
+
+    def launch(executor: Any, *arguments: Any, **options: Any) -> None:
+        def again() -> None:
+            with _disable_current_modes():
+                original(executor, *arguments, **options)
+
+        again()
+        seen(executor.fn.__name__, again)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch)
         yield

@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import pytest
 from bench_modules import record
 from device_ops import host_read
-from kernels_on_cpu import on_triton
+from kernels_on_cpu import as_one_each, on_triton
 from rich.console import Console
 from rich.table import Table
 from synthetic import Call, SyntheticServer, served
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import GridExecutor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 POLICIES = ("snapkv", "rkv", "skipkv", "skipkv+")
 CALLS = (1, 2, 16)
@@ -48,19 +45,9 @@ class Launches(TorchDispatchMode):
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
-    @contextmanager
-    def kernels(self) -> Iterator[None]:
+    def kernels(self) -> AbstractContextManager[None]:
         """Launches of Triton's interpreter count as one each, whatever they do to run."""
-        original = GridExecutor.__call__
-
-        def launch(executor: Any, *arguments: Any, **options: Any) -> Any:
-            self.names[executor.fn.__name__] += 1
-            with _disable_current_modes():
-                return original(executor, *arguments, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GridExecutor, "__call__", launch)
-            yield
+        return as_one_each(lambda name, again: self.names.update([name]))
 
 
 def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:

@@ -15,6 +15,7 @@ from bench_modules import bench_module
 from triton_tools import KERNELS, compile_report
 
 from sgl_skipkv.kernels import (
+    key_redundancy,
     row_compaction,
     sentence_redundancy,
     sentence_step,
@@ -22,6 +23,7 @@ from sgl_skipkv.kernels import (
     steering_add,
     window_attention,
 )
+from sgl_skipkv.kernels.paged_keys import COMPILED
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,27 @@ def test_a_block_is_read_by_all_before_one_writes_it(compiler: ModuleType) -> No
     code = compiler.compiled(case, 90).asm["ptx"]
     found = re.findall(r"(ld\.global\.b32|st\.global\.b32|bar\.sync)", code)
     assert re.fullmatch("l+bl+bs+", "".join(name[0] for name in found))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "order"), [(window_attention, "store barrier load store barrier"),
+                          (key_redundancy, "add add barrier load store")],
+    ids=["window_attention", "key_redundancy"],
+)  # fmt: skip
+def test_a_program_reads_what_its_other_threads_wrote(
+    compiler: ModuleType, kernel: ModuleType, order: str
+) -> None:
+    """Scratch goes through memory: it is complete before it is read, past the cache of one
+    multiprocessor, and is read to its end before the next task overwrites it."""
+    names = {"tt.store": "store", "tt.atomic_rmw": "add", "cg": "load", ".barrier": "barrier"}
+    through_memory = 0
+    for case in kernel.compile_cases():
+        code = compiler.compiled(case, 90).asm["ttir"]
+        if "cacheModifier = cg" in code:
+            found = re.findall(r"tt\.store|tt\.atomic_rmw|(?<=cacheModifier = )cg|\.barrier", code)
+            assert " ".join(names[one] for one in found) == order, case.name
+            through_memory += 1
+    assert through_memory >= len(COMPILED)
 
 
 def test_steering_rounds_like_torch(compiler: ModuleType) -> None:
