@@ -1,19 +1,23 @@
 """What a CUDA graph would contain of us: the hooks' tensor operations, replayed on fixed memory.
 
 A graph replays launches, not Python: the same operations on the same addresses, whatever the Python
-state is by then. ``Tape`` does that on the CPU. SGLang's own attention layer, residual stream and
-forward batch pass through the hooks as on a server; the recorded step is replayed with other rows,
-tokens and positions in its buffers, idle lanes among them, and must leave what eager steps leave.
+state is by then. ``Tape`` does that on the CPU, for the plain torch of a step and for its kernels,
+interpreted. SGLang's own attention layer, residual stream and forward batch pass through the hooks
+as on a server; the recorded step is replayed with other rows, tokens and positions in its buffers,
+idle lanes among them, and must leave what eager steps leave.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from device_ops import host_read
+from kernels_on_cpu import as_one_each, on_triton
 from test_steering import GAMMA, NEWLINES, VOCABULARY, classes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +32,10 @@ from sgl_skipkv.steering_vector import SteeringVector
 CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM, WIDTH, WINDOW = 3, 2, 4, 5, 4
 ROWS, SLOTS, LANES, STEPS = 6, 3, 4, 120
+#: all that a GPU's decode graph holds of us: a write per layer, behind one of them the vector, and
+#: at the end the sentences
+STEP = [f"_{name}_kernel" for name in ("ring_write", "ring_write", "steering_add", "ring_write",
+                                       "sentence_step")]  # fmt: skip
 
 
 class Tape(TorchDispatchMode):
@@ -35,7 +43,8 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._operations: list[Callable[[], None]] = []
+        self.kernels: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = host_read(func, args)
@@ -43,17 +52,25 @@ class Tape(TorchDispatchMode):
         # A graph does not contain the Python value that a tensor was made of.
         assert func._schema.name != "aten::lift_fresh", "a new tensor in a captured step"
         out = func(*args, **(kwargs or {}))
-        self._operations.append((func, args, kwargs or {}, out))
-        return out
 
-    def replay(self) -> None:
-        for func, args, kwargs, old in self._operations:
-            new = func(*args, **kwargs)
+        def again() -> None:
+            new = func(*args, **(kwargs or {}))
             if func._schema.is_mutable:
-                continue
-            for was, now in zip(tree_leaves(old), tree_leaves(new), strict=True):
+                return
+            for was, now in zip(tree_leaves(out), tree_leaves(new), strict=True):
                 if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
                     was.copy_(now)
+
+        self._operations.append(again)
+        return out
+
+    def launched(self, name: str, again: Callable[[], None]) -> None:
+        self.kernels.append(name)
+        self._operations.append(again)
+
+    def replay(self) -> None:
+        for again in self._operations:
+            again()
 
 
 class Layer(nn.Module):
@@ -152,19 +169,22 @@ class World:
         }
 
 
-@pytest.fixture()
-def captured(monkeypatch: pytest.MonkeyPatch) -> tuple[World, Tape]:
+@pytest.fixture(params=["torch", "kernels"])
+def captured(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[World, Tape]]:
     """A world whose step was captured before any call existed, as SGLang captures its graphs."""
     from sglang.srt.model_executor.runner_utils import capture_mode
 
     world, tape = World(), Tape()
     world.recorder.reserve()
-    with monkeypatch.context() as patch:
-        patch.setattr(capture_mode, "is_capture_mode", True)
-        with tape:
+    with on_triton() if request.param == "kernels" else nullcontext():
+        with monkeypatch.context() as patch, as_one_each(tape.launched), tape:
+            patch.setattr(capture_mode, "is_capture_mode", True)
             world.step()
-    assert world.recorder.current is None
-    return world, tape
+        assert world.recorder.current is None
+        assert tape.kernels == (STEP if request.param == "kernels" else [])
+        yield world, tape
 
 
 def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
@@ -212,9 +232,7 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
     assert (eager.steerer._nonexecution > 0).any()
 
 
-def test_a_step_that_looks_at_the_python_state_is_not_captured(
-    captured: tuple[World, Tape], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_looks_at_the_python_state_is_not_captured() -> None:
     """The proof that the test above can fail: a step recorded outside a capture replays nothing."""
     world, tape = World(), Tape()
     with tape:
