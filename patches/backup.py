@@ -128,5 +128,5 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
 def _wait_for_forward(req_to_token_pool: Any) -> None:
     """Order this stream behind the running step; on the device, never on the CPU."""
     binding = binding_of(req_to_token_pool)
-    if binding is not None and req_to_token_pool.device != "cpu":
+    if binding is not None:
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)

@@ -52,7 +52,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             due.append((i, state))
         elif runtime.planner.must_track(state, req.kv.kv_allocated_len):
             untracked.append((i, state))
-    if (due or untracked) and batch.device != "cpu":
+    if due or untracked:
         # Keys, queries and hidden states of the running step are written on the forward stream.
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     for i, state in untracked:

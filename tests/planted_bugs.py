@@ -187,6 +187,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "return 0 <",
         ),
         (
+            "a compaction does not wait for the step that runs",
+            batch.compact_due_requests,
+            "binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)",
+            "pass",
+        ),
+        (
             "what a steered call generated is filed in the tree",
             release.limit_insert,
             "not state.settings.steers",

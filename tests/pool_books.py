@@ -80,7 +80,8 @@ class Books:
             ``recomputed`` then.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
-        generated: request id -> its generated tokens that were ever fed.
+        generated: request id -> its generated tokens that were ever fed; computed: what came of
+            each, evicted or not, when that was last computed.
         count: what happened, so that a test can tell an empty run.
     """
 
@@ -100,6 +101,7 @@ class Books:
         self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
         self.generated: dict[str, list[int]] = {}
+        self.computed: dict[str, dict[int, int]] = {}
         self.count = Counter[str]()
 
     def owners(self) -> list[Any]:
@@ -200,6 +202,23 @@ class Books:
         self.recomputed.discard(req.rid)
         self.count["compactions"] += 1
         self.count["evicted"] += len(freed)
+
+    def _check_open_sentence(self, req: Any) -> None:
+        """Its running sum has every token once: a delimiter ends it, and the token after begins.
+
+        Of a call that no launched step has yet to record for.
+        """
+        prompt, table = len(req.origin_input_ids), self.recorder.sentences
+        fed = self.rows[req.rid][-1].position + 1 - prompt  # of a prefill in chunks, so far
+        if fed <= 0:
+            return
+        tokens, tags = self.generated[req.rid][:fed], self.computed[req.rid]
+        begins = len(tokens) - 1
+        while begins and not (tokens[begins - 1] == DELIMITER != tokens[begins]):
+            begins -= 1
+        own = [HIDDENS[tags[prompt + i] % len(HIDDENS)] for i in range(begins, len(tokens))]
+        assert int(table.length[req.skipkv.slot]) == len(own), "a token is missing, or there twice"
+        torch.testing.assert_close(table.total[req.skipkv.slot], torch.stack(own).sum(dim=0))
 
     def _free_slots(self) -> list[int]:
         free: list[int] = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()

@@ -5,6 +5,7 @@ Positions, tokens and steering are held against what they have to be, token by t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +34,47 @@ def next_token(tag: int) -> int:
     return DELIMITER if tag % 6 == 0 else 3 + tag % (VOCAB - 3)
 
 
+class ForwardStream:
+    """A GPU's forward stream. What was launched runs at once, or at the latest that can be: when
+    somebody waits for it, when something else is launched, when its results are looked at."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self._launched: list[Callable[[], None]] = []
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self.run()
+        self._launched.append(work)
+        if not self.late:
+            self.run()
+
+    def run(self) -> None:
+        while self._launched:
+            self._launched.pop()()
+
+
+class ScheduleStream:
+    """The stream that the scheduler's own operations run on, at once."""
+
+    def wait_stream(self, other: ForwardStream) -> None:
+        other.run()
+
+
 class Forward(Books):
     """Books with a forward pass."""
+
+    schedule_stream: ScheduleStream
+    forward_stream: ForwardStream
 
     def _forward(self, batch: Any) -> list[int | None]:
         """Write content for every new token, record it as a real forward would, sample."""
         from sgl_skipkv.patches.forward import prepare_forward
 
+        self.forward_stream.run()  # nothing of a step begins before the one before has ended
+        for req in self.owners():
+            state = getattr(req, "skipkv", None)
+            if state is not None and state.started and state.settings.policy.needs_sentences:
+                self._check_open_sentence(req)
         decode = batch.forward_mode.is_decode()
         counts = [1] * len(batch.reqs) if decode else batch.extend_lens
         ends = zip(batch.seq_lens.tolist(), counts, strict=True)
@@ -75,12 +110,20 @@ class Forward(Books):
                 self._check_fed(req, first + offset, token, factor)
                 tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
                 row.append(Entry(first + offset, tag))
+                self.computed.setdefault(req.rid, {})[first + offset] = tag
                 written.append(row[-1])
             middle = not decode and req is batch.chunked_req
             sampled.append(None if middle else next_token(row[-1].tag))
             req.fed_next = sampled[-1]
-        self._store(batch.out_cache_loc.tolist(), written)
-        self._record(forward, tokens, written)
+        slots = batch.out_cache_loc.tolist()
+        assert len(slots) == len(written)
+        self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
+
+        def on_device() -> None:
+            self._store(slots, written)
+            self._record(forward, tokens, written)
+
+        self.forward_stream.launch(on_device)
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
 
@@ -98,8 +141,6 @@ class Forward(Books):
         self.count["steered tokens"] += factor != 0
 
     def _store(self, slots: list[int], written: list[Entry]) -> None:
-        assert len(slots) == len(written)
-        self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
         kv_pool.get_key_buffer(0)[slots] = keys_of(written)
         kv_pool.get_value_buffer(0)[slots] = values_of(written)

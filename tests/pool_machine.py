@@ -75,6 +75,8 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         tree_core=st.sampled_from(["rust", "python"]),
         overlap=st.booleans(),
+        late=st.booleans(),
+        newest_first=st.booleans(),
         chunk=st.sampled_from([None, None, 5]),
         token_ratio=st.sampled_from([0.02, 0.5]),
         backup_bytes=st.sampled_from([0, 2000, 1 << 20]),

@@ -26,8 +26,22 @@ from pool_books import (
     TRACKED,
     VOCAB,
 )
+from pool_forward import ForwardStream, ScheduleStream
 from pool_loop import Loop
 from pool_steering import GAMMA, make_steerer
+
+
+def reuse_newest_first(allocator: Any) -> None:
+    """A slot that was just freed is the next that is given out, and not the last."""
+    original = allocator.alloc
+
+    def alloc(need_size: int) -> Any:
+        allocator.free_pages = allocator.free_pages.flip(0)
+        slots = original(need_size)
+        allocator.free_pages = allocator.free_pages.flip(0)
+        return slots
+
+    allocator.alloc = alloc
 
 
 class World(Loop):
@@ -44,6 +58,8 @@ class World(Loop):
         *,
         tree_core: str = "rust",
         overlap: bool = True,
+        late: bool = False,
+        newest_first: bool = False,
         chunk: int | None = None,
         token_ratio: float = 0.3,
         backup_bytes: int = 0,
@@ -59,6 +75,7 @@ class World(Loop):
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         super().__init__()
+        self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
         self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
         self.disaggregation_mode = DisaggregationMode.NULL
         self.spec_algorithm = SpeculativeAlgorithm.NONE
@@ -84,6 +101,8 @@ class World(Loop):
                 enable_memory_saver=False,
             ),
         )
+        if newest_first:
+            reuse_newest_first(self.token_to_kv_pool_allocator)
         self.tree_cache = UnifiedRadixCache(
             params=CacheInitParams(
                 req_to_token_pool=self.req_to_token_pool,

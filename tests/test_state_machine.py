@@ -21,6 +21,7 @@ from pool_world import World
 
 from sgl_skipkv import policy
 from sgl_skipkv.page_table import LedgerError
+from sgl_skipkv.patches import backup
 from sgl_skipkv.patches.backup import back_up
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
@@ -125,7 +126,7 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
     keys = {"kv_budget": 12, "kv_policy": name, "kv_params": KNOBS}
     outputs = []
     for retractions in (0, 12):
-        world = World(overlap=overlap, backup_bytes=1 << 20)
+        world = World(overlap=overlap, late=overlap, backup_bytes=1 << 20)
         # SGLang retracts the shorter output and always keeps one request.
         long_calls(world, 20)
         call = world.arrive([5, 6, 7, 21, 22], 120, **keys)
@@ -168,6 +169,30 @@ def test_a_call_that_is_backed_up_before_it_compacts_again(
         world.check()
     assert world.count["restored"] == 1
     world.drain()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_row_comes_back_behind_the_step_that_runs(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call ends while a step still writes its next token, and its slots go to one that comes back
+    from host memory: the copy must not be written before that token is, or it is overwritten."""
+    if not waits:
+        monkeypatch.setattr(backup, "_wait_for_forward", lambda pool: None)
+    world = World(late=True, newest_first=True, token_ratio=0.02, backup_bytes=1 << 20)
+    ends, returns = long_calls(world, 26, 26)
+    assert ends.skipkv.evicted_tokens  # or the tree would have its slots
+    world.abort(ends)
+    world.retract_now = True
+    world.step()
+    assert ends.finished() and returns.skipkv.backup is not None
+    if waits:
+        world.step()
+        assert world.count["restored"] == 1
+        world.drain()
+    else:
+        with pytest.raises(AssertionError):
+            world.step()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
