@@ -82,6 +82,7 @@ class Books:
         recomputed: requests whose row may be longer than their bound until they compact.
         generated: request id -> its generated tokens that were ever fed; computed: what came of
             each, evicted or not, when that was last computed.
+        head_dim: numbers of a key, a multiple of ``HEAD_DIM``; kernels read 16 and more.
         count: what happened, so that a test can tell an empty run.
     """
 
@@ -103,6 +104,11 @@ class Books:
         self.generated: dict[str, list[int]] = {}
         self.computed: dict[str, dict[int, int]] = {}
         self.count = Counter[str]()
+        self.head_dim = HEAD_DIM
+
+    def widened(self, content: torch.Tensor) -> torch.Tensor:
+        """Keys, values or queries of ``HEAD_DIM`` numbers in as many as a head has here."""
+        return content.repeat(1, 1, self.head_dim // HEAD_DIM)
 
     def owners(self) -> list[Any]:
         """Every request that holds a row, once."""
@@ -144,8 +150,8 @@ class Books:
         assert len(held) == len(slots)
         assert [self.content[slot] for slot in slots[:shared]] == [e.tag for e in held[:shared]]
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        assert torch.equal(kv_pool.get_key_buffer(0)[slots], keys_of(held))
-        assert torch.equal(kv_pool.get_value_buffer(0)[slots], values_of(held))
+        assert torch.equal(kv_pool.get_key_buffer(0)[slots], self.widened(keys_of(held)))
+        assert torch.equal(kv_pool.get_value_buffer(0)[slots], self.widened(values_of(held)))
         self.content.update(zip(slots, (entry.tag for entry in held), strict=True))
         self.count["restored"] += 1
         return held
@@ -192,7 +198,7 @@ class Books:
             newest = old[-params.window :]
             ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
             own = QUERIES[[entry.tag % len(QUERIES) for entry in newest]]
-            assert torch.equal(ring[0].flip(0), own), "somebody else's queries"
+            assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
         self.uncompacted[req.rid] = old, req.rid in self.recomputed
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]

@@ -142,8 +142,8 @@ class Forward(Books):
 
     def _store(self, slots: list[int], written: list[Entry]) -> None:
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        kv_pool.get_key_buffer(0)[slots] = keys_of(written)
-        kv_pool.get_value_buffer(0)[slots] = values_of(written)
+        kv_pool.get_key_buffer(0)[slots] = self.widened(keys_of(written))
+        kv_pool.get_value_buffer(0)[slots] = self.widened(values_of(written))
 
     def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
         """As the model's only attention layer and its logits layer do."""
@@ -153,6 +153,6 @@ class Forward(Books):
         layer = SimpleNamespace(skipkv=recorder, layer_id=0)
         tags = [one.tag for one in written]
         queries = QUERIES[[tag % len(QUERIES) for tag in tags]]
-        record_queries(layer, queries, None, None, forward)
+        record_queries(layer, self.widened(queries), None, None, forward)
         hidden = HIDDENS[[tag % len(HIDDENS) for tag in tags]]
         record_hidden(layer, torch.tensor(tokens), hidden)

@@ -64,6 +64,8 @@ class World(Loop):
         token_ratio: float = 0.3,
         backup_bytes: int = 0,
         work_bytes: int = 96 << 20,
+        head_dim: int = HEAD_DIM,
+        check_ledger: bool = True,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -75,6 +77,7 @@ class World(Loop):
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         super().__init__()
+        self.head_dim = head_dim
         self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
         self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
         self.disaggregation_mode = DisaggregationMode.NULL
@@ -95,7 +98,7 @@ class World(Loop):
                 page_size=1,
                 dtype=torch.float32,
                 head_num=KV_HEADS,
-                head_dim=HEAD_DIM,
+                head_dim=head_dim,
                 layer_num=1,
                 device="cpu",
                 enable_memory_saver=False,
@@ -125,9 +128,9 @@ class World(Loop):
         self.arrived: list[Any] = []
         self.retract_now = False
         self.pending_chunk_abort = False
-        self._bind(backup_bytes, work_bytes)
+        self._bind(backup_bytes, work_bytes, check_ledger)
 
-    def _bind(self, backup_bytes: int, work_bytes: int) -> None:
+    def _bind(self, backup_bytes: int, work_bytes: int, check_ledger: bool) -> None:
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.patches.binding import Binding
         from sgl_skipkv.patches.metrics import Metrics
@@ -144,14 +147,14 @@ class World(Loop):
             max_tracked_calls=TRACKED,
             retraction_backup_bytes=backup_bytes,
             compaction_work_bytes=work_bytes,
-            check_ledger=True,
+            check_ledger=check_ledger,
             poison_evicted=True,
             steering_vector="none.safetensors",
             steering_gamma=GAMMA,
         )
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
-            ModelShape(1, QUERY_HEADS, HEAD_DIM, HIDDEN),
+            ModelShape(1, QUERY_HEADS, self.head_dim, HIDDEN),
             slots=TRACKED,
             rings=config.rings(TRACKED),
             query_window=config.query_window,
@@ -166,9 +169,9 @@ class World(Loop):
             delimiters,
             recorder=self.recorder,
             layers=1,
-            scale=HEAD_DIM**-0.5,
+            scale=self.head_dim**-0.5,
             pool_tokens=POOL,
-            kv_token_bytes=KV_TOKEN_BYTES,
+            kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
         )
         ready = Readiness((), asked=False)

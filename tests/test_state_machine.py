@@ -7,13 +7,16 @@ broken (planted_bugs.py) it must fail. ``make fuzz`` runs it for longer, ``pytho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http import HTTPStatus
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_on_cpu import as_one_each, on_triton
 from planted_bugs import bugs
 from pool_books import POOL, ROWS, TRACKED, plugin_and_topology
 from pool_machine import KNOBS, MACHINE, PROMPT, own_draws
@@ -140,6 +143,30 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
         summary = {**call.skipkv.summary, "mean_kv_tokens": None}  # over steps that were run
         outputs.append((list(call.output_ids), summary))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["skipkv+", "rkv", "snapkv", "streaming"])
+def test_kernels_keep_what_plain_torch_keeps(name: str) -> None:
+    """From SGLang's batches to its page table, a retraction on the way: the same tokens, each of
+    which depends on everything in the row before it."""
+    keys = {"kv_budget": 14, "kv_policy": name, "kv_params": {**KNOBS, "window": 4}}
+    outputs = []
+    for way in (nullcontext(), on_triton()):
+        world = World(head_dim=16, check_ledger=False, late=True, backup_bytes=1 << 20)
+        launched = Counter[str]()
+        with way, as_one_each(lambda kernel, again, seen=launched: seen.update([kernel])):
+            calls = [world.arrive([5, 6, 7, 20 + i], 60, **keys) for i in range(2)]
+            while not all(call.finished() for call in calls):
+                world.retract_now = world.count["decode steps"] == 40
+                world.step()
+                world.check()
+        assert world.count["restored"] == 1 and world.count["compactions"] >= 8
+        outputs.append([list(call.output_ids) for call in calls])
+    assert outputs[0] == outputs[1]
+    records = name != "streaming"
+    assert launched["_compact_rows_kernel"] >= 4
+    assert launched["_importance_kernel"] >= 4 * records
+    assert launched["_sentence_step_kernel"] >= 60 * records
 
 
 @pytest.mark.parametrize("overlap", [True, False])
