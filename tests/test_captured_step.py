@@ -2,9 +2,10 @@
 
 A graph replays launches, not Python: the same operations on the same addresses, whatever the Python
 state is by then. ``Tape`` does that on the CPU, for the plain torch of a step and for its kernels,
-interpreted. SGLang's own attention layer, residual stream and forward batch pass through the hooks
-as on a server; the recorded step is replayed with other rows, tokens and positions in its buffers,
-idle lanes among them, and must leave what eager steps leave.
+interpreted; where there is a GPU, a real graph does. SGLang's own attention layer, residual stream
+and forward batch pass through the hooks as on a server; the recorded step is replayed with other
+rows, tokens and positions in its buffers, idle lanes among them, and must leave what eager steps
+leave.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from test_steering import GAMMA, NEWLINES, VOCABULARY, classes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton_tools import DEVICES
 from vector_files import origin
 
 from sgl_skipkv.recorder import Loan, ModelShape, Recorder
@@ -73,6 +75,23 @@ class Tape(TorchDispatchMode):
             again()
 
 
+class Graph:
+    """A real CUDA graph of a step."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # kernels are compiled and loaded before a capture
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            step()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
 class Layer(nn.Module):
     """A decoder layer as far as the hooks can see: attention is asked, the residual goes on."""
 
@@ -95,7 +114,7 @@ class Layer(nn.Module):
 class World:
     """One server's device side: the buffers of a step, the tables, the hooked layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -110,10 +129,10 @@ class World:
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
             dtype=torch.float32,
-            device=CPU,
+            device=device,
         )
         vector = SteeringVector(torch.arange(WIDTH).float() + 1, origin())
-        self.steerer = Steerer(vector, classes(), GAMMA, device=CPU)
+        self.steerer = Steerer(vector, classes(), GAMMA, device=device)
         self.recorder.slots.use_rows(ROWS)
         self.steerer.use_rows(ROWS)
         self.model = nn.Module()
@@ -121,7 +140,7 @@ class World:
         self.model.model.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
         attach(self.model, self.recorder)
         attach_steering(self.model, self.steerer)
-        zeros = torch.zeros(LANES, dtype=torch.int64)
+        zeros = torch.zeros(LANES, dtype=torch.int64, device=device)
         self.batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=LANES,
@@ -132,8 +151,8 @@ class World:
             seq_lens_sum=0,
         )
         self.batch.positions = zeros.clone()
-        self.batch.residual_stream = ResidualStream(torch.zeros(LANES, WIDTH))
-        self.hidden = torch.zeros(LANES, WIDTH)
+        self.batch.residual_stream = ResidualStream(torch.zeros(LANES, WIDTH, device=device))
+        self.hidden = torch.zeros(LANES, WIDTH, device=device)
 
     def step(self) -> None:
         from types import SimpleNamespace
@@ -169,27 +188,34 @@ class World:
         }
 
 
-@pytest.fixture(params=["torch", "kernels"])
+@pytest.fixture(params=["torch", "kernels", *(["cuda"] if "cuda" in DEVICES else [])])
 def captured(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[World, Tape]]:
-    """A world whose step was captured before any call existed, as SGLang captures its graphs."""
+) -> Iterator[tuple[World, World, Tape | Graph]]:
+    """A world whose step was captured before any call existed, as SGLang captures its graphs, and
+    one that runs eager steps."""
     from sglang.srt.model_executor.runner_utils import capture_mode
 
-    world, tape = World(), Tape()
+    device = torch.device("cuda" if request.param == "cuda" else "cpu")
+    world, tape = World(device), Tape()
     world.recorder.reserve()
     with on_triton() if request.param == "kernels" else nullcontext():
-        with monkeypatch.context() as patch, as_one_each(tape.launched), tape:
+        with monkeypatch.context() as patch:
             patch.setattr(capture_mode, "is_capture_mode", True)
-            world.step()
+            if request.param == "cuda":
+                replayed: Tape | Graph = Graph(world.step)
+            else:
+                with as_one_each(tape.launched), tape:
+                    world.step()
+                replayed = tape
         assert world.recorder.current is None
         assert tape.kernels == (STEP if request.param == "kernels" else [])
-        yield world, tape
+        yield world, World(device), replayed
 
 
-def test_replays_do_what_eager_steps_do(captured: tuple[World, Tape]) -> None:
+def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Graph]) -> None:
     """Calls come and go between the steps; lanes that nobody uses show row 0."""
-    (graph, tape), eager, rng = captured, World(), random.Random(3)
+    (graph, eager, tape), rng = captured, random.Random(3)
     worlds = (graph, eager)
     running: dict[int, int] = {}  # row -> position; slot = row
     steered = set()
