@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,10 @@ from typing import Any, Self
 from sgl_skipkv.config import CPU_PLATFORM
 
 READY_LINE = "The server is fired up"
+# A server binds its port when its model is loaded. Until then any client in the world may be given
+# a port that the system picks for outgoing connections, from 32,768 on; these it never is. None of
+# them is tried twice, so servers that start together do not meet.
+_PORTS = iter(random.SystemRandom().sample(range(20_000, 32_768), 12_768))
 
 
 class HTTPFailure(Exception):
@@ -31,6 +36,18 @@ class HTTPFailure(Exception):
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"{status}: {body}")
         self.status, self.body = status, body
+
+
+def free_port() -> int:
+    """A port on which nobody listens, and nobody will before a server that is started now."""
+    for port in _PORTS:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("port: expected a free one between 20000 and 32767, got none")
 
 
 def device_arguments(*, captures: bool = False) -> list[str]:
@@ -71,9 +88,7 @@ class ServerProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
         device = device_arguments(captures=captures)
         platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
