@@ -24,9 +24,9 @@ from typing import Any, Self
 from sgl_skipkv.config import CPU_PLATFORM
 
 READY_LINE = "The server is fired up"
-# A server binds its port when its model is loaded. Until then any client in the world may be given
-# a port that the system picks for outgoing connections, from 32,768 on; these it never is. None of
-# them is tried twice, so servers that start together do not meet.
+# A server binds its port when its model is loaded. Until then the system may give a port from
+# 32,768 on to any program's outgoing connection; these it never gives. None of them is tried twice,
+# so servers that start together do not meet.
 _PORTS = iter(random.SystemRandom().sample(range(20_000, 32_768), 12_768))
 
 

@@ -25,7 +25,6 @@ from pool_world import World
 from sgl_skipkv import policy
 from sgl_skipkv.page_table import LedgerError
 from sgl_skipkv.patches import backup
-from sgl_skipkv.patches.backup import back_up
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
 
@@ -251,7 +250,7 @@ def test_prompts_of_embeddings_are_not_backed_up() -> None:
     (call, _) = long_calls(world, 20, 20)
     for embeddings in ([[0.0]], None):
         call.input_embeds = embeddings
-        back_up(call.skipkv, call, world.tree_cache)
+        backup.back_up(call.skipkv, call, world.tree_cache)
         assert (call.skipkv.backup is None) == (embeddings is not None)
     call.skipkv.backup = None
     world.drain()
