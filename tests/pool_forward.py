@@ -40,17 +40,19 @@ class ForwardStream:
 
     def __init__(self, late: bool) -> None:
         self.late = late
-        self._launched: list[Callable[[], None]] = []
+        self._step: Callable[[], None] | None = None
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, step: Callable[[], None]) -> None:
         self.run()
-        self._launched.append(work)
+        self._step = step
         if not self.late:
             self.run()
 
     def run(self) -> None:
-        while self._launched:
-            self._launched.pop()()
+        """The step that was launched last ends."""
+        step, self._step = self._step, None
+        if step is not None:
+            step()
 
 
 class ScheduleStream:

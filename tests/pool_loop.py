@@ -44,7 +44,7 @@ class Loop(Forward):
         while len(self.result_queue) > left:
             done, tokens = self.result_queue.pop(0)
             if not self.result_queue:
-                self.forward_stream.run()
+                self.forward_stream.run()  # it has a result, so it has ended
             self.token_to_kv_pool_allocator.free_group_begin()
             if done.forward_mode.is_extend():
                 self._finish_prefill(done, tokens)
