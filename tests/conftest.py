@@ -4,15 +4,11 @@ it."""
 from __future__ import annotations
 
 import functools
-import json
+import inspect
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +23,13 @@ SHARED = ROOT.parent / "shared"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, and the tests of one server together."""
-    items.sort(key=lambda item: (item.get_closest_marker("server") is not None, item.path.name))
+    """Quick tests first, the tests of one server together, and what waits for a command last."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, str]:
+        waits = "background" in inspect.signature(item.function).parameters
+        return waits, item.get_closest_marker("server") is not None, item.path.name
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
@@ -73,37 +74,16 @@ def fleet(request, model_folder, tmp_path_factory) -> Iterator:  # type: ignore[
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fuzzing(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
-    """2,000 lives of the state machine, then its planted bugs: functions that wait for the rows.
+def background(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """The commands of minutes that this session's tests read; the first starts with it."""
+    from background import Background
 
-    In a process at a time from the session's start: most tests keep one core busy.
-    """
-    if not any(item.path.stem == "test_state_machine" for item in request.session.items):
-        yield None
-        return
-    folder, running = tmp_path_factory.mktemp("fuzzing"), []
-
-    def rows_of(name: str, *arguments: str) -> list[dict[str, Any]]:
-        report = folder / f"{name}.json"
-        command = [sys.executable, "tests/fuzz.py", *arguments, "--report", str(report)]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        running.append(process)
-        said, _ = process.communicate()
-        assert report.exists(), said[-2000:]
-        found: list[dict[str, Any]] = json.loads(report.read_text())
-        return found
-
-    with ThreadPoolExecutor(1) as one_by_one:
-        lives = one_by_one.submit(rows_of, "lives", "--examples", "2000", "--seeds", "1")
-        planted = one_by_one.submit(rows_of, "planted", "--planted", "--seeds", "2")
-        try:
-            yield lives.result, planted.result
-        finally:
-            planted.cancel()
-            for process in running:
-                process.kill()
+    files = {item.path.stem.removeprefix("test_") for item in request.session.items}
+    running = Background(files, tmp_path_factory.mktemp("background"))
+    try:
+        yield running
+    finally:
+        running.stop_all()
 
 
 @pytest.fixture(scope="session")

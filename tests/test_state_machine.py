@@ -7,13 +7,15 @@ broken (planted_bugs.py) it must fail. ``make fuzz`` runs it for longer, ``pytho
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from http import HTTPStatus
 from typing import Any
 
 import pytest
+from background import Background, Outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_cpu import as_one_each, on_triton
@@ -41,13 +43,16 @@ def sglang() -> Iterator[None]:
         yield
 
 
-Rows = Callable[[], list[dict[str, Any]]]
+def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
+    report = outcome.folder / "rows.json"
+    assert report.exists(), outcome.said[-2000:] + outcome.errors[-2000:]
+    found: list[dict[str, Any]] = json.loads(report.read_text())
+    return found
 
 
-def test_memory_stays_sound(fuzzing: tuple[Rows, Rows]) -> None:
+def test_memory_stays_sound(background: Background) -> None:
     """2,000 lives of 50 steps. A failure names the seed of the 500 lives that show it."""
-    lives, _ = fuzzing
-    seen = {row["event"]: row["times"] for row in lives()}
+    seen = {row["event"]: row["times"] for row in rows_of(background.outcome("lives"))}
     # an empty run proves nothing
     wanted = {"compactions": 3000, "retractions": 500, "retractions, pool full": 50, "refused": 5}
     wanted |= {"backups": 200, "restored": 100, "compactions taken back": 5}
@@ -397,10 +402,9 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
 # -- the machine is tested by breaking what it guards
 
 
-def test_every_planted_bug_is_found(fuzzing: tuple[Rows, Rows]) -> None:
+def test_every_planted_bug_is_found(background: Background) -> None:
     """Within 3,000 lives each."""
-    _, planted = fuzzing
-    found = planted()
+    found = rows_of(background.outcome("planted"))
     assert [row["bug"] for row in found] == [name for name, *_ in bugs()]
     assert [row["bug"] for row in found if not row["lives"]] == []
 
