@@ -28,7 +28,7 @@ from sgl_skipkv.kernels.compile_case import CompileCase
 _EPS = tl.constexpr(1e-8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids"])  # a prefill's, from any token on
 def _sentence_step_kernel(
     hidden,
     slots,

@@ -10,7 +10,8 @@ Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2.
 How: persistent programs walk tasks (request, layer, KV head). Pass A loads each block of keys once
 through the page table, takes the logits of all W x G queries from it with one tensor-core product
 (or a few, where W x G is large), keeps maximum and normaliser of every w, and leaves the logits in
-a scratch of the program's own: [W, n] floats that the next task overwrites, so they stay in L2.
+a scratch of the program's own: [W, n] floats that the next task overwrites, stored so that the keys
+that stream by do not push them out of L2.
 Pass B reads them back and writes the mean over w of the softmax. The second kernel pools, and sums
 over heads and layers in one fixed order. No float is added atomically: the bits of a request depend
 neither on the rest of the batch nor on the number of programs.
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import (
     COMPILED,
     SIGNATURE,
@@ -100,7 +103,6 @@ def _importance_kernel(
                 keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]),
                 mask=inside[:, None],
                 other=0,
-                eviction_policy="evict_first",
             )
             k = widened(k, FLOAT8).to(q.dtype)  # float16 and bfloat16 hold any float8
             for tile in range((WINDOW + WINDOW_TILE - 1) // WINDOW_TILE):
@@ -118,6 +120,7 @@ def _importance_kernel(
                     own_scratch + (w.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
                     logits,
                     mask=(w < WINDOW)[:, None] & inside[None, :],
+                    eviction_policy="evict_last",
                 )
                 logits = tl.where(inside[None, :], logits, float("-inf"))
                 is_tile = tile_index == tile
@@ -218,12 +221,14 @@ def window_attention(
     programs = _programs_that_fit(programs, window, longest)
     scratch = out.new_empty(programs, window, longest)
     importance = out.new_empty(heads, columns)
+    options = _options(queries.dtype, paged.head_dim, queries.shape[2], window, group)
     _importance_kernel[(programs,)](
         *(*paged.arguments, paged.k_scales),
         *(queries, query_slots, last_positions, *queries.stride()[:4]),
         *(scratch, longest, importance, columns, scale * math.log2(math.e), paged.tasks),
         **paged.constants,
-        **_options(queries.dtype, paged.head_dim, queries.shape[2], window, group),
+        **options,
+        **register_limit(_max_registers(options), paged.device),
     )
     blocks = triton.cdiv(longest, _POOL["BLOCK"])
     _pool_kernel[(len(paged.row_tokens) * blocks,)](
@@ -264,6 +269,9 @@ def _options(
     tile = min(triton.next_power_of_2(window), max(1, (32 if full else 64) // group_padded))
     tile = max(tile, 16 // group_padded)
     tiles = triton.next_power_of_2(triton.cdiv(window, tile))
+    # What a block costs besides its keys, barriers and shuffles, is paid per block: the larger one
+    # where registers and shared memory hold it and two programs share a multiprocessor.
+    large = not full and tiles == 1 and head_dim <= 128
     return {
         "RING": ring,
         "WINDOW": window,
@@ -271,13 +279,22 @@ def _options(
         "GROUP_PADDED": group_padded,
         "WINDOW_TILE": tile,
         "TILES": tiles,
-        "BLOCK": 32 if full else 64,
-        "SUM_BLOCK": max(16, min(256, 2048 // (tile * tiles))),
-        "num_warps": 8 if full or tiles > 1 or head_dim > 128 else 4,
-        # Slots, then keys, then products: five stages keep three blocks of keys in flight; wide
-        # heads then need more shared memory than some devices have.
-        "num_stages": 2 if full else 5 if head_dim <= 128 else 3,
+        "BLOCK": 32 if full else 128 if large else 64,
+        "SUM_BLOCK": max(16, min(512, 4096 // tile) if large else min(256, 2048 // (tile * tiles))),
+        "num_warps": 8,
+        # Slots, then keys, then products: with four stages two blocks of keys are in flight, with
+        # five three; wide heads then need more shared memory than some devices have.
+        "num_stages": 2 if full else 4 if large else 5 if head_dim <= 128 else 3,
     }
+
+
+def _max_registers(options: dict[str, int]) -> dict[int, int]:
+    """Per thread, by architecture, for large blocks.
+
+    So that two programs share a multiprocessor; sm_100 needs more than that allows. Left alone the
+    compiler takes up to 209, and spills at 128 where it could do with 96.
+    """
+    return {80: 128, 90: 128, 100: 144} if options["BLOCK"] == 128 else {}
 
 
 def _programs_that_fit(programs: int, window: int, longest: int) -> int:
@@ -349,7 +366,9 @@ def compile_cases() -> list[CompileCase]:
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
             constexprs = {**example_constants(dtype, head_dim), **scales, **options}
             name, kernel = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}", _importance_kernel
-            cases.append(CompileCase(name, kernel, signature, constexprs, strides, warps, stages))
+            limits = _max_registers(options)
+            one = CompileCase(name, kernel, signature, constexprs, strides, warps, stages)
+            cases.append(replace(one, max_registers=limits))
     signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
     signature |= dict.fromkeys(("importance", "out"), "*fp32")
     constexprs = {"WINDOW": 8, "HEADS": 112, **_POOL}

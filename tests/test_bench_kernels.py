@@ -89,7 +89,7 @@ def test_works_are_the_formulas_of_the_docstrings(bench: dict[str, Any], dtype: 
         "key_redundancy_incremental": redundancy + 4 * layers * hkv * b * n,
         "sentence_redundancy": b * (s * (hidden * size + 8) + 16),
         "row_compaction": b * (32 * n + 24 * m + 40),
-        "carried_columns": b * (8 * layers * hkv * n + 8 * n + 40),
+        "carried_columns": b * (8 * layers * hkv * n + 8 * n + 56),
         "ring_write": b * (hq * d * 2 * size + 16),
         "sentence_step": b * (hidden * (size + 8) + 44) + hidden * size,
         "steering_add": (9 + 25) * b + 2 * hidden * size + 4 * hidden,

@@ -118,4 +118,4 @@ def test_what_it_refuses(device: torch.device) -> None:
 
 def test_bytes_of_a_batch() -> None:
     moved = bytes_moved(100, requests=3, layers=2, kv_heads=4)
-    assert moved == {"spared": 6400, "selections": 800, "requests": 120}
+    assert moved == {"spared": 6400, "selections": 800, "requests": 168}

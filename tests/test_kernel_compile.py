@@ -79,14 +79,27 @@ def test_shared_memory_of_one_block_fits() -> None:
     assert max(int(row["shared_bytes"]) for row in on_sm_80) <= 99 * 1024
 
 
-def test_two_programs_share_a_multiprocessor_of_an_h100() -> None:
-    """One multiplies while the other decides. 64 Ki registers and 227 KiB each. Not float32."""
-    rows = [row for row in compile_report() if row["kernel"] == "spared_columns"]
+@pytest.mark.parametrize(("kernel", "variants"), [("spared_columns", 24), ("window_attention", 12)])
+def test_two_programs_share_a_multiprocessor_of_an_h100(kernel: str, variants: int) -> None:
+    """One loads or decides while the other multiplies. 64 Ki registers and 227 KiB each. Not
+    float32."""
+    rows = [row for row in compile_report() if row["kernel"] == kernel and row["case"] != "pool"]
     rows = [row for row in rows if not row["case"].startswith("fp32")]
-    assert len(rows) == 24
+    assert len(rows) == variants
     for row in rows:
         assert 2 * 32 * row["warps"] * row["registers"] <= 64 * 1024
         assert 2 * row["shared_bytes"] <= 227 * 1024
+
+
+def test_logits_are_stored_to_stay_in_l2(compiler: ModuleType) -> None:
+    """Else the keys of all programs, which stream by before they are read, push them out."""
+    for case in window_attention.compile_cases():
+        if case.name != "pool":
+            code = compiler.compiled(case, 90).asm["ptx"]
+            policies = re.findall(r"createpolicy\.fractional\.L2::(\w+)\.", code)
+            stores = ["cache_hint" in one for one in re.findall(r"st\.global[^;]+;", code)]
+            assert set(policies) == {"evict_last"} and sum(stores) == len(policies), case.name
+            assert stores == sorted(stores, reverse=True)  # the means, which come last, go by
 
 
 @pytest.mark.parametrize("kernel", [spared_columns, window_attention], ids=lambda m: m.__name__)

@@ -15,6 +15,12 @@ device = device_fixture(module)
 WINDOW, SLOTS = 7, 6
 
 
+@pytest.fixture(autouse=True)
+def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU ``QueryRings`` would launch the kernel that it is the truth of."""
+    monkeypatch.setattr("sgl_skipkv.recorder.uses_triton", lambda device: False)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """So that a NaN equals itself."""
     return tensor.contiguous().view(torch.uint8)

@@ -16,6 +16,12 @@ device = device_fixture(module)
 CAPACITY = 75
 
 
+@pytest.fixture(autouse=True)
+def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU ``SentenceTable`` would launch the kernel that it is the truth of."""
+    monkeypatch.setattr("sgl_skipkv.sentence_table.uses_triton", lambda device: False)
+
+
 def table(
     width: int, slots: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> SentenceTable:

@@ -17,7 +17,15 @@ import sgl_skipkv.kernels.row_compaction as row_compaction
 import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recorder import Recording
 from sgl_skipkv.warm_up import warm_up, windows_of
+
+FUNCTIONS = {
+    value.fn.__name__: value
+    for module in KERNELS
+    for value in vars(module).values()
+    if isinstance(value, JITFunction)
+}
 
 
 def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
@@ -88,24 +96,24 @@ def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch) 
         assert any(all(has(case, *one) for one in types) for case in of_kernel), (name, types)
 
 
-def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After ``warm_up`` no compaction launches a variant that was not launched before: calls that
-    come alone and together, with rows of any length, whose prompts differ."""
-    functions = {
-        value.fn.__name__: value
-        for module in KERNELS
-        for value in vars(module).values()
-        if isinstance(value, JITFunction)
-    }
+def launched_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """What Triton would compile for all launches from here on."""
     launched: set[tuple[Any, ...]] = set()
     run = InterpretedFunction.run
 
     def spied(self: Any, *arguments: Any, **options: Any) -> Any:
-        launched.add(variant(functions[self.fn.__name__], arguments, options))
+        launched.add(variant(FUNCTIONS[self.fn.__name__], arguments, options))
         return run(self, *arguments, **options)
 
+    monkeypatch.setattr(InterpretedFunction, "run", spied)
+    return launched
+
+
+def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``warm_up`` no compaction launches a variant that was not launched before: calls that
+    come alone and together, with rows of any length, whose prompts differ."""
     with on_triton():
-        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        launched = launched_variants(monkeypatch)
         server = SyntheticServer(check_ledger=False)
         recorder = server.recorder
         before = [table.clone() for table in recorder.sentences.tables().values()]
@@ -132,11 +140,29 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
     in_graphs = {"_ring_write_kernel", "_sentence_step_kernel"}
     assert {name for name, *_ in launched - warm} == in_graphs
     scoring = {name for name, *_ in warm}
-    assert scoring == set(functions) - in_graphs - {
+    assert scoring == set(FUNCTIONS) - in_graphs - {
         "_steering_add_kernel",
         "_last_similar",
         "widened",
     }
+
+
+def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill's tokens are fed one by one, and every other one lies between multiples of 16."""
+    recorder = SyntheticServer(check_ledger=False).recorder
+    none, hidden = (
+        torch.zeros(0, dtype=torch.int64),
+        torch.randn(9, recorder.sentences.total.shape[1]),
+    )
+    with on_triton():
+        launched = launched_variants(monkeypatch)
+        replay = Recording(none, none, tokens=none, replay=((1, 2, 9),))
+        recorder.record_hidden(replay, torch.arange(9), hidden)
+        assert recorder.sentences.length[1] + recorder.sentences.index[1] > 0
+        recorder.record_hidden(
+            Recording(none, none, torch.ones(1, dtype=torch.int64)), torch.arange(1), hidden[:1]
+        )
+    assert len(launched) == 1
 
 
 def test_windows_that_are_compiled_at_the_start() -> None:
