@@ -26,6 +26,7 @@ from torch import Tensor
 from sgl_skipkv.call_state import CallState
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.kv_cache import kv_buffers
+from sgl_skipkv.patches.scheduler import end_stranded, is_stranded
 
 
 def back_up(state: CallState, req: Any, tree_cache: Any) -> None:
@@ -116,12 +117,15 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
     if binding is None or binding.runtime is None or recv_req.mode != "retract":
         original(scheduler, recv_req)
         return
-    for req in scheduler.waiting_queue:
-        state = state_of(req)
-        if state is not None and state.backup is not None:
-            state.runtime.forget_backup(state)
-            _lengthen_input(req)
     with binding.runtime.without_backups():
+        for req in list(scheduler.waiting_queue):
+            state = state_of(req)
+            if state is not None and state.backup is not None:
+                state.runtime.forget_backup(state)
+                _lengthen_input(req)
+                if is_stranded(req):  # it would wait for ever, and everybody behind it
+                    scheduler.waiting_queue.remove(req)
+                    end_stranded(scheduler, req)
         original(scheduler, recv_req)
 
 

@@ -112,24 +112,38 @@ def refuse_unrecomputable(
     Its KV is gone, there was no room to back it up, and its whole trace is longer than the pool, so
     it would wait for ever.
     """
+    if req.is_retracted and is_stranded(req):
+        end_stranded(scheduler, req)
+    else:
+        original(scheduler, req, is_retracted=is_retracted)
+
+
+def is_stranded(req: Any) -> bool:
+    """Whether a call without KV has neither a backup nor tokens that fit the pool."""
+    state = state_of(req)
+    return (
+        state is not None
+        and state.backup is None
+        and not state.runtime.can_recompute(state, len(req.output_ids))
+    )
+
+
+def end_stranded(scheduler: Any, req: Any) -> None:
+    """Answer a call that nobody can go on with."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
-    state, generated = state_of(req), len(req.output_ids)
-    if (
-        state is None
-        or not req.is_retracted
-        or state.backup is not None
-        or state.runtime.can_recompute(state, generated)
-    ):
-        original(scheduler, req, is_retracted=is_retracted)
-        return
-    pool_tokens, trace_tokens = state.runtime.pool_tokens, state.prompt_tokens + generated
+    state = req.skipkv
+    if state.runtime.backs_up:
+        why, others = "the KV pool ran full and nothing else could give way", "Lower the load, or "
+        others += "raise retraction_backup_bytes (host memory),"
+    else:
+        why, others = "pause_generation (mode retract) took its KV", "Pause in_place, or raise"
     reason = FINISH_ABORT(
-        f"kv_budget call {req.rid}: the KV pool ({pool_tokens} tokens) ran full, nothing else "
-        f"could give way, and the call cannot be recomputed: its {trace_tokens} tokens do not fit "
-        "the pool. Lower the load, or raise retraction_backup_bytes (host memory), "
-        "--max-total-tokens or --mem-fraction-static.",
+        f"kv_budget call {req.rid}: {why}, and the call cannot be recomputed: its "
+        f"{state.prompt_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+        f"({state.runtime.pool_tokens} tokens). {others} --max-total-tokens or "
+        "--mem-fraction-static.",
         status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
         err_type="InternalServerError",
     )

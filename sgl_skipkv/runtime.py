@@ -65,7 +65,7 @@ class Runtime:
         self.planner = Planner(recorder, layers=layers, scale=scale)
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
-        self._kv_token_bytes, self._backs_up = kv_token_bytes, True
+        self._kv_token_bytes, self.backs_up = kv_token_bytes, True
         self._open: set[CallState] = set()
         self.opened_calls = 0
         self.total_compactions = 0
@@ -206,7 +206,7 @@ class Runtime:
 
     def can_back_up(self, state: CallState, row_tokens: int) -> bool:
         """Whether there is room in host memory for what the call holds."""
-        if not state.settings.evicts or not self._backs_up:
+        if not state.settings.evicts or not self.backs_up:
             return False
         row_tokens += 0 if state.undo is None else state.undo.evicted_tokens
         recorded_bytes = self.recorder.call_bytes() if state.slot else 0
@@ -262,11 +262,11 @@ class Runtime:
     @contextmanager
     def without_backups(self) -> Iterator[None]:
         """Nobody is backed up meanwhile."""
-        self._backs_up = False
+        self.backs_up = False
         try:
             yield
         finally:
-            self._backs_up = True
+            self.backs_up = True
 
     def retract(self, state: CallState, generated: int) -> None:
         """The call lost its row. Without a backup it will be recomputed from its tokens."""

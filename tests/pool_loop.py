@@ -34,6 +34,8 @@ class Loop(Forward):
     def step(self) -> None:
         """One turn of ``event_loop_overlap`` or ``event_loop_normal``."""
         batch = self._next_batch()
+        if batch is None and not self.result_queue and not self.owners():
+            assert not self.waiting_queue, "everybody waits, and nobody runs who could make room"
         if batch is not None:
             self.result_queue.append((batch.copy(), self._forward(batch)))
         self._process(1 if self.overlap and batch is not None else 0)

@@ -42,7 +42,7 @@ PROMPT = st.builds(
     st.integers(1, len(SHARED)),
     st.lists(st.integers(3, 6), max_size=6),
 )
-TOKENS = st.sampled_from([1, 2, 40, 90, 150, 150])
+TOKENS = st.sampled_from([1, 2, 40, 90, 150, 300])
 STOPS = st.sampled_from([False, False, True])
 # What a call may ask for; most calls have a budget.
 BUDGETED = st.fixed_dictionaries(
@@ -112,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.abort(data.draw(st.sampled_from(live)))
 
     @precondition(lambda self: len(self.world.owners()) > 1)
-    @rule(steps=st.sampled_from([2, 5, 9, 15]), times=st.integers(1, 4), pauses=st.booleans())
+    @rule(steps=st.sampled_from([2, 5, 9, 15, 40]), times=st.integers(1, 4), pauses=st.booleans())
     def retract(self, steps: int, times: int, pauses: bool) -> None:
         """As in SGLang's own test mode, every so many steps: full pool or not.
 

@@ -44,7 +44,7 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
     return [
         (scheduler.open_call, "isinstance(params, dict)", "params is not None"),
         (scheduler.bound_new_tokens, " if bound is not None else limit", ""),
-        (scheduler.refuse_unrecomputable, "state.prompt_tokens + generated", "state.table[0]"),
+        (scheduler.is_stranded, "len(req.output_ids)", "state.table[0]"),
         (tokenizer.collect_keys, "isinstance(custom, Mapping)", "custom"),
         (call._check_budget, "type(kv_budget) is not int or ", ""),
         (call._resolve_steering, "isinstance(value, int | float) and ", ""),

@@ -399,6 +399,28 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
     assert len(call.output_ids) == 60 and call.skipkv.summary["compactions"] > 4
 
 
+def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
+    """One call waits with a backup, and its trace is longer than the pool: a pause that takes the
+    backup ends it, or it and everybody behind it would never be admitted."""
+    world = World(overlap=True, backup_bytes=1 << 20)
+    keys = {"kv_budget": 6, "kv_policy": "streaming", "kv_params": KNOBS}
+    calls = [world.arrive([5, 6, 7, 21, 22, first], 300, **keys) for first in (23, 24)]
+    while min(len(call.output_ids) for call in calls) < POOL + 10:
+        world.step()
+    world.retract_now = True
+    world.step()
+    (waiting,) = world.waiting_queue
+    assert waiting.skipkv.backup is not None
+    world.pause()
+    assert {id(call) for call in calls} == {id(call) for call in world.aborted}
+    late = world.arrive([9, 9, 8], 4)
+    for _ in range(20):
+        world.step()
+        world.check()
+    assert len(late.output_ids) == 4 and not world.waiting_queue
+    world.drain()
+
+
 # -- the machine is tested by breaking what it guards
 
 
