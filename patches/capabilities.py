@@ -29,11 +29,9 @@ class Capability:
 
 
 def _backend(scheduler: Any) -> str | None:
-    from sglang.srt.runtime_context import get_exec
-
-    kernel = get_exec().kernel
-    decode = kernel.decode_attention_backend or kernel.attention_backend
-    other = sorted(str(n) for n in {kernel.attention_backend, decode} if n not in BACKENDS)
+    runner = scheduler.tp_worker.model_runner
+    found = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+    other = sorted(str(name) for name in found if name not in BACKENDS)
     if not other:
         return None
     return f"attention backend {', '.join(other)} (supported: {', '.join(BACKENDS)})"
@@ -75,10 +73,15 @@ def _sliding_window(scheduler: Any) -> str | None:
 
     if scheduler.is_hybrid_swa:
         return "hybrid sliding-window attention"
-    for module in scheduler.tp_worker.model_runner.model.modules():
+    runner = scheduler.tp_worker.model_runner
+    if runner.attention_chunk_size is not None:
+        return "attention in chunks: they count row entries"
+    for module in runner.model.modules():
         if isinstance(module, RadixAttention):
             if module.sliding_window_size > 0:
                 return "sliding-window layers: their window counts row entries"
+            if (module.xai_temperature_len or 0) > 0:
+                return "attention whose temperature counts row entries"
             if module.is_cross_attention:
                 return "cross-attention layers"
     return None
@@ -173,6 +176,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         Setting("exec.graph.enable_torch_compile", _OFF, "torch.compile"),
     ),
     Capability(
+        "megakernel",
+        "no",
+        "a step does not pass SGLang's attention layers",
+        Setting("exec.kernel.enable_nvidia_megakernel", _OFF, "--enable-nvidia-megakernel"),
+    ),
+    Capability(
         "speculative decoding",
         "no",
         "lengths come back from the device",
@@ -183,6 +192,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         "no",
         "decode rows get positions from row lengths",
         _on("is_mixed_chunk", "mixed chunked prefill (--enable-mixed-chunk)"),
+    ),
+    Capability(
+        "prefill-decode interval",
+        "no",
+        "decode steps run between the chunks of a prompt, and rings are lent by steps",
+        Setting("schedule.prefill_decode_interval", _OFF, "--prefill-decode-interval"),
     ),
     Capability(
         "tensor parallel",
@@ -249,6 +264,16 @@ CAPABILITIES: tuple[Capability, ...] = (
         "no",
         "rows are stored by logical length",
         Setting("memory.enable_flexkv", _OFF, "FlexKV"),
+    ),
+    Capability(
+        "unified cache linker",
+        "no",
+        "rows are stored by logical length",
+        Setting(
+            "memory.enable_unified_cache_external_linker",
+            _OFF,
+            "--enable-unified-cache-external-linker",
+        ),
     ),
     Capability(
         "other radix backends",
@@ -335,7 +360,11 @@ CAPABILITIES: tuple[Capability, ...] = (
         lambda s: "the Rust server" if s.rust_server is not None else None,
     ),
     Capability("beam search", "per call", "members share rows; 400 together with kv_budget"),
-    Capability("sessions", "per call", "the next turn reuses the row; 400 together with kv_budget"),
+    Capability(
+        "sessions",
+        "per call",
+        "with session_params the next turn reuses the row; 400 together with kv_budget",
+    ),
     Capability("steering", "yes", "Llama, Qwen2 and Qwen3 types; checked when a vector is loaded"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),

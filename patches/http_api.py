@@ -14,7 +14,7 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
     """AROUND ``generate_contract_error``: check the body without our keys, then our keys.
 
     A streamed answer is 200 before the tokenizer sees the call, so wrong keys are refused here,
-    where a refusal still is a 400.
+    where a refusal still is a 400. A prompt of text has no length yet.
     """
     if not isinstance(body, Mapping):
         return original(body)
@@ -33,8 +33,20 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
             from sglang.srt.entrypoints import http_server
 
             gate = gate_of(http_server._global_state.tokenizer_manager)
-            for _, keys in taken:
-                gate.check(keys)
+            lengths = _prompt_tokens(body.get("input_ids"))
+            for i, (_, keys) in enumerate(taken):
+                settings = gate.check(keys)
+                if settings is not None:
+                    own = lengths[i : i + 1] if isinstance(params, list) else lengths
+                    settings.check_prompt(max(own, default=0))
     except ValueError as wrong:
         return str(wrong)
     return error
+
+
+def _prompt_tokens(input_ids: Any) -> list[int]:
+    """Of each prompt of a body with token ids; nothing of anything else, which SGLang judges."""
+    if not isinstance(input_ids, list) or not input_ids:
+        return []
+    prompts = input_ids if isinstance(input_ids[0], list) else [input_ids]
+    return [len(prompt) if isinstance(prompt, list) else 0 for prompt in prompts]

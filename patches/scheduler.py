@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from sgl_skipkv.call import CallSettings, resolve_call, take_keys
+from sgl_skipkv.call import (
+    CallSettings,
+    mistaken_keys,
+    refuse_mistaken,
+    resolve_call,
+    take_keys,
+)
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.barrier import attempt
 from sgl_skipkv.patches.binding import Binding, binding_of, state_of
@@ -21,15 +27,19 @@ logger = logging.getLogger(__name__)
 def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
 
-    The tokenizer process has validated the keys already; requests that came another way have not
-    been, and a wrong one ends with 400 here.
+    The tokenizer process has validated the keys already; requests that came another way (gRPC) have
+    not been, and a wrong one ends with 400 here.
     """
     binding = binding_of(scheduler)
     params = req.sampling_params.custom_params
-    keys = take_keys(params)[1] if isinstance(params, dict) else {}
-    if binding is None or (not keys and not binding.config.defaults_apply):
+    rest, keys = take_keys(params) if isinstance(params, dict) else ({}, {})
+    if binding is None or not (keys or binding.config.defaults_apply or mistaken_keys(rest)):
         return
-    _, error = attempt(f"kv_budget call {req.rid}", lambda: _open(req, binding, recv_req, keys))
+
+    def opened() -> None:
+        _open(req, binding, recv_req, keys, rest)
+
+    _, error = attempt(f"kv_budget call {req.rid}", opened)
     if error is not None:
         req.set_finish_with_abort(
             f"kv_budget call {req.rid}: {error}",
@@ -38,10 +48,13 @@ def open_call(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
         )
 
 
-def _open(req: Any, binding: Binding, recv_req: Any, keys: dict[str, Any]) -> None:
+def _open(
+    req: Any, binding: Binding, recv_req: Any, keys: dict[str, Any], rest: dict[str, Any]
+) -> None:
     try:
+        refuse_mistaken(rest)
         if binding.runtime is None:
-            field, got = next(iter(keys.items()))
+            field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
         settings = resolve_call(keys, binding.config)
         if settings is None:
@@ -70,14 +83,17 @@ def _check_request_kind(settings: CallSettings, recv_req: Any) -> None:
         return
     field = "kv_budget" if settings.evicts else "steering"
     beam_width = recv_req.sampling_params.beam_width or 1
+    ways = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
+    without = f"one of both ({' and '.join(way for on, way in ways if on)} lets it be)"
     if beam_width > 1:
-        raise SettingError(field, "no beam search", f"beam_width={beam_width}", "one of both")
-    if recv_req.session_params is not None or recv_req.session_id is not None:
-        raise SettingError(field, "no session", "a session", "one of both")
+        raise SettingError(field, "no beam search beside it", f"beam_width={beam_width}", without)
+    # A session_id alone is a name for metrics and caches' events; it changes no prompt.
+    if recv_req.session_params is not None:
+        raise SettingError(field, "no session beside it", "session_params", without)
     captures = recv_req.return_routed_experts or recv_req.return_indexer_topk
     if settings.evicts and captures:
         got = "return_routed_experts or return_indexer_topk"
-        raise SettingError("kv_budget", "no per-token capture of the row", got, "one of both")
+        raise SettingError(field, "no per-token capture of the row beside it", got, without)
 
 
 def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:

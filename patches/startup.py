@@ -109,7 +109,7 @@ def _can_record(scheduler: Any) -> bool:
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
-    scheduler.skipkv_room = None  # the pool is as large as it will be
+    _give_room_back(scheduler)
     config, runner = config_of(scheduler.server_args), scheduler.tp_worker.model_runner
     # The checks read this SGLang's attributes; in another one they might not exist.
     reasons = seams.problems() or missing_capabilities(scheduler)
@@ -130,6 +130,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.asked)
+    if readiness.state == "refused" and _has_no_gate(scheduler.server_args):
+        raise SystemExit(readiness.message())
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
     poison = Poison() if config.poison_evicted else None
@@ -138,6 +140,22 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if runtime is not None and config.asked:
         _warm_up(config, scheduler, runtime)
     logger.info(readiness.message())
+
+
+def _give_room_back(scheduler: Any) -> None:
+    """The pool is as large as it will be: what was held for compactions is theirs to allocate.
+
+    To the device, not to the allocator's cache: that keeps it for the stream that it was taken on.
+    """
+    if getattr(scheduler, "skipkv_room", None) is not None:
+        scheduler.skipkv_room = None
+        torch.cuda.empty_cache()
+
+
+def _has_no_gate(server_args: Any) -> bool:
+    """Whether no process of ours hears the scheduler's report, and none could refuse the start:
+    SMG's gRPC servicer does not start SGLang's ``Engine``."""
+    return any(getattr(server_args, name, False) for name in ("smg_grpc_mode", "grpc_mode"))
 
 
 def _warm_up(config: ServerConfig, scheduler: Any, runtime: Runtime) -> None:

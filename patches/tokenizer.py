@@ -107,9 +107,9 @@ def move_keys(
         return
     rest, keys = collect_keys(sampling_params)
     gate = gate_of(manager)
+    if rest.keys() != sampling_params.keys():  # a key of None is not set, but SGLang rejects it
+        obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:
-        if rest.keys() != sampling_params.keys():  # a key set to None: off, but SGLang rejects it
-            obj.sampling_params = rest
         return
     settings = gate.check(keys)
     if settings is not None:

@@ -97,12 +97,48 @@ def test_prompt_that_uses_up_a_counted_budget(server: Server) -> None:
     parts_are_named(error_of(caught.value), "kv_budget")
 
 
-def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
-    params = {"max_new_tokens": 4, "kv_budget": 64, "beam_width": 2}
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_use_up_a_counted_budget(server: Server, stream: bool) -> None:
+    """Streamed too: their number is known before the answer begins. Each prompt by its own keys."""
+    ids, counts = [5] * 100, {"kv_params": {"count_prompt": True}}
+    params = [{"max_new_tokens": 2, **counts, "kv_budget": budget} for budget in (200, 40)]
+    body = {"input_ids": [ids, ids], "sampling_params": params, "stream": stream}
     with pytest.raises(HTTPFailure) as caught:
-        server.post("/generate", {"text": "abc", "sampling_params": params})
+        server.post("/generate", body)
     assert caught.value.status == 400
     parts_are_named(error_of(caught.value), "kv_budget")
+    server.post("/generate", {**body, "input_ids": [ids, [5] * 8]})
+
+
+def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
+    session = server.post("/open_session", {"capacity_of_str_len": 1000})
+    try:
+        for keys, way in (
+            ({"kv_budget": 64}, 'kv_policy "full"'),
+            ({"steering": 0.1}, "steering false"),
+            ({"kv_budget": 64, "steering": 0.1}, 'kv_policy "full" and steering false'),
+        ):
+            beams = {"sampling_params": {"max_new_tokens": 4, "beam_width": 2, **keys}}
+            within = {
+                "sampling_params": {"max_new_tokens": 4, **keys},
+                "session_params": {"id": session},
+            }
+            for body in (beams, within):
+                with pytest.raises(HTTPFailure) as caught:
+                    server.post("/generate", {"text": "abc", **body})
+                assert caught.value.status == 400
+                message = error_of(caught.value)
+                parts_are_named(message, next(iter(keys)))
+                assert f"one of both ({way} lets it be)" in message
+    finally:
+        server.post("/close_session", {"session_id": session})
+
+
+def test_the_name_of_a_session_changes_nothing(server: Server) -> None:
+    """``session_id`` alone reconstructs no prompt."""
+    params = {"max_new_tokens": 40, "ignore_eos": True, "kv_budget": 16}
+    body = {"text": "abc", "sampling_params": params, "session_id": "a user's"}
+    assert server.post("/generate", body)["meta_info"]["skipkv"]["kv_budget"] == 16
 
 
 def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:

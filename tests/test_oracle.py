@@ -175,3 +175,13 @@ def test_flags_set_the_default_of_calls_without_keys(families, oracle):  # type:
 
 def _kept_sets(server: Server, rid: str) -> list[list[int]]:
     return [event["kept"] for event in server.events(rid) if event["event"] == "compact"]
+
+
+def test_a_null_key_is_a_key_not_set(families) -> None:  # type: ignore[no-untyped-def]
+    """On a server with defaults a call of nulls is one without keys."""
+    server = families["qwen3", False]
+    nulls = dict.fromkeys(("kv_budget", "kv_policy", "kv_params", "steering"))
+    for keys in (nulls, {"custom_params": nulls}, {**nulls, "kv_budget": 64}):
+        params = {"max_new_tokens": 4, **keys}
+        answer = server.post("/generate", {"text": "abc", "sampling_params": params})
+        assert answer["meta_info"]["skipkv"]["kv_budget"] == (keys.get("kv_budget") or 96)
