@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.sentences import PRESETS
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 
@@ -70,7 +72,9 @@ def _add_extract_arguments(kinds: Any) -> None:
     extract.add_argument("-o", "--out", type=Path, required=True, help="safetensors file to write")
     extract.add_argument("--layer", default="auto", help="number, or auto: the best separation")
     extract.add_argument("--keywords", nargs="+", help="default: Wait Alternatively again")
-    extract.add_argument("--delimiters", default="math", help="what closes a sentence")
+    extract.add_argument(
+        "--delimiters", default="math", choices=PRESETS, help="what closes a sentence"
+    )
     extract.add_argument("--thoughts", default="paragraph", choices=("paragraph", "line"))
     extract.add_argument("--take", default="before", choices=("before", "after"))
     extract.add_argument("--max-new-tokens", type=int, default=4096)
@@ -94,14 +98,16 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
     # What can be wrong about the end is said before the hours in between.
     _check_layer(arguments.layer, run.layers)
     if not arguments.out.absolute().parent.is_dir():
-        raise SettingError("out", "a file in a folder that exists", str(arguments.out), "")
+        choices = "another path, or make the folder"
+        raise SettingError("out", "a file in a folder that exists", str(arguments.out), choices)
     if arguments.traces is not None:
         moments = run.from_traces(read_lines(arguments.traces, "prompt", "output"))
     else:
         lines = read_lines(arguments.prompts)
         prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
         if not all(prompts):
-            raise SettingError("prompts", "prompt or problem in every line", arguments.prompts, "")
+            expected, got = "prompt or problem in every line", str(arguments.prompts)
+            raise SettingError("prompts", expected, got, '{"prompt": "..."}')
         moments = run.from_prompts(prompts, arguments.max_new_tokens)
     counts, layers = moments.count.tolist(), run.report()
     chosen = max(layers, key=lambda layer: layer.separation)
@@ -129,15 +135,17 @@ def _check_layer(asked: str, layers: int) -> None:
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
     """The objects of a JSONL file, each with these fields."""
+    example = json.dumps(dict.fromkeys(fields or ("prompt",), "..."))
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, json.JSONDecodeError) as error:
-        raise SettingError("file", "readable JSONL", f"{path} ({error})", "") from error
+    except (OSError, ValueError) as error:  # not there, no JSON, or no UTF-8
+        raise SettingError("file", "readable JSONL", f"{path} ({error})", example) from error
     for line in lines:
         if not isinstance(line, dict) or not all(isinstance(line.get(f), str) for f in fields):
-            raise SettingError("file", f"objects with {', '.join(fields) or 'names'}", line, "")
+            expected = f"objects with {', '.join(fields) or 'names'}"
+            raise SettingError("file", expected, line, example)
     if not lines:
-        raise SettingError("file", "at least one line", str(path), "")
+        raise SettingError("file", "at least one line", str(path), example)
     return lines
 
 
@@ -166,7 +174,9 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
     path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
     config = read_config(path)
     token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)
-    pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
+    pool_tokens = 0
+    if 0 < arguments.kv_memory_gib < math.inf:
+        pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
     prompt = arguments.prompt_tokens
     if pool_tokens < 1:
         expected, got = f"room for a token of {token_bytes:,} bytes", arguments.kv_memory_gib
@@ -203,8 +213,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """A model's ``config.json``."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise SettingError("model", "a readable config.json", f"{path} ({error})", "") from error
+    except (OSError, ValueError) as error:  # not there, no JSON, or no UTF-8
+        expected, choices = "a readable config.json", "the folder of a model"
+        raise SettingError("model", expected, f"{path} ({error})", choices) from error
     if not isinstance(config, dict):
         raise SettingError("model", "a JSON object", config, "a model's config.json")
     return config

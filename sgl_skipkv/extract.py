@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
@@ -30,6 +30,7 @@ from sgl_skipkv.sentences import PRESETS, Delimiters, SentenceTracker, newline_t
 from sgl_skipkv.server_process import ServerProcess
 from sgl_skipkv.steering import TokenClasses
 from sgl_skipkv.steering_vector import Origin, SteeringVector, cosine
+from sgl_skipkv.tokenizer_files import load_tokenizer
 
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: fewer thoughts than this in a class, and the command warns
@@ -82,7 +83,7 @@ class Extraction:
         self.thoughts, self.take = thoughts, take
         self.parallel = parallel
         self._server_flags = list(server_flags)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_path)
+        self.tokenizer = load_tokenizer("model-path", model_path)
         self._config = AutoConfig.from_pretrained(model_path)
         newlines = newline_tokens(self.tokenizer)
         self._delimiters = Delimiters(newlines, self._config.vocab_size)

@@ -16,7 +16,10 @@ import sglang
 from sglang.lang import api, interpreter, ir
 
 from sgl_skipkv.call import KEYS
+from sgl_skipkv.config import SettingError
 
+# Backends of the frontend that speak to services which are no SGLang server.
+_WITHOUT_KEYS = ("anthropic", "vertexai", "litellm")
 _installed = False
 
 
@@ -40,6 +43,9 @@ def install() -> None:
     params.clone = _keeping_keys(params.clone)
     params.to_srt_kwargs = _adding(params.to_srt_kwargs, "custom_params")
     params.to_openai_kwargs = _adding(params.to_openai_kwargs, "extra_body")
+    for backend in _WITHOUT_KEYS:
+        name = f"to_{backend}_kwargs"
+        setattr(params, name, _refusing(getattr(params, name), backend))
     executor = interpreter.StreamExecutor
     executor._resolve_sampling_params = _resolving(executor._resolve_sampling_params)
     _installed = True
@@ -107,11 +113,30 @@ def _adding(to_kwargs: Callable[[Any], dict[str, Any]], carrier: str) -> Callabl
     return wrapper
 
 
+def _refusing(to_kwargs: Callable[[Any], dict[str, Any]], backend: str) -> Callable[..., Any]:
+    """For a service that has no such keys: its answer would be one without a budget."""
+
+    @functools.wraps(to_kwargs)
+    def wrapper(self: Any) -> dict[str, Any]:
+        for name, value in _keys_of(self).items():
+            if value is not None:
+                raise SettingError(
+                    name,
+                    f"nothing on the {backend} backend",
+                    value,
+                    "leave it out, or an SGLang server (native or OpenAI backend)",
+                )
+        return to_kwargs(self)
+
+    return wrapper
+
+
 def _check_frontend() -> None:
     expected = {
         ir.SglSamplingParams.clone: ["self"],
         ir.SglSamplingParams.to_srt_kwargs: ["self"],
         ir.SglSamplingParams.to_openai_kwargs: ["self"],
+        **{getattr(ir.SglSamplingParams, f"to_{one}_kwargs"): ["self"] for one in _WITHOUT_KEYS},
         interpreter.StreamExecutor._resolve_sampling_params: ["self", "sampling_params"],
     }
     for function, names in expected.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.tokenizer_files import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,14 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
             return counts
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     except OSError as error:
-        raise SettingError("file", "a readable file", f"{path} ({error.strerror})", "") from error
-    except json.JSONDecodeError as error:
+        got = f"{path} ({error.strerror})"
+        raise SettingError("file", "a readable file", got, ".json or .jsonl") from error
+    except ValueError as error:  # no JSON, or no UTF-8
         raise SettingError("file", "JSON", f"{path} ({error})", ".json or .jsonl") from error
     if tokenizer is None:
         choices = "a folder or name that Transformers loads"
         raise SettingError("tokenizer", "a tokenizer, because the file holds text", None, choices)
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(tokenizer).encode
+    encode = load_tokenizer("tokenizer", tokenizer).encode
     for line in lines:
         if not isinstance(line, dict) or not isinstance(line.get(field), str):
             known = ", ".join(line) if isinstance(line, dict) else "JSON objects"

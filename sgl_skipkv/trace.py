@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sgl_skipkv.config import SettingError, why_unopened
+
+# What readers go by, of the events that they look into.
+_FIELDS: Final = {
+    "compact": {"prompt_tokens", "generated", "kept"},
+    "finish": {"output_ids", "policy", "evicted_tokens", "full_kv_tokens", "evicted_sentences"}
+    | {"sentences", "peak_kv_tokens"},
+}
 
 
 class TraceWriter:
@@ -37,7 +44,7 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
     """All events of a trace file, in order.
 
     Raises:
-        SettingError: no such file, or a line that is no JSON object.
+        SettingError: no such file, or a line that is none of ours.
     """
     try:
         with Path(path).open(encoding="utf-8") as lines:
@@ -45,4 +52,9 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         expected, got = "a trace, JSON lines", f"{path} ({error})"
         raise SettingError("file", expected, got, "what --skipkv-trace wrote") from error
+    for event in found:
+        known = isinstance(event, dict) and {"event", "rid"} <= event.keys()
+        if not known or not _FIELDS.get(event["event"], set()) <= event.keys():
+            expected = "lines of a trace, with event, rid and what belongs to the event"
+            raise SettingError("file", expected, event, "what --skipkv-trace wrote")
     return found

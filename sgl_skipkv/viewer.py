@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from sgl_skipkv.tokenizer_files import load_tokenizer
 from sgl_skipkv.trace import read_trace
 
 
@@ -21,11 +22,9 @@ def show_trace(console: Console, path: str, model_path: str, rid: str | None) ->
         known = ", ".join(event["rid"] for event in finished[-10:]) or "none"
         console.print(f"rid: expected a finished request, got {rid}; choices: {known}")
         return 1
-    from transformers import AutoTokenizer
-
     finish = chosen[-1]
     own = [event for event in events if event["rid"] == finish["rid"]]
-    show(console, own, AutoTokenizer.from_pretrained(model_path))
+    show(console, own, load_tokenizer("model-path", model_path))
     return 0
 
 

@@ -172,6 +172,9 @@ def test_the_shipped_vectors_belong_to_their_models(folder: Path) -> None:
         (["--prompts", "prompts.jsonl", "--layer", "4"], "layer: expected auto or a number in [0"),
         (["--prompts", "prompts.jsonl", "--layer", "best"], "layer: expected auto or a number"),
         (["--prompts", "prompts.jsonl", "-o", "no/v.safetensors"], "out: expected a file in a fol"),
+        (["--prompts", "prompts.jsonl", "--delimiters", "foo"], "invalid choice: 'foo'"),
+        (["--prompts", "prompts.jsonl", "--model-path", "none"], "model-path: expected a folder"),
+        (["--prompts", "latin.jsonl"], "file: expected readable JSONL"),
         (["--prompts", "long.jsonl"], "prompts: expected at most 32765 tokens each"),
     ],
 )
@@ -186,6 +189,7 @@ def test_a_wrong_command_says_what_is_wrong(
     Path("numbers.jsonl").write_text("1\n")
     Path("prompts.jsonl").write_text('{"prompt": "x"}\n')
     Path("long.jsonl").write_text(json.dumps({"prompt": "1 " * 40000}) + "\n")
+    Path("latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     Path("unnamed.jsonl").write_text('{"question": "x"}\n')
     command = ["steering", "extract", "--model-path", str(MODELS[0]), "-o", "v.safetensors"]
     with pytest.raises(SystemExit) as caught:

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             *("host_memory", "moments", "policy", "ring_book", "select", "sentences"),
-            *("steering_vector", "trace", "work_memory"),
+            *("steering_vector", "tokenizer_files", "trace", "work_memory"),
         }
     ),
     frozenset({"sentence_table", "steering"}),

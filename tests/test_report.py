@@ -143,13 +143,14 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
         ("a.json", "[]", "file"),
         ("a.jsonl", '{"problem": "x"}', "tokenizer"),
         ("none.json", None, "file"),
+        ("a.json", "\udcff", "file"),
     ],
 )
 def test_wrong_files(
     name: str, text: str | None, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(SystemExit) as ended:
         main(["report", "padding", str(tmp_path / name)])
     assert ended.value.code == 2
@@ -158,7 +159,10 @@ def test_wrong_files(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("kv-memory-gib", "0"), ("kv-memory-gib", "-1"), ("kv-budget", "0"), ("interval", "-1")],
+    [
+        *(("kv-memory-gib", value) for value in ("0", "-1", "nan", "inf")),
+        *(("kv-budget", "0"), ("interval", "-1")),
+    ],
 )
 def test_capacity_of_nothing(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"model": str(REASONER), "kv-memory-gib": "1", "kv-budget": "64", name: value}

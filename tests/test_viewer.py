@@ -78,6 +78,28 @@ def test_the_command(
     assert "rid: expected a finished request, got b; choices: a" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("line", ["1", "{}", '{"event": "finish", "rid": "a"}', '{"event": [1]}'])
+def test_a_line_that_is_none_of_ours(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(line + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", str(tmp_path / "trace.jsonl"), "--model-path", str(MODEL)])
+    assert ended.value.code == 2
+    assert "file: expected lines of a trace, with event, rid" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(
+    events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", str(path), "--model-path", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "model-path: expected a folder or name of a model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, '{"event": "compact", "ri'], ids=["missing", "cut short"])
 def test_a_file_that_is_no_trace(
     text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

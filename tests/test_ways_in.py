@@ -221,6 +221,16 @@ def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.Monk
     assert state["text"] and _compactions(server) > before
 
 
+@pytest.mark.parametrize("backend", ["anthropic", "vertexai", "litellm"])
+def test_frontend_refuses_a_key_that_a_backend_would_drop(backend: str) -> None:
+    sgl_skipkv.install()
+    params = sgl.gen("out", max_tokens=8, kv_budget=64).sampling_params
+    with pytest.raises(ValueError, match=f"kv_budget: expected nothing on the {backend} backend"):
+        getattr(params, f"to_{backend}_kwargs")()
+    unset = sgl.gen("out", max_tokens=8, top_k=1, kv_budget=None).sampling_params
+    assert "kv_budget" not in getattr(unset, f"to_{backend}_kwargs")()
+
+
 def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
     sgl_skipkv.install()
     with pytest.raises(ValueError, match="kv_budget"):
