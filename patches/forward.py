@@ -13,6 +13,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.binding import binding_of, state_of
 from sgl_skipkv.patches.capturing import capturing
 from sgl_skipkv.patches.kv_cache import kv_buffers
+from sgl_skipkv.patches.sampling import note_shifts
 from sgl_skipkv.patches.steering import prepare_prefill
 from sgl_skipkv.recorder import Recorder, Recording
 from sgl_skipkv.runtime import Runtime
@@ -52,6 +53,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         # Here and not where compactions are: SGLang may look for memory and then not decode.
         binding.runtime.rings.step()
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_calls else []
+    note_shifts(result.sampling_info, None)
     if not any(states):
         return
     if result.forward_mode.is_decode():
@@ -61,6 +63,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     elif result.forward_mode.is_extend():
         shifts = [0 if state is None else state.evicted_tokens for state in states]
         if any(shifts):  # of restored rows
+            note_shifts(result.sampling_info, device_tensor(shifts, recorder.device))
             counts = zip(shifts, batch.extend_lens, strict=True)
             shifted = [shift for shift, count in counts for _ in range(count)]
             result.positions = result.positions + device_tensor(shifted, recorder.device)

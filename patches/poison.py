@@ -36,6 +36,9 @@ class Poison:
         """
         if not self._freed:
             return
+        if self._freed[0].is_cuda:
+            for one in self._freed:  # of the schedule stream, and this may be the forward stream
+                one.record_stream(torch.cuda.current_stream())
         slots, self._freed = torch.cat(self._freed), []
         for buffer in buffers:
             buffer[slots] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN

@@ -300,6 +300,14 @@ SEAMS: tuple[Seam, ...] = (
         "positions come from the logical length",
     ),
     Seam(
+        "layers.sampler.Sampler.forward",
+        "before",
+        "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, "
+        "token_ids_logprobs, positions, *, logprob_logits=None)",
+        "sampling:shift_positions",
+        "the noise of a seed is drawn for a position, after a prefill for the row length",
+    ),
+    Seam(
         "layers.radix_attention.RadixAttention.forward",
         "before",
         "(self, q, k, v, forward_batch, save_kv_cache=True, key_value_num_tokens=None, **kwargs)",

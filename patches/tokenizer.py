@@ -50,14 +50,32 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         missing = ["the scheduler did not report its state (data-parallel or another SGLang)"]
         reasons += missing if answer is None else answer["reasons"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.asked)
-    if readiness.state == "refused":
+    wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)
+    if wrong is not None:
         _kept.append(manager)
-        raise SystemExit(readiness.message())
+        raise SystemExit(wrong)
     manager.skipkv = Gate(config, readiness)
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         from sgl_skipkv.patches.openai_api import bind_routes
 
         bind_routes(server.app)
+
+
+def _wrong_preferred(manager: Any) -> str | None:
+    """Keys in ``--preferred-sampling-params``: SGLang merges those in behind our back."""
+    try:
+        _, keys = collect_keys(_preferred(manager))
+        for name in keys:
+            expected = f"no {name}, which is a default of the server by settings of its own"
+            choices = "--kv-budget, --kv-policy, --steering or --skipkv-config"
+            raise SettingError("preferred_sampling_params", expected, name, choices)
+    except SettingError as error:
+        return f"sgl_skipkv: {error}"
+    return None
+
+
+def _preferred(manager: Any) -> Mapping[str, Any]:
+    return manager.preferred_sampling_params or {}
 
 
 def gate_of(manager: Any) -> Gate:
@@ -115,5 +133,7 @@ def move_keys(
     if settings is not None:
         settings.check_prompt(len(input_ids or ()))
     if keys:
-        custom_params = {**(rest.get("custom_params") or {}), **keys}
+        # As SGLang merges them: what the call says about custom_params, else what is preferred.
+        others = rest.get("custom_params", _preferred(manager).get("custom_params"))
+        custom_params = {**(others or {}), **keys}
         obj.sampling_params = {**rest, "custom_params": custom_params}

@@ -258,6 +258,7 @@ class HookCalls(HookObjects):
             orig_seq_lens=running.orig_seq_lens,
             positions=torch.arange(tokens),
             req_pool_indices=running.req_pool_indices,
+            sampling_info=self.draw.one(None, SimpleNamespace(sampling_seed=None)),
         )
         forward.prepare_forward(result, type(self), running)
         recorder = self.world.recorder

@@ -43,8 +43,14 @@ class HookObjects:
         unready, ready = (Readiness(reasons, asked=False) for reasons in (("page size 16",), ()))
         binding = Binding(PLAIN, unready, None, None, Metrics(None, unready))
         self.unavailable = SimpleNamespace(skipkv=binding)
-        self.managers = [SimpleNamespace(skipkv=Gate(config, ready)) for config in CONFIGS]
-        self.managers += [SimpleNamespace(skipkv=Gate(PLAIN, unready)), SimpleNamespace()]
+        gates = [{"skipkv": Gate(config, ready)} for config in CONFIGS]
+        gates += [{"skipkv": Gate(PLAIN, unready)}, {}]
+        preferred = (None, {}, {"custom_params": {"theirs": 1}})
+        self.managers = [
+            SimpleNamespace(**gate, preferred_sampling_params=one)
+            for gate in gates
+            for one in preferred
+        ]
 
     def new_world(self) -> None:
         """A scheduler in the middle of its life, and requests that have not begun theirs."""

@@ -16,7 +16,16 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
     from sgl_skipkv import page_table, planner, ring_book, runtime
-    from sgl_skipkv.patches import admission, backup, batch, forward, release, retraction, steering
+    from sgl_skipkv.patches import (
+        admission,
+        backup,
+        batch,
+        forward,
+        release,
+        retraction,
+        sampling,
+        steering,
+    )
 
     compact, part, life = batch._compact, batch._compact_part, runtime.Runtime
     return [
@@ -172,6 +181,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "the input of a backup that was forgotten stays short",
             backup.forget_backups,
             "_lengthen_input(req)",
+            "pass",
+        ),
+        (
+            "a restored row's token is drawn with the noise of another position",
+            sampling.shift_positions,
+            "positions.add_(shifts)",
             "pass",
         ),
         (

@@ -71,6 +71,7 @@ class Forward(Books):
     def _forward(self, batch: Any) -> list[int | None]:
         """Write content for every new token, record it as a real forward would, sample."""
         from sgl_skipkv.patches.forward import prepare_forward
+        from sgl_skipkv.patches.sampling import shift_positions
 
         self.forward_stream.run()  # nothing of a step begins before the one before has ended
         for req in self.owners():
@@ -85,8 +86,11 @@ class Forward(Books):
             orig_seq_lens=batch.orig_seq_lens,
             positions=torch.cat([torch.arange(end - count, end) for end, count in ends]),
             req_pool_indices=batch.req_pool_indices,
+            sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts))),
         )
         prepare_forward(forward, type(self), batch)
+        noise = forward.positions.clone() if decode else batch.seq_lens - 1
+        shift_positions(None, None, forward.sampling_info, False, [], [], noise)
         positions = forward.positions.split(list(counts))
         # The device knows the token it fed; the scheduler may not have seen it yet.
         fed = (
@@ -106,6 +110,7 @@ class Forward(Books):
             first = row[-1].position + 1 if row else 0
             logical = list(range(first, first + len(new)))
             assert positions[i].tolist() == logical, "the model's positions are the logical ones"
+            assert int(noise[i]) == logical[-1], "and so are those that noise is drawn for"
             assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
             for offset, token in enumerate(new):
                 factor = next(factors)

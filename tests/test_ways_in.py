@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import fastapi
@@ -19,7 +20,9 @@ from servers import HTTPFailure, Server
 
 import sgl_skipkv
 from sgl_skipkv.call import KEYS
-from sgl_skipkv.patches import openai_api
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches import openai_api, tokenizer
+from sgl_skipkv.patches.readiness import Readiness
 
 pytestmark = pytest.mark.server
 
@@ -235,6 +238,32 @@ def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
     sgl_skipkv.install()
     with pytest.raises(ValueError, match="kv_budget"):
         sgl.gen("pick", choices=["a", "b"], kv_budget=32)
+
+
+def test_preferred_parameters_of_the_operator() -> None:
+    """A call's keys leave others' ``custom_params`` alone; keys among them would go past us."""
+    gate = tokenizer.Gate(ServerConfig(), Readiness((), asked=False))
+    theirs = {"temperature": 0.5, "custom_params": {"theirs": 1}}
+    manager = SimpleNamespace(skipkv=gate, preferred_sampling_params=theirs)
+    for params, custom in (
+        ({"kv_budget": 64}, {"theirs": 1, "kv_budget": 64}),
+        ({"kv_budget": 64, "custom_params": {"own": 2}}, {"own": 2, "kv_budget": 64}),
+        ({"kv_budget": 64, "custom_params": None}, {"kv_budget": 64}),
+    ):
+        call = SimpleNamespace(sampling_params=params)
+        tokenizer.move_keys(manager, call, "", [5, 6])
+        assert call.sampling_params == {"custom_params": custom}
+
+    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": []}}])
+    manager.server_args = SimpleNamespace(_skipkv={})
+    tokenizer.open_gate(None, manager, started)
+    for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
+        manager.preferred_sampling_params = wrong
+        with pytest.raises(SystemExit, match="preferred_sampling_params: expected no kv_"):
+            tokenizer.open_gate(None, manager, started)
+    manager.preferred_sampling_params = {"custom_params": {"kv_bugdet": 64}}
+    with pytest.raises(SystemExit, match="kv_bugdet: expected a key of a call"):
+        tokenizer.open_gate(None, manager, started)
 
 
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:
