@@ -142,6 +142,9 @@ def measure(
     loop = PagedLoop(model, backend, calls, batch)
     last = calls.generated_tokens - calls.interval
     middles = [calls.generated_tokens * (2 * i + 1) // (2 * looks) for i in range(looks)]
+    if model.device.type == "cuda":
+        for _ in range(2):  # torch loads its kernels when they are called first
+            loop.look(min(middles[-1], last))
     found = [loop.look(min(middle, last)) for middle in middles]
     step_s = [value for look in found for value in look.step_s]
     compaction_s = sum(look.compaction_s for look in found)
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int)
     parser.add_argument("--stagger", action="store_true")
     parser.add_argument("--looks", type=int, default=4)
+    parser.add_argument("--batch", type=int, help="calls at once; default: as many as fit")
     parser.add_argument("--memory-gib", type=float, help="for KV and records; default: all free")
     parser.add_argument("--reserve-gib", type=float, default=8.0, help="of it, for everything else")
     device_name = parser.parse_known_args()[0].device
@@ -202,12 +206,13 @@ def main() -> None:
     common = (arguments.prompt_tokens, arguments.interval, arguments.policy, arguments.stagger)
     cells = [
         Calls(kv_budget, length, *common)
-        for length in arguments.lengths
+        for length in sorted(arguments.lengths, reverse=True)  # the longest say most
         for kv_budget in (None, *arguments.kv_budgets)
         if kv_budget is None or kv_budget < length
     ]
     for calls in tqdm(cells, desc="decode", unit="cell"):
         batch = largest_batch(free_bytes(device, arguments), calls, model.size, dtype)
+        batch = min(batch, arguments.batch or batch)
         row = measure(model, backend, calls, batch, arguments.looks)
         setting = {
             "size": arguments.size,

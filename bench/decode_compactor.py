@@ -19,6 +19,7 @@ from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import ModelShape, Recorder
 from sgl_skipkv.runtime import Runtime
 from sgl_skipkv.sentences import Delimiters
+from sgl_skipkv.warm_up import warm_up
 from sgl_skipkv.work_memory import in_parts
 
 SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
@@ -146,6 +147,8 @@ class Compactor:
         self.states: list[CallState] = []
         self.output_ids: list[list[int]] = []
         self.cache = PagedCache.of(pool.k, req_to_token)
+        if self.cache is not None:  # as a server does before it is ready
+            warm_up(self.recorder, self.cache, {settings.policy.params.window})
 
     def open(self, generated: int) -> list[int]:
         """New calls that have generated this many tokens already.

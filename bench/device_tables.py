@@ -39,7 +39,11 @@ def kernels(found: list[Row] | None = None) -> str:
 
 
 def last_decode_rows(found: list[Row]) -> list[Row]:
-    """The last row of every length and budget, of the device, size and policy of the last row."""
+    """The last row of every length and budget, of the device, size and policy of the last row.
+
+    As many calls as fit; rows of ``--batch`` stand for themselves.
+    """
+    found = [row for row in found if "--batch" not in row["command"]]
     same = ("device", "size", "dtype", "attention", "stagger")
     last = found[-1]
     here = [row for row in found if all(row[name] == last[name] for name in same)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import math_verify
-
 _NUMBER = re.compile(r"Answer: (-?\d+)")
 
 
@@ -17,6 +15,8 @@ def is_right(text: str, answer: str | int) -> bool:
     that ``\\frac12`` equals ``0.5``. What a model wrote while thinking does not count. For the main
     thread only: the library's time limit is a signal.
     """
+    import math_verify  # not where only servers or kernels are measured
+
     final = text.rpartition("</think>")[2]
     if isinstance(answer, int) and (found := _NUMBER.search(final)):
         return int(found[1]) == answer

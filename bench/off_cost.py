@@ -15,18 +15,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pairs import load, measure, parser_of
+from pairs import START_S, load, measure, parser_of
 
 from sgl_skipkv.server_process import ServerProcess
 
 
 def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
-    return parser_of(__doc__).parse_args(given)
+    parser = parser_of(__doc__)
+    parser.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
+    return parser.parse_args(given)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and append the row."""
-    flags = ["--max-total-tokens", "16384"]
+    flags = ["--max-total-tokens", "16384", *(f"--{flag}" for flag in arguments.server_flags)]
     model = Path(arguments.model_path).resolve()
     without = {"SGLANG_PLUGINS": "none"}
     with (
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ServerProcess(model, Path(name) / "with", flags, captures=True) as ours,
         ServerProcess(model, Path(name) / "without", flags, without, captures=True) as plain,
     ):
-        servers = {"with": ours.wait_ready(), "without": plain.wait_ready()}
+        servers = {"with": ours.wait_ready(START_S), "without": plain.wait_ready(START_S)}
         ways = {way: load(server, arguments) for way, server in servers.items()}
         metric = "throughput with the plugin loaded and no budget over without the plugin"
         return measure("off_cost", metric, ways, arguments)

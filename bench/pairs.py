@@ -16,6 +16,8 @@ from tqdm import tqdm
 from sgl_skipkv.server_process import ServerProcess
 
 Round = Callable[[int], float]
+#: for a start; on a new GPU libraries compile their kernels first
+START_S = 900
 
 
 def parser_of(doc: str) -> argparse.ArgumentParser:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROWS = Path(__file__).resolve().parent / "rows"
+#: Where a checkout travels without its history: which one it is, and the folder for new rows.
+COMMIT, FOLDER = "BENCH_COMMIT", "BENCH_ROWS"
 
 
 def provenance() -> dict[str, str]:
@@ -24,19 +26,25 @@ def provenance() -> dict[str, str]:
     device = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-    git = ["git", "-C", str(ROWS), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     script = Path(sys.argv[0]).resolve()
     folder = ROWS.parent.parent
     name = script.relative_to(folder) if script.is_relative_to(folder) else script.name
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
+        "commit": os.environ.get(COMMIT) or _commit() or "unknown",
         "device": device,
         "sglang": metadata.version("sglang"),
         "torch": metadata.version("torch"),
         "command": shlex.join(["python", str(name), *map(_portable, sys.argv[1:])]),
     }
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(ROWS), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # a machine without git
+        return ""
 
 
 def _portable(argument: str) -> str:
@@ -48,11 +56,14 @@ def _portable(argument: str) -> str:
 def append_row(name: str, values: Mapping[str, Any]) -> None:
     """Add one line to ``bench/rows/<name>.csv``; the first line of a new file is its header.
 
+    ``BENCH_ROWS`` names another folder.
+
     Raises:
         ValueError: the file has other columns.
     """
-    path, row = ROWS / f"{name}.csv", {**values, **provenance()}
-    if path.exists():
+    path = Path(os.environ.get(FOLDER) or ROWS) / f"{name}.csv"
+    row = {**values, **provenance()}
+    if path.exists() and path.stat().st_size:
         with path.open(newline="") as existing:
             header = next(csv.reader(existing))
         if header != list(row):

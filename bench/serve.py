@@ -30,7 +30,7 @@ from typing import Any
 
 import off_cost
 import serve_latency
-from pairs import paired_ratio
+from pairs import START_S, paired_ratio
 from record import append_row
 from serving import BUNDLED
 from tqdm import tqdm
@@ -95,7 +95,7 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         servers = {one: ours if one else plain for one in budgets}
         for server in (plain, ours):
-            server.wait_ready()
+            server.wait_ready(START_S)
         for number in tqdm(range(arguments.rounds + 1), desc="rounds", unit="round"):
             for kv_budget in budgets if number % 2 else reversed(budgets):
                 one = round_of(servers[kv_budget], arguments, kv_budget, number)
@@ -165,7 +165,8 @@ def main() -> None:
             row = serve_latency.compaction(arguments, arguments.compaction_budget, calls)
             keep("compaction", row)
     if "off" in arguments.only:
-        print("off", off_cost.run(off_cost.arguments_of(["--model-path", arguments.model_path])))
+        given = ["--model-path", arguments.model_path, "--server-flags", *arguments.server_flags]
+        print("off", off_cost.run(off_cost.arguments_of(given)))
 
 
 if __name__ == "__main__":

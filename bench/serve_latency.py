@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pairs import START_S
+
 from sgl_skipkv.server_process import ServerProcess
 from sgl_skipkv.trace import read_trace
 
@@ -143,7 +145,7 @@ def _traced_server(
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
         flags += server_flags(arguments)
         with ServerProcess(arguments.model_path, folder / "server", flags, captures=True) as server:
-            yield server.wait_ready(), trace
+            yield server.wait_ready(START_S), trace
 
 
 def _params(arguments: argparse.Namespace, tokens: int, kv_budget: int | None) -> dict[str, Any]:

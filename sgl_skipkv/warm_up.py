@@ -47,6 +47,9 @@ def warm_up(recorder: Recorder, cache: PagedCache, windows: Collection[int]) -> 
     from sgl_skipkv.kernels.window_attention import window_attention
 
     device, width = recorder.device, cache.req_to_token.shape[1]
+    wanted = max(_KEEP_TOKENS, *windows, 0) + _NEW_TOKENS
+    while width < wanted:
+        width *= 3  # a multiple of 16 or not, as it was
     table = torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
     rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
 

@@ -288,13 +288,19 @@ def test_the_decode_figure_is_drawn_from_the_rows(bench: dict[str, Any], tmp_pat
     """The same rows give the same file, another number another one; an older row is not drawn."""
     figure, common = bench["decode_figure"], {"device": "H100", "size": "7b", "stagger": "False"}
     common |= {"dtype": "bfloat16", "attention": "flashinfer", "generated_tokens": "16384"}
+    common["command"] = "python bench/decode.py"
     full = {**common, "policy": "", "kv_budget": "", "tokens_per_s": "500.0"}
     ours = {**common, "policy": "rkv", "kv_budget": "1024", "tokens_per_s": "4000.0"}
     older = {**ours, "tokens_per_s": "1.0"}
     elsewhere = {**ours, "device": "A100", "tokens_per_s": "2.0"}
+    fewer = {**ours, "command": "python bench/decode.py --batch 64", "tokens_per_s": "3.0"}
     drawn = []
     for number, rows in enumerate(
-        ([full, ours], [elsewhere, older, full, ours], [full, {**ours, "tokens_per_s": "4001.0"}])
+        (
+            [full, ours],
+            [elsewhere, older, full, ours, fewer],
+            [full, {**ours, "tokens_per_s": "4001.0"}],
+        )
     ):
         figure.plt.rcParams.update(figure.STYLE_PARAMETERS)
         figure.draw(figure.last_decode_rows(rows), tmp_path / f"{number}.svg")
