@@ -8,8 +8,9 @@ Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 
 How: with unit keys u the column sums are linear, ``sum_r S[r, i] = u_i . (sum_r u_r - u_i)``, so
 only the spared entries need rows to be compared with columns: ``spared_columns`` finds where they
-are, and their values ``u_r . u_spared(r)`` are n products more. Three more kernels: inverse norms
-and the sum of unit keys; column sums and the softmax's normaliser; the mean, in one fixed order.
+are, and their values ``u_r . u_spared(r)`` are n products more. Three more kernels: inverse norms,
+a bound on 32 of them at a time, and the sum of unit keys; column sums and the softmax's normaliser;
+the mean, in one fixed order.
 
 Column sums are scattered into, so they are int64 in units of 2^-40: integer addition has no order,
 and the bits of a request depend neither on the run nor on the batch. No sum overflows below 2^22
@@ -36,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import (
     COMPILED,
     SIGNATURE,
@@ -43,24 +45,33 @@ from sgl_skipkv.kernels.paged_keys import (
     example_constants,
     widened,
 )
-from sgl_skipkv.kernels.spared_columns import KnownSpared, pairs, spared_columns
+from sgl_skipkv.kernels.spared_columns import (
+    BOUND_TOKENS,
+    KnownSpared,
+    bound_columns,
+    pairs,
+    spared_columns,
+)
 
 _EPS = tl.constexpr(1e-8)
+_BOUND_TOKENS = tl.constexpr(BOUND_TOKENS)
 _UNIT = tl.constexpr(2.0**40)
 _PROGRAMS_PER_PROCESSOR = 2
 _SUM_BLOCK = 512
 _MEAN = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
-@triton.jit(do_not_specialize=["columns", "tasks"])
+@triton.jit(do_not_specialize=["columns", "tasks", "bounds_stride"])
 def _norms_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
-    tasks, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+    tasks, inverse_norm_bounds, bounds_stride, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
+    K_TYPE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Inverse norms, the sum of unit keys of each task, and column sums of 0."""
+    """Inverse norms, bounds on them, the sum of unit keys of each task, and column sums of 0."""
     d = tl.arange(0, HEAD_DIM)
+    BOUNDS: tl.constexpr = BLOCK // _BOUND_TOKENS
+    own_bounds = BOUNDS - 1 - tl.arange(0, BOUNDS)  # in a block; they are counted from the end
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head_index = tl.cast(task % (LAYERS * KV_HEADS), tl.int64)
         request = task // (LAYERS * KV_HEADS)
@@ -70,10 +81,11 @@ def _norms_kernel(
         keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
         keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
         row = head_index * columns + first
+        bounds = head_index * bounds_stride + first // _BOUND_TOKENS + request
         total = tl.zeros([HEAD_DIM], tl.float32)
-        for start in range(0, n, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            inside = i < n
+        for passed in range(0, n, BLOCK):
+            i = n - passed - BLOCK + tl.arange(0, BLOCK)
+            inside = i >= 0
             slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
             k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
             k = tl.load(keys + k_offset, mask=inside[:, None], other=0)
@@ -81,6 +93,10 @@ def _norms_kernel(
             inverse = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(tl.sum(k * k, axis=1)), _EPS))
             total += tl.sum(k * inverse[:, None], axis=0)
             tl.store(inverse_norms + row + i, inverse, mask=inside)
+            parts = tl.reshape(tl.where(inside, inverse, 0.0), [BOUNDS, _BOUND_TOKENS])
+            bound = passed // _BOUND_TOKENS + own_bounds
+            is_there = bound * _BOUND_TOKENS < n
+            tl.store(inverse_norm_bounds + bounds + bound, tl.max(parts, axis=1), mask=is_there)
             tl.store(sums + row + i, tl.zeros([BLOCK], tl.int64), mask=inside)
         tl.store(unit_sums + tl.cast(task, tl.int64) * HEAD_DIM + d, total)
 
@@ -186,16 +202,28 @@ def key_redundancy(
     inverse_norms = out.new_empty(heads, columns)
     unit_sums, normalisers = out.new_empty(paged.tasks, paged.head_dim), out.new_empty(paged.tasks)
     sums = out.new_empty(heads, columns, dtype=torch.int64)
+    stride = bound_columns(paged.row_tokens)
+    bounds = out.new_empty(heads, stride)
     if not columns:
-        return out, spared_columns(paged, inverse_norms, thresholds, known)
+        return out, spared_columns(paged, inverse_norms, bounds, thresholds, known)
     grid = (paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)
     arguments = (*paged.arguments, inverse_norms, unit_sums, sums, columns, paged.tasks)
-    (norms_block, sums_block), warps = _blocks(paged.layer.dtype)
-    constants = {**paged.constants, "num_warps": warps}
-    _norms_kernel[grid](*arguments, BLOCK=norms_block, **constants)
-    spared = spared_columns(paged, inverse_norms, thresholds, known)
+    (norms_block, sums_block), (norms_warps, sums_warps) = _blocks(paged.layer.dtype)
+    constants = paged.constants
+    _norms_kernel[grid](
+        *(*arguments, bounds, stride),
+        BLOCK=norms_block,
+        num_warps=norms_warps,
+        **constants,
+        **register_limit(_max_registers(paged.layer.dtype, paged.head_dim), paged.device),
+    )
+    spared = spared_columns(paged, inverse_norms, bounds, thresholds, known)
     _column_sums_kernel[grid](
-        *(*arguments, spared, normalisers), BLOCK=sums_block, SUM_BLOCK=_SUM_BLOCK, **constants
+        *(*arguments, spared, normalisers),
+        BLOCK=sums_block,
+        SUM_BLOCK=_SUM_BLOCK,
+        num_warps=sums_warps,
+        **constants,
     )
     blocks = triton.cdiv(max(paged.row_tokens), _MEAN["BLOCK"])
     _mean_kernel[(len(paged.row_tokens) * blocks,)](
@@ -204,11 +232,17 @@ def key_redundancy(
     return out, spared
 
 
-def _blocks(dtype: torch.dtype) -> tuple[tuple[int, int], int]:
+def _blocks(dtype: torch.dtype) -> tuple[tuple[int, int], tuple[int, int]]:
     """Keys that the first and the third kernel take at once, and their warps."""
     if dtype == torch.float32:
-        return (32, 32), 4
-    return ((128, 64), 8) if dtype in TRITON_NAMES else ((64, 64), 8)
+        return (32, 32), (8, 4)
+    return ((128, 64), (8, 8)) if dtype in TRITON_NAMES else ((64, 64), (8, 8))
+
+
+def _max_registers(dtype: torch.dtype, head_dim: int) -> dict[int, int]:
+    """Of the first kernel, per thread, by architecture: left alone the compiler spills at 128 where
+    it can do with 118."""
+    return {100: 144} if dtype in (torch.float16, torch.bfloat16) and head_dim <= 128 else {}
 
 
 def workspace_bytes(
@@ -219,9 +253,11 @@ def workspace_bytes(
     kv_heads: int,
     head_dim: int,
 ) -> int:
-    """Bytes that one call allocates besides what it returns; 12 per key where nothing is known."""
+    """Bytes that one call allocates besides what it returns; 12 per key and a bound for every 32,
+    where nothing is known."""
     heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
     lists = 0 if known_tokens is None else 4 * (heads * sum(known_tokens) + tasks)
+    lists += 4 * heads * bound_columns(row_tokens)
     return 12 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + lists
 
 
@@ -266,15 +302,19 @@ def compile_cases() -> list[CompileCase]:
         "sums": "*i64",
         **dict.fromkeys(("columns", "tasks"), "i32"),
     }
+    bounded = {**signature, "inverse_norm_bounds": "*fp32", "bounds_stride": "i32"}
     both = {"spared": "*i32", "normalisers": "*fp32"}
     for dtype, head_dim in COMPILED:
-        constants, (blocks, warps) = example_constants(dtype, head_dim), _blocks(dtype)
+        constants, (blocks, (many, few)) = example_constants(dtype, head_dim), _blocks(dtype)
         tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
         norms, sums = ({**constants, "BLOCK": block} for block in blocks)
         sums["SUM_BLOCK"] = _SUM_BLOCK
         cases += [
-            CompileCase(f"{tag}-norms", _norms_kernel, signature, norms, (), warps),
-            CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), warps),
+            CompileCase(
+                *(f"{tag}-norms", _norms_kernel, bounded, norms, (), many),
+                max_registers=_max_registers(dtype, head_dim),
+            ),
+            CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), few),
         ]
     signature = {"sums": "*i64", "offsets": "*i64", "columns": "i32", "blocks": "i32"}
     signature |= dict.fromkeys(("normalisers", "out"), "*fp32")

@@ -9,9 +9,11 @@ Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 How: a program takes a tile of rows and walks tiles of columns from the last one down. The first
 similar column that a row meets is its answer, and the walk ends when every row of the tile has one:
 exact, and short where keys repeat. It goes in runs of 1, 2, 4, ... tiles, within which keys are
-loaded ahead. A tile whose largest product is too small for any row is not looked at further, which
-leaves the tensor cores little to wait for. Products are of raw 16-bit keys with float32 sums
-(float32 keys: float32 throughout), scaled by inverse norms; S is never stored.
+loaded ahead. A tile whose largest product, over its smallest norm, is too small for any row is not
+looked at further, which leaves the tensor cores little to wait for: not even the norms of its keys,
+since tiles are counted from a request's end, where ``inverse_norm_bounds`` has one number for them.
+Products are of raw 16-bit keys with float32 sums (float32 keys: float32 throughout), scaled by
+inverse norms; S is never stored.
 
 Incremental form: between two compactions rows only lose columns and gain new ones at the end. A new
 similar column beats any old one; an old answer holds while its column lives; "none" stays "none".
@@ -50,21 +52,25 @@ from sgl_skipkv.kernels.paged_keys import (
     widened,
 )
 
+#: keys that share an inverse norm bound, counted from the last of a request; a tile has one or two
+BOUND_TOKENS = 32
+_BOUND_TOKENS = tl.constexpr(BOUND_TOKENS)
 #: below every column, wherever a tile begins
 NOWHERE = tl.constexpr(-(2**30))
 #: other numbers at every compaction: one variant must do for all of them, or a server compiles
-_VARYING = ("columns", "tiles", "known_columns")
+_VARYING = ("columns", "bounds_stride", "tiles", "known_columns")
 
 
 @triton.jit
 def _last_similar(
-    keys, page, inverse_norms, r, limit, floor, threshold, K_SLOT_STRIDE: tl.constexpr,
-    FLOAT8: tl.constexpr, HEAD_DIM: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    keys, page, inverse_norms, bounds, n, r, limit, floor, threshold,
+    K_SLOT_STRIDE: tl.constexpr, FLOAT8: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """int32 [BLOCK_ROWS]: of each row r, the largest similar column in [floor, limit) but r, or -1.
 
-    Rows whose limit is not above floor are not looked at and get any value.
+    Columns from a limit to the end of its tile are looked at too: where a limit is not n, it is
+    known that none of them is similar. Rows whose limit is not above floor get any value.
     """
     d = tl.arange(0, DEPTH)[None, :]
     wanted = limit > floor
@@ -78,15 +84,20 @@ def _last_similar(
     top = tl.max(tl.where(wanted, limit, floor), axis=0)
     tiles = 1
     while top > floor:
+        passed = (n - top) // BLOCK_COLUMNS  # tiles, from the end
         # Keys are loaded ahead within a run of tiles. The first is short, because most walks are.
-        tiles = tl.minimum(tiles, tl.cdiv(top - floor, BLOCK_COLUMNS))
-        for tile in range(tiles):
-            start = top - (tile + 1) * BLOCK_COLUMNS
+        tiles = tl.minimum(tiles, tl.cdiv(n - floor, BLOCK_COLUMNS) - passed)
+        for tile in range(passed, passed + tiles):
+            start = n - (tile + 1) * BLOCK_COLUMNS
             c = start + tl.arange(0, BLOCK_COLUMNS)
             inside = c >= floor
             column_slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
             column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
-            inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
+            at = tile * (BLOCK_COLUMNS // _BOUND_TOKENS)
+            largest = tl.load(bounds + at)
+            if BLOCK_COLUMNS > _BOUND_TOKENS:
+                is_there = (at + 1) * _BOUND_TOKENS < n
+                largest = tl.maximum(largest, tl.load(bounds + at + 1, mask=is_there, other=0.0))
             if DEPTH == HEAD_DIM:
                 other = tl.load(column_keys, mask=inside[:, None], other=0)
                 other = widened(other, FLOAT8)
@@ -99,15 +110,16 @@ def _last_similar(
                     product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
             # No cosine of a row is above its largest product over the smallest norm, as floats too:
             # rounding keeps their order. Below a threshold of 0 that says nothing.
-            bound = tl.max(product, axis=1) * tl.max(inverse, axis=0)
+            bound = tl.max(product, axis=1) * largest
             may_meet = wanted & (best < 0) & ((bound > least) | (least < 0))
             if tl.max(may_meet.to(tl.int32), axis=0) > 0:
+                inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
                 place = tl.arange(0, BLOCK_COLUMNS)[None, :]
                 is_similar = product * inverse[None, :] > least[:, None]
                 is_similar &= place != (r - start)[:, None]
                 found = start + tl.max(tl.where(is_similar, place, NOWHERE), axis=1)
                 best = tl.maximum(best, tl.where(found >= floor, found, -1))  # later ones lie lower
-        top -= tiles * BLOCK_COLUMNS
+        top = n - (passed + tiles) * BLOCK_COLUMNS
         tiles *= 2
         left = tl.where(wanted & (best < 0), tl.minimum(limit, top), floor)
         top = tl.max(left, axis=0)
@@ -116,11 +128,11 @@ def _last_similar(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _new_columns_kernel(
-    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
-    tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, inverse_norm_bounds,
+    bounds_stride, thresholds, spared, columns, tiles, known, known_offsets, known_columns,
+    unresolved, unresolved_rows, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
+    K_TYPE: tl.constexpr, FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Old rows: what new columns and the old answers settle; lists the others."""
@@ -142,6 +154,8 @@ def _new_columns_kernel(
         keys,
         page,
         inverse_norms + head_index * columns + first,
+        inverse_norm_bounds + head_index * bounds_stride + first // _BOUND_TOKENS + request,
+        n,
         r,
         tl.where(is_old, n, 0),
         old,
@@ -167,11 +181,11 @@ def _new_columns_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _search_kernel(
-    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, thresholds, spared, columns,
-    tiles, known, known_offsets, known_columns, unresolved, unresolved_rows,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, inverse_norm_bounds,
+    bounds_stride, thresholds, spared, columns, tiles, known, known_offsets, known_columns,
+    unresolved, unresolved_rows, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
+    K_TYPE: tl.constexpr, FLOAT8: tl.constexpr, DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """New rows against all columns; then the listed old ones, below where their column was."""
@@ -205,6 +219,8 @@ def _search_kernel(
         keys,
         page,
         inverse_norms + head_index * columns + first,
+        inverse_norm_bounds + head_index * bounds_stride + first // _BOUND_TOKENS + request,
+        n,
         r,
         limit,
         0,
@@ -241,6 +257,7 @@ class KnownSpared:
 def spared_columns(
     paged: PagedKeys,
     inverse_norms: Tensor,
+    inverse_norm_bounds: Tensor,
     thresholds: Tensor,
     known: KnownSpared | None = None,
 ) -> Tensor:
@@ -249,6 +266,9 @@ def spared_columns(
     Args:
         paged: the requests.
         inverse_norms: float32 [L, Hkv, N], contiguous, ``1 / max(norm, eps)`` of every key.
+        inverse_norm_bounds: float32 [L, Hkv, ``bound_columns(row_tokens)``], contiguous: entry
+            ``offset // 32 + b + g`` is the largest of these for the keys [n - 32 (g + 1), n - 32 g)
+            of request b, which begins at ``offset``.
         thresholds: float32 [B], cosine above which two keys count as similar.
         known: what is known of the first rows of each request, at the same threshold.
 
@@ -264,7 +284,8 @@ def spared_columns(
         return spared
     options = _options(paged.layer.dtype, paged.head_dim)
     tiles = triton.cdiv(max(paged.row_tokens), options["BLOCK_ROWS"])
-    arguments = (*paged.arguments, inverse_norms, thresholds, spared, paged.columns)
+    bounds = (inverse_norm_bounds, bound_columns(paged.row_tokens))
+    arguments = (*paged.arguments, inverse_norms, *bounds, thresholds, spared, paged.columns)
     options |= paged.constants | register_limit(_max_registers(paged.layer.dtype), paged.device)
     if known is None:
         grid = (paged.tasks * tiles,)
@@ -279,6 +300,11 @@ def spared_columns(
         _new_columns_kernel[(paged.tasks * old_tiles,)](*arguments, old_tiles, *old, **options)
     _search_kernel[(paged.tasks * tiles,)](*arguments, tiles, *old, **options)
     return spared
+
+
+def bound_columns(row_tokens: Sequence[int]) -> int:
+    """Numbers per layer and KV head in ``inverse_norm_bounds``; a request ends before the next."""
+    return sum(row_tokens) // BOUND_TOKENS + len(row_tokens)
 
 
 def _check(paged: PagedKeys, known: KnownSpared) -> None:
@@ -299,9 +325,10 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
         tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
         # Slots, then keys, then products: five stages keep three tiles of keys in flight.
         return {**tile, "num_warps": 8, "num_stages": 5}
-    # Wider heads fit into 99 KiB of shared memory, and bytes that become float16 into registers.
+    # Wider heads fit into 99 KiB of shared memory, and bytes that become float16 into registers,
+    # those of a head of 128 with fewer keys on their way.
     tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 32, "DEPTH": head_dim}
-    return {**tile, "num_warps": 8, "num_stages": 3}
+    return {**tile, "num_warps": 8, "num_stages": 2 if head_dim == 128 else 3}
 
 
 def _max_registers(dtype: torch.dtype) -> dict[int, int]:
@@ -332,10 +359,10 @@ def compile_cases() -> list[CompileCase]:
         options = _options(dtype, head_dim)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         constexprs = {**example_constants(dtype, head_dim), **options}
-        integers = dict.fromkeys(("columns", "tiles", "known_columns"), "i32")
+        integers = dict.fromkeys(_VARYING, "i32")
         signature = {
             **SIGNATURE,
-            **dict.fromkeys(("inverse_norms", "thresholds"), "*fp32"),
+            **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
             **dict.fromkeys(("spared", "known", "unresolved", "unresolved_rows"), "*i32"),
             "known_offsets": "*i64",
             **integers,

@@ -144,10 +144,11 @@ def test_only_the_requests_own_keys_are_loaded(device: torch.device) -> None:
     world = paged(clustered([71, 40], [2.0, 2.0]))
     norms = torch.ones(2, 2, 111)
     limits = torch.full((2,), 1e9)
+    bounds = torch.ones(2, 2, spared_columns.bound_columns([71, 40]))
     with counted_loads(world.layers) as all_counts:
         scored(world, [2.0, 2.0])
     with counted_loads(world.layers) as search_counts:
-        spared_columns.spared_columns(world.paged, norms, limits)
+        spared_columns.spared_columns(world.paged, norms, bounds, limits)
     for all_loads, search_loads in zip(all_counts, search_counts, strict=True):
         own = torch.zeros(len(all_loads), dtype=torch.bool)
         for row, n in zip(world.rows, world.row_tokens, strict=True):
