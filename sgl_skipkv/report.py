@@ -74,7 +74,7 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
     except OSError as error:
         got = f"{path} ({error.strerror})"
         raise SettingError("file", "a readable file", got, ".json or .jsonl") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SettingError("file", "JSON", f"{path} ({error})", ".json or .jsonl") from error
     if tokenizer is None:
         choices = "a folder or name that Transformers loads"

@@ -53,8 +53,8 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
         expected, got = "a trace, JSON lines", f"{path} ({error})"
         raise SettingError("file", expected, got, "what --skipkv-trace wrote") from error
     for event in found:
-        known = isinstance(event, dict) and {"event", "rid"} <= event.keys()
-        if not known or not _FIELDS.get(event["event"], set()) <= event.keys():
+        named = isinstance(event, dict) and "rid" in event and isinstance(event.get("event"), str)
+        if not named or not _FIELDS.get(event["event"], set()) <= event.keys():
             expected = "lines of a trace, with event, rid and what belongs to the event"
             raise SettingError("file", expected, event, "what --skipkv-trace wrote")
     return found

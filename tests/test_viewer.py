@@ -78,7 +78,9 @@ def test_the_command(
     assert "rid: expected a finished request, got b; choices: a" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", ["1", "{}", '{"event": "finish", "rid": "a"}', '{"event": [1]}'])
+@pytest.mark.parametrize(
+    "line", ["1", "{}", '{"event": "finish", "rid": "a"}', '{"event": [1], "rid": "a"}']
+)
 def test_a_line_that_is_none_of_ours(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
