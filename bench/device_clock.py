@@ -6,6 +6,7 @@ captured, launch by launch otherwise. On a CPU with the host's clock.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import subprocess
 import time
@@ -150,8 +151,9 @@ def versions(device: torch.device) -> dict[str, str]:
     driver = ""
     if device.type == "cuda":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        driver = shown.splitlines()[0]
+        with contextlib.suppress(FileNotFoundError):  # a container without the driver's tools
+            shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            driver = shown.splitlines()[0]
     return {"triton": metadata.version("triton"), "driver": driver}
 
 
