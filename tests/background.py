@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FUZZ = (str(ROOT / "tests" / "fuzz.py"), "--report", "rows.json")
 # name -> the test file that reads the outcome, and what this Python is given; in the order of runs
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "lives": ("state_machine", (*FUZZ, "--examples", "2000", "--seeds", "1")),
+    "lives": ("state_machine", (*FUZZ, "--examples", "1000", "--seeds", "1")),
     "planted": ("state_machine", (*FUZZ, "--planted", "--seeds", "2")),
     "demo": ("demo", ("-P", str(ROOT / "examples" / "demo.py"), "--problems", "4")),
 }

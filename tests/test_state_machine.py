@@ -51,7 +51,7 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def test_memory_stays_sound(background: Background) -> None:
-    """2,000 lives of 50 steps. A failure names the seed of the 500 lives that show it."""
+    """1,000 lives of 50 steps. A failure names the seed of the 500 lives that show it."""
     seen = {row["event"]: row["times"] for row in rows_of(background.outcome("lives"))}
     # an empty run proves nothing
     wanted = {"compactions": 3000, "retractions": 500, "retractions, pool full": 50, "refused": 5}
