@@ -31,7 +31,7 @@ demo: $(READY)
 	$(BIN)/python -P examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -P -m pytest
+	$(BIN)/python -P -m pytest --numprocesses 2
 
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz.py

@@ -25,9 +25,8 @@ from sgl_skipkv.config import CPU_PLATFORM
 
 READY_LINE = "The server is fired up"
 # A server binds its port when its model is loaded. Until then the system may give a port from
-# 32,768 on to any program's outgoing connection; these it never gives. None of them is tried twice,
-# so servers that start together do not meet.
-_PORTS = iter(random.SystemRandom().sample(range(20_000, 32_768), 12_768))
+# 32,768 on to any program's outgoing connection; these it never gives.
+PORTS = range(20_000, 32_768)
 
 
 class HTTPFailure(Exception):
@@ -38,16 +37,29 @@ class HTTPFailure(Exception):
         self.status, self.body = status, body
 
 
-def free_port() -> int:
-    """A port on which nobody listens, and nobody will before a server that is started now."""
-    for port in _PORTS:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("port: expected a free one between 20000 and 32767, got none")
+def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
+    """A socket on a loopback port that nobody else has, held for a server that is started now.
+
+    The system lets the server bind beside this socket, because it does not listen and both allow
+    reuse. Nobody gets the port without allowing reuse: not another call of this function, in
+    whatever process.
+
+    Args:
+        ports: to choose from, at random.
+
+    Raises:
+        RuntimeError: somebody has each of them.
+    """
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
+    raise RuntimeError(f"port: expected a free one in {min(ports)} to {max(ports)}, got none")
 
 
 def device_arguments(*, captures: bool = False) -> list[str]:
@@ -88,7 +100,8 @@ class ServerProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
-        self.port = free_port()
+        self._port_claim = claimed_port()
+        self.port: int = self._port_claim.getsockname()[1]
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
         device = device_arguments(captures=captures)
         platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
@@ -149,6 +162,7 @@ class ServerProcess:
         if self._signal_group(signal.SIGKILL):
             self.wait_gone(20)
         self.process.wait(timeout=20)
+        self._port_claim.close()
         self._log.close()
 
     def wait_gone(self, timeout_s: float) -> bool:

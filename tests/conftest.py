@@ -4,11 +4,11 @@ it."""
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,16 +20,39 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
+# files whose tests take a minute and more; of those that share a server, the first
+LONGEST_FIRST = ("bad_input", "retraction", "fuzz", "demo", "bench", "states", "extract", "float8")
+
+
+def group_of(file: str) -> str:
+    """Of a test file and those that share a server with it."""
+    from fleet import sharing
+
+    return min(sharing(Path(file).stem.removeprefix("test_")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, the tests of one server together, and what waits for a command last."""
+    """What takes longest starts first, and the tests of one server follow each other."""
 
-    def place(item: pytest.Item) -> tuple[bool, bool, str]:
-        waits = "background" in inspect.signature(item.function).parameters
-        return waits, item.get_closest_marker("server") is not None, item.path.name
+    def place(item: pytest.Item) -> tuple[int, str, str]:
+        group = group_of(item.path.name)
+        when = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
+        return when, group, item.path.name
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A group goes to one of pytest-xdist's workers as a whole, in the order of above."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -56,30 +79,12 @@ def score_oracle(model_folder):  # type: ignore[no-untyped-def]
     return functools.cache(lambda family: ScoreOracle(model_folder(family)))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def fleet(request, model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
-    """The servers of this session's tests; the first of them starts with the first test."""
+@pytest.fixture(scope="session")
+def fleet(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+    """The servers of this session's tests."""
     from fleet import Fleet
 
-    files = {
-        item.path.stem.removeprefix("test_")
-        for item in request.session.items
-        if item.get_closest_marker("server")
-    }
-    running = Fleet(files, model_folder, tmp_path_factory.mktemp)
-    try:
-        yield running
-    finally:
-        running.stop_all()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def background(request, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
-    """The commands of minutes that this session's tests read; the first starts with it."""
-    from background import Background
-
-    files = {item.path.stem.removeprefix("test_") for item in request.session.items}
-    running = Background(files, tmp_path_factory.mktemp("background"))
+    running = Fleet(model_folder, tmp_path_factory.mktemp)
     try:
         yield running
     finally:

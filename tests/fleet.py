@@ -1,14 +1,13 @@
-"""Every server that the tests use, and who starts it when.
+"""Every server that the tests use, and which files share it.
 
-A start costs half a minute of a core, and most tests keep only one core busy. So the servers of the
-next file start while the tests of this one run, in the order of the table.
+A start costs half a minute of a core. So a server is started once, by the first test that asks; and
+files that share one are for the same worker, where several share the tests.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class Spec:
     """One server.
 
     Attributes:
-        files: the test files that use it, the first of them first.
+        files: stems of the test files that use it, without their ``test_``.
         model: family of ``tiny_models``, or a folder.
         config: written to a file that ``--skipkv-config`` names.
         options: of ``Server``.
@@ -146,12 +145,12 @@ SPECS: dict[str, Spec] = {
 }
 
 
-#: memory of a server's three processes while they start, with something to spare
-SERVER_GIB = 3.5
-
-
-def total_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def sharing(file: str) -> frozenset[str]:
+    """All files that share a server with this one, perhaps by way of a third; itself included."""
+    found = {file}
+    while more := {f for s in SPECS.values() if found & {*s.files} for f in s.files} - found:
+        found |= more
+    return frozenset(found)
 
 
 def tiny_vector(layer: int) -> SteeringVector:
@@ -175,23 +174,16 @@ def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> A
 
 
 class Fleet:
-    """Servers by name, each started once: when asked for, or ahead of that.
+    """Servers by name, each started once.
 
     Args:
-        files: the test files of this session, without ``test_`` and ``.py``.
         model_folder: family -> folder.
         folder: name -> new folder of a server.
     """
 
-    def __init__(
-        self,
-        files: Set[str],
-        model_folder: Callable[[str], Path],
-        folder: Callable[[str], Path],
-    ) -> None:
-        self._files, self._model_folder, self._folder = frozenset(files), model_folder, folder
+    def __init__(self, model_folder: Callable[[str], Path], folder: Callable[[str], Path]) -> None:
+        self._model_folder, self._folder = model_folder, folder
         self._started: dict[str, Server] = {}
-        self._start_ahead()
 
     def started(self, name: str) -> Server:
         """The server, perhaps not ready yet."""
@@ -213,10 +205,8 @@ class Fleet:
         return self._started[name]
 
     def ready(self, name: str) -> Server:
-        """The server, ready; those of the next file start meanwhile."""
-        server = self.started(name).wait_ready(400)
-        self._start_ahead()
-        return server
+        """The server, ready."""
+        return self.started(name).wait_ready(400)
 
     def lent(self, name: str) -> Iterator[Server]:
         """What a fixture yields from: the server, ready; when its tests end, clean and stopped."""
@@ -232,16 +222,3 @@ class Fleet:
 
     def stop_all(self) -> None:
         self.stop(*self._started)
-
-    def _start_ahead(self) -> None:
-        """Start what the next file needs, if there is room for it beside what runs."""
-        waiting = [
-            name
-            for name, spec in SPECS.items()
-            if name not in self._started and self._files.intersection(spec.files)
-        ]
-        ahead = [n for n in waiting if SPECS[n].files[0] == SPECS[waiting[0]].files[0]]
-        running = sum(server.process.poll() is None for server in self._started.values())
-        if not running or (running + len(ahead)) * SERVER_GIB < total_gib():
-            for name in ahead:
-                self.started(name)

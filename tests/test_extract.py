@@ -72,7 +72,7 @@ def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
 ) -> None:
     traces, server = solutions(monkeypatch), fleet.ready("extracting")
     run = Extraction(str(MODELS[0]), tmp_path / "work")
-    # The fleet started it ahead, in a folder of its own.
+    # The fleet started it, in a folder of its own.
     monkeypatch.setattr(run, "_server", lambda most_tokens: contextlib.nullcontext(server))
     monkeypatch.setattr(run, "_captured", server.log_path.parent / "captured")
     moments = run.from_traces(traces)

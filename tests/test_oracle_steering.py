@@ -49,6 +49,8 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def steered(fleet: Fleet) -> Iterator[dict[str, Server]]:
+    for name in FAMILIES:
+        fleet.started(name)  # all at once
     servers = {name: fleet.ready(name) for name in FAMILIES}
     yield servers
     for server in servers.values():

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from sgl_skipkv import server_process
-from sgl_skipkv.server_process import free_port
+from sgl_skipkv.server_process import claimed_port
+
+CLAIM = "from sgl_skipkv.server_process import claimed_port as f; f([{port}])"
 
 
-def test_no_port_is_given_twice_or_to_outgoing_connections() -> None:
+def port_of(held: socket.socket) -> int:
+    port: int = held.getsockname()[1]
+    return port
+
+
+def test_no_port_is_one_of_outgoing_connections() -> None:
     """Found by a run of all tests in which a client had been given a server's port meanwhile."""
-    ports = {free_port() for _ in range(100)}
-    assert len(ports) == 100 and max(ports) < 32_768
+    with claimed_port() as held:
+        assert port_of(held) < 32_768
 
 
-def test_a_port_on_which_somebody_listens_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listening:
+def test_a_held_port_is_its_servers_alone() -> None:
+    """Neither this process nor another gets it."""
+    with claimed_port() as held:
+        port = port_of(held)
+        with pytest.raises(RuntimeError, match=f"expected a free one in {port} to {port}"):
+            claimed_port([port])
+        other = subprocess.run(
+            [sys.executable, "-c", CLAIM.format(port=port)], capture_output=True, text=True
+        )
+        assert other.returncode == 1 and "expected a free one" in other.stderr
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                assert client.getpeername()[1] == port
+
+
+def test_a_port_on_which_somebody_listens_is_left_out() -> None:
+    with socket.socket() as listening, claimed_port() as free:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        taken, free = listening.getsockname()[1], free_port()
-        monkeypatch.setattr(server_process, "_PORTS", iter([taken, free]))
-        assert free_port() == free
-        with pytest.raises(RuntimeError, match="expected a free one"):
-            free_port()
+        taken, port = port_of(listening), port_of(free)
+        free.close()
+        with claimed_port([taken, port]) as found:
+            assert port_of(found) == port

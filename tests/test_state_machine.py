@@ -1,13 +1,7 @@
-"""Random lives of many calls on SGLang's real pools and tree, and proof that the checks bite.
-
-The machine (pool_machine.py) checks every invariant after every rule; with one of our functions
-broken (planted_bugs.py) it must fail. ``make fuzz`` runs it for longer, ``python tests/fuzz.py
---planted`` says how soon each bug is found.
-"""
+"""Lives of calls on SGLang's real pools and tree; test_fuzz.py has the random ones."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,11 +9,9 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
-from background import Background, Outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_cpu import as_one_each, on_triton
-from planted_bugs import bugs
 from pool_books import POOL, ROWS, TRACKED, plugin_and_topology
 from pool_machine import KNOBS, MACHINE, PROMPT, own_draws
 from pool_world import World
@@ -41,25 +33,6 @@ def same_draws() -> Iterator[None]:
 def sglang() -> Iterator[None]:
     with plugin_and_topology():
         yield
-
-
-def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
-    report = outcome.folder / "rows.json"
-    assert report.exists(), outcome.said[-2000:] + outcome.errors[-2000:]
-    found: list[dict[str, Any]] = json.loads(report.read_text())
-    return found
-
-
-def test_memory_stays_sound(background: Background) -> None:
-    """1,000 lives of 50 steps. A failure names the seed of the 500 lives that show it."""
-    seen = {row["event"]: row["times"] for row in rows_of(background.outcome("lives"))}
-    # an empty run proves nothing
-    wanted = {"compactions": 3000, "retractions": 500, "retractions, pool full": 50, "refused": 5}
-    wanted |= {"backups": 200, "restored": 100, "compactions taken back": 5}
-    wanted |= {"prefix hits": 2000, "finished": 2000, "aborts": 3000}
-    wanted |= {"steps of two calls on one ring": 2000}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
 
 
 @settings(MACHINE, max_examples=15)
@@ -419,16 +392,6 @@ def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
         world.check()
     assert len(late.output_ids) == 4 and not world.waiting_queue
     world.drain()
-
-
-# -- the machine is tested by breaking what it guards
-
-
-def test_every_planted_bug_is_found(background: Background) -> None:
-    """Within 3,000 lives each."""
-    found = rows_of(background.outcome("planted"))
-    assert [row["bug"] for row in found] == [name for name, *_ in bugs()]
-    assert [row["bug"] for row in found if not row["lives"]] == []
 
 
 def test_the_world_is_small_enough_to_fill() -> None:
