@@ -159,10 +159,10 @@ def _has_no_gate(server_args: Any) -> bool:
 
 
 def _warm_up(config: ServerConfig, scheduler: Any, runtime: Runtime) -> None:
-    """Compile what compactions launch, before anybody waits for it."""
+    """Compile what steps and compactions launch, before anybody waits for it."""
     cache = paged_cache(scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator)
     if cache is not None:
-        warm_up(runtime.recorder, cache, windows_of(config))
+        warm_up(runtime.recorder, cache, windows_of(config), runtime.steerer)
 
 
 def _build_runtime(

@@ -1,8 +1,9 @@
-"""The kernels of a compaction, launched once before a server is ready.
+"""Every kernel of ours, launched once before a server is ready.
 
 Triton compiles a kernel when it is launched first, a second or so each, in the scheduler's thread:
 everybody would wait. What a launch is compiled for are types, sizes of the model and knobs, never
-how much is due, so one compaction of made-up rows does for all that come with the same window.
+how much is due, so one compaction of made-up rows does for all that come with the same window, and
+one step of lanes that nobody uses for all that record and steer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.page_table import compact_rows
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.base import PagedCache
-from sgl_skipkv.recorder import Recorder
+from sgl_skipkv.recorder import Recorder, Recording
 from sgl_skipkv.select import Selection
+from sgl_skipkv.steering import Steerer
 from sgl_skipkv.token_scores import carry_spared
 
 _REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
@@ -32,8 +34,14 @@ def windows_of(config: ServerConfig) -> set[int]:
     return {window for window in found if window <= config.query_window}
 
 
-def warm_up(recorder: Recorder, cache: PagedCache, windows: Collection[int]) -> None:
-    """Launch every kernel of a compaction, twice where a call's second one has another variant.
+def warm_up(
+    recorder: Recorder,
+    cache: PagedCache,
+    windows: Collection[int],
+    steerer: Steerer | None = None,
+) -> None:
+    """Launch every kernel of a step and of a compaction, twice where a call's second compaction has
+    another variant.
 
     Reads slot 0 of the KV pool and writes to scratch: slot 0 of the tables, its own page table.
 
@@ -59,6 +67,7 @@ def warm_up(recorder: Recorder, cache: PagedCache, windows: Collection[int]) -> 
         return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
 
     nobody, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
+    _step(recorder, steerer, nobody)
     for window in windows:
         widths = torch.full_like(rows, 7, dtype=torch.int32)
         queries = recorder.queries.data
@@ -78,3 +87,16 @@ def warm_up(recorder: Recorder, cache: PagedCache, windows: Collection[int]) -> 
     raise_redundancy(
         *(sentences.vectors, sentences.redundancy, nobody[:1], nobody[:1] + 2), max_count=2
     )
+
+
+def _step(recorder: Recorder, steerer: Steerer | None, nobody: Tensor) -> None:
+    """A decode step of lanes whose row is not steered and has slot 0: what captured steps do, where
+    none is captured."""
+    vectors, queries = recorder.sentences.vectors, recorder.queries.data
+    hidden = vectors.new_zeros(len(nobody), vectors.shape[-1])
+    q = queries.new_zeros(len(nobody), *queries.shape[-2:])
+    recording = Recording(nobody, nobody, slots=nobody)
+    recorder.record_queries(recording, 0, q)
+    recorder.record_hidden(recording, nobody, hidden)
+    if steerer is not None:
+        steerer.decode(hidden, nobody, nobody)

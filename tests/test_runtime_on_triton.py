@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import KERNELS, on_triton
-from synthetic import PROMPT, SyntheticServer, served
+from pool_steering import make_steerer
+from synthetic import HIDDEN, PROMPT, TEXTS, SyntheticServer, served
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton_tools import triton_type, variant
@@ -18,6 +19,7 @@ import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import Recording
+from sgl_skipkv.sentences import Delimiters
 from sgl_skipkv.warm_up import warm_up, windows_of
 
 FUNCTIONS = {
@@ -110,8 +112,8 @@ def launched_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 
 
 def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After ``warm_up`` no compaction launches a variant that was not launched before: calls that
-    come alone and together, with rows of any length, whose prompts differ."""
+    """After ``warm_up`` no step and no compaction launches a variant that was not launched before:
+    calls that come alone and together, with rows of any length, whose prompts differ."""
     with on_triton():
         launched = launched_variants(monkeypatch)
         server = SyntheticServer(check_ledger=False)
@@ -119,7 +121,8 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         before = [table.clone() for table in recorder.sentences.tables().values()]
         cache = PagedCache.of(list(server.pool_keys), server.req_to_token)
         assert cache is not None
-        warm_up(recorder, cache, windows_of(server.config))
+        steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, rows=4)
+        warm_up(recorder, cache, windows_of(server.config), steerer)
         for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
             assert torch.equal(was[1:], now[1:]), "more than scratch"
         assert not recorder.queries.data.any() and not server.req_to_token.any()
@@ -136,15 +139,13 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
             compactions += sum(len(call.compactions) for call in calls)
             for call in calls:
                 server.finish(call)
+        steerer.start(2, steerer.schedule(1.0, []))
+        steerer.decode(torch.zeros(3, HIDDEN), torch.arange(3), torch.tensor([4, 21, 5]))
+        assert steerer.nonexecution_sentences(0) == 0
     assert compactions > 20
-    in_graphs = {"_ring_write_kernel", "_sentence_step_kernel"}
-    assert {name for name, *_ in launched - warm} == in_graphs
-    scoring = {name for name, *_ in warm}
-    assert scoring == set(FUNCTIONS) - in_graphs - {
-        "_steering_add_kernel",
-        "_last_similar",
-        "widened",
-    }
+    assert launched == warm
+    called_by_kernels = {"_last_similar", "widened"}
+    assert {name for name, *_ in warm} == set(FUNCTIONS) - called_by_kernels
 
 
 def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
