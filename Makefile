@@ -6,6 +6,7 @@
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -31,7 +32,7 @@ demo: $(READY)
 	$(BIN)/python -P examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -P -m pytest --numprocesses 2
+	$(BIN)/python -P -m pytest --numprocesses $(WORKERS)
 
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz.py
