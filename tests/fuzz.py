@@ -54,7 +54,8 @@ def fuzz(examples: int, seed: int, part: int = 500) -> list[Row]:
 def soonest() -> dict[str, list[int]]:
     """Bug -> of the recorded seeds, the one that took the fewest lives."""
     with (BENCH / "rows" / "planted_bugs.csv").open(newline="") as file:
-        recorded = sorted(csv.DictReader(file), key=lambda row: -int(row["lives"]))
+        found = [row for row in csv.DictReader(file) if row["lives"]]
+    recorded = sorted(found, key=lambda row: -int(row["lives"]))
     return {row["bug"]: [int(row["seed"])] for row in recorded}
 
 
