@@ -92,7 +92,7 @@ def storms(model: Path, folder: Path, findings: Findings) -> None:
         keys = budget_keys(kv_budget, rng.choice(["skipkv", "rkv", "streaming", "h2o"]), interval=8)
         return Call(prompt_ids(rng, 8), 2000, keys, **how)
 
-    delays_s = [rng.choice([rng.uniform(0, 0.2), rng.uniform(0.4, 1.1)]) for _ in range(count)]
+    delays_s = [rng.uniform(0, 0.2) if i % 3 else rng.uniform(0.9, 1.4) for i in range(count)]
     chunks = [rng.randrange(1, 50) for _ in range(count)]
     aborts = [call(ending="abort", abort_after_s=delay_s) for delay_s in delays_s]
     hang_ups = [call(ending="disconnect", leave_after_chunks=n) for n in chunks]
