@@ -208,6 +208,12 @@ class Fleet:
         """The server, ready."""
         return self.started(name).wait_ready(400)
 
+    def all_ready(self, *names: str) -> dict[str, Server]:
+        """The servers by name, started side by side."""
+        for name in names:
+            self.started(name)
+        return {name: self.ready(name) for name in names}
+
     def lent(self, name: str) -> Iterator[Server]:
         """What a fixture yields from: the server, ready; when its tests end, clean and stopped."""
         server = self.ready(name)

@@ -64,12 +64,9 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def families(fleet: Fleet, server: Server) -> Iterator[dict[tuple[str, bool], Server]]:
     """(family, overlap) -> server; test_oracle_steering.py goes on with all but the session's."""
-    others = {key: name for key, name in SERVERS.items() if name != "main"}
-    for name in others.values():
-        fleet.started(name)  # all at once
-    found = {key: fleet.ready(name) for key, name in others.items()}
-    yield {("qwen2", True): server, **found}
-    for other in found.values():
+    others = fleet.all_ready(*(name for name in SERVERS.values() if name != "main"))
+    yield {key: others.get(name, server) for key, name in SERVERS.items()}
+    for other in others.values():
         other.assert_clean()
 
 

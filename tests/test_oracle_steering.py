@@ -49,9 +49,7 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def steered(fleet: Fleet) -> Iterator[dict[str, Server]]:
-    for name in FAMILIES:
-        fleet.started(name)  # all at once
-    servers = {name: fleet.ready(name) for name in FAMILIES}
+    servers = fleet.all_ready(*FAMILIES)
     yield servers
     for server in servers.values():
         server.assert_clean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -18,10 +19,11 @@ def port_of(held: socket.socket) -> int:
     return port
 
 
-def test_no_port_is_one_of_outgoing_connections() -> None:
+def test_no_port_is_given_twice_or_to_outgoing_connections() -> None:
     """Found by a run of all tests in which a client had been given a server's port meanwhile."""
-    with claimed_port() as held:
-        assert port_of(held) < 32_768
+    with contextlib.ExitStack() as claims:
+        ports = {port_of(claims.enter_context(claimed_port())) for _ in range(100)}
+        assert len(ports) == 100 and max(ports) < 32_768
 
 
 def test_a_held_port_is_its_servers_alone() -> None:
