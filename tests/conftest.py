@@ -24,6 +24,10 @@ SHARED = ROOT.parent / "shared"
 LONGEST_FIRST = ("bad_input", "retraction", "fuzz", "demo", "bench", "states", "extract", "float8")
 
 
+def pytest_report_header() -> str:
+    return "order: what takes minutes comes first, so the first percents are most of the time"
+
+
 def group_of(file: str) -> str:
     """Of a test file and those that share a server with it."""
     from fleet import sharing
