@@ -105,6 +105,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.world.step()
             self.world.check()
 
+    @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
+    @rule(asked=st.lists(BUDGETED, min_size=2, max_size=2), more_steps=st.integers(0, 16))
+    def outgrow(self, asked: list[dict[str, Any]], more_steps: int) -> None:
+        """Two calls grow longer than the pool: only host memory can bring them back."""
+        for keys in asked:
+            self.world.arrive(SHARED[:4], 300, **keys)
+        self.run_steps(POOL + more_steps)
+
     @precondition(lambda self: len(self.world.owners()) + len(self.world.waiting_queue) > 2)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
