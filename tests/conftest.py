@@ -17,7 +17,7 @@ os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
 os.environ.pop("SGL_SKIPKV_CONFIG", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Their starts are most of the work of a test run, and this makes them a quarter cheaper.
+# What tests start imports SGLang again and again; rare collections make that a quarter cheaper.
 RARE_GC = str(Path(__file__).resolve().parent / "rare_gc")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [RARE_GC, os.environ.get("PYTHONPATH")]))
 
