@@ -52,6 +52,8 @@ _REQ = "managers.schedule_batch.Req"
 _ADDER = "managers.schedule_policy.PrefillAdder"
 _MANAGER = "managers.tokenizer_manager.TokenizerManager"
 _OPENAI = "entrypoints.openai"
+_ANTHROPIC = "entrypoints.anthropic"
+_OLLAMA = "entrypoints.ollama.serving.OllamaServing"
 
 SEAMS: tuple[Seam, ...] = (
     # -- configuration and state
@@ -150,6 +152,54 @@ SEAMS: tuple[Seam, ...] = (
         "(self, request)",
         "openai_api:add_completion_keys",
         "completions build their sampling parameters here",
+        api=True,
+    ),
+    Seam(
+        f"{_ANTHROPIC}.protocol.AnthropicMessagesRequest",
+        "replace",
+        "class",
+        "anthropic_api:AnthropicMessagesRequest",
+        "top-level keys of a message",
+        api=True,
+    ),
+    Seam(
+        f"{_ANTHROPIC}.serving.AnthropicServing.handle_messages",
+        "around",
+        "(self, request, raw_request)",
+        "anthropic_api:check_keys",
+        "a wrong key of a streamed message would be an error after 200",
+        api=True,
+    ),
+    Seam(
+        f"{_ANTHROPIC}.serving.AnthropicServing._convert_to_chat_completion_request",
+        "after",
+        "(self, anthropic_request)",
+        "anthropic_api:carry_keys",
+        "messages become chat completions here",
+        api=True,
+    ),
+    Seam(
+        f"{_OLLAMA}.handle_chat",
+        "around",
+        "(self, request, raw_request)",
+        "ollama_api:check_keys",
+        "a wrong key would be 500, or half an answer",
+        api=True,
+    ),
+    Seam(
+        f"{_OLLAMA}.handle_generate",
+        "around",
+        "(self, request, raw_request)",
+        "ollama_api:check_keys",
+        "a wrong key would be 500, or half an answer",
+        api=True,
+    ),
+    Seam(
+        f"{_OLLAMA}._convert_options_to_sampling_params",
+        "after",
+        "(self, options=None)",
+        "ollama_api:add_option_keys",
+        "options that it does not know are dropped",
         api=True,
     ),
     Seam(

@@ -56,7 +56,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         raise SystemExit(wrong)
     manager.skipkv = Gate(config, readiness)
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
-        from sgl_skipkv.patches.openai_api import bind_routes
+        from sgl_skipkv.patches.routes import bind_routes
 
         bind_routes(server.app)
 

@@ -20,7 +20,9 @@ from sgl_skipkv.call import CallSettings, mistaken_keys, resolve_call, take_keys
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import names
 
-PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
+OPENAI = ("/v1/chat/completions", "/v1/completions")
+OLLAMA = ("/api/chat", "/api/generate")
+PATHS = ("/generate", *OPENAI, "/v1/messages", *OLLAMA)
 PROMPT = "abc"
 KNOBS = (
     *("interval", "sink", "window", "protect_prompt", "count_prompt", "delimiters", "sigma"),
@@ -33,6 +35,7 @@ RAW = (
     *("[" * 90 + "]" * 90, '{"a":' * 90 + "1" + "}" * 90),
 )
 
+_NOT_VALID = "1 validation error"
 _RAW_MARK = re.compile(r'"@raw (\d+)@"')
 _SCALARS = st.one_of(
     st.integers(-5, 70),
@@ -109,17 +112,24 @@ def bodies(draw: st.DrawFn) -> Body:
     return Body(path, _text(path, params, stream=draw(_RARELY)))
 
 
-def _text(path: str, params: dict[str, Any], *, stream: bool) -> bytes:
-    """The body; what is not ours is valid and tiny."""
-    body: dict[str, Any] = {"stream": stream}
+def plain_body(path: str, params: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:
+    """The parameters where that API has them; what is not ours is valid and tiny."""
     if path == "/generate":
-        body |= {"text": PROMPT, "sampling_params": {"max_new_tokens": 1, **params}}
-    elif path == "/v1/completions":
-        body |= {"model": "default", "prompt": PROMPT, "max_tokens": 1, **params}
+        params = {"max_new_tokens": 1, **params}
+        return {"stream": stream, "text": PROMPT, "sampling_params": params}
+    body: dict[str, Any] = {"stream": stream, "model": "default"}
+    if path in ("/v1/completions", "/api/generate"):
+        body["prompt"] = PROMPT
     else:
-        turns = [{"role": "user", "content": PROMPT}]
-        body |= {"model": "default", "messages": turns, "max_tokens": 1, **params}
-    return _RAW_MARK.sub(lambda mark: RAW[int(mark[1])], json.dumps(body)).encode()
+        body["messages"] = [{"role": "user", "content": PROMPT}]
+    if path in OLLAMA:
+        return {**body, "options": {"num_predict": 1, **params}}
+    return {**body, "max_tokens": 1, **params}
+
+
+def _text(path: str, params: dict[str, Any], *, stream: bool) -> bytes:
+    body = json.dumps(plain_body(path, params, stream=stream))
+    return _RAW_MARK.sub(lambda mark: RAW[int(mark[1])], body).encode()
 
 
 @dataclass(frozen=True)
@@ -140,13 +150,17 @@ def judge(body: Body, server: ServerConfig) -> Verdict:
     try:
         parsed = orjson.loads(body.text)
     except orjson.JSONDecodeError:
-        return Verdict(("1 validation error",))  # SGLang's own
+        # SGLang's own; its Anthropic API begins with where the text stops to be JSON.
+        return Verdict(tuple("0123456789" if body.path == "/v1/messages" else [_NOT_VALID]))
     generate = body.path == "/generate"
-    rest, keys = take_keys(parsed["sampling_params"] if generate else parsed)
+    holder = {"/generate": "sampling_params", **dict.fromkeys(OLLAMA, "options")}.get(body.path)
+    rest, keys = take_keys(parsed[holder] if holder else parsed)
     custom, wrong = rest.get("custom_params"), []
+    if body.path == "/v1/messages":
+        custom = None  # that API has no such field
     if custom is not None and not isinstance(custom, dict):
-        if not generate:
-            wrong.append("1 validation error")  # SGLang's own schema
+        if body.path in OPENAI:
+            wrong.append(_NOT_VALID)  # SGLang's own schema
         elif keys:
             wrong.append("custom_params: expected ")
     elif custom is not None:

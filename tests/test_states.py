@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
+from hostile_bodies import OLLAMA, OPENAI, plain_body
 from servers import HTTPFailure, Server
 
 pytestmark = pytest.mark.server
@@ -38,6 +39,10 @@ def test_unavailable_when_not_asked(fleet: Fleet) -> None:
         assert caught.value.status == 400
         assert "cannot evict (page size 16" in caught.value.body
         assert next(iter(keys)) in caught.value.body
+    for path in (*OPENAI, *OLLAMA, "/v1/messages"):
+        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* cannot evict \(page size 16"):
+            unavailable.post(path, plain_body(path, {"kv_budget": 64}))
+        assert unavailable.post(path, plain_body(path, {}))
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
     assert "sgl_skipkv: unavailable: page size 16" in unavailable.log
     assert unavailable.get("/server_info")["skipkv"]["reasons"]

@@ -1,0 +1,43 @@
+"""The Anthropic API, ``/v1/messages``: our keys at the top level, where ``extra_body`` puts them.
+
+SGLang answers it by its chat completions, so the keys only have to get that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.entrypoints.anthropic import protocol
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.readiness import Unavailable
+from sgl_skipkv.patches.request_fields import OurFields
+from sgl_skipkv.patches.tokenizer import collect_keys, gate_of
+
+
+class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
+    """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our four fields."""
+
+
+async def check_keys(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND ``AnthropicServing.handle_messages``.
+
+    A streamed answer is 200 before the tokenizer sees the call, so wrong keys are refused here,
+    where a refusal still is a 400.
+    """
+    try:
+        _, keys = collect_keys(request.our_keys())
+        if keys:
+            gate_of(serving.openai_serving_chat.tokenizer_manager).check(keys)
+    except (SettingError, Unavailable) as wrong:
+        raise HTTPException(400, str(wrong)) from wrong
+    return await original(serving, request, raw_request)
+
+
+def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
+    """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
+    chat_request.take_from(request)
