@@ -24,13 +24,17 @@ from sgl_skipkv.steering import Steerer
 from sgl_skipkv.token_scores import carry_spared
 
 _REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
+# Half a second each when they are compiled first; Triton keeps them on disk.
+_EVERY_WINDOW_UP_TO = 32
 
 
 def windows_of(config: ServerConfig) -> set[int]:
-    """Windows of the policies whose tokens kernels score: their defaults, and the operator's."""
+    """Windows to come: every small one, since any call may bring it, the policies' and the
+    operator's."""
     classes = map(policy_class, names())
     found = {one.Params().window for one in classes if one.kernel_scores}
     found |= {config.kv_params["window"]} if "window" in config.kv_params else set()
+    found |= {*range(1, _EVERY_WINDOW_UP_TO + 1)}
     return {window for window in found if window <= config.query_window}
 
 
@@ -46,7 +50,7 @@ def warm_up(
     Reads slot 0 of the KV pool and writes to scratch: slot 0 of the tables, its own page table.
 
     Args:
-        windows: of the calls to come; another one is compiled when it comes.
+        windows: of the calls to come; any other is compiled when it comes.
     """
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys

@@ -113,7 +113,7 @@ def launched_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 
 def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """After ``warm_up`` no step and no compaction launches a variant that was not launched before:
-    calls that come alone and together, with rows of any length, whose prompts differ."""
+    calls alone and together, rows of any length, prompts and windows that differ."""
     with on_triton():
         launched = launched_variants(monkeypatch)
         server = SyntheticServer(check_ledger=False)
@@ -129,10 +129,16 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         warm, compactions = set(launched), 0
         for seed in range(4):
             prompts = [(3,) * (PROMPT + 7 * i + seed) for i in range(seed + 1)]
-            names = ("skipkv", "rkv", "snapkv", "skipkv+")
+            names, windows = ("skipkv", "rkv", "snapkv", "skipkv+"), (4, 3 + seed, 7, 4)
             calls = [
-                served(server, seed=seed, prompt=prompt, kv_policy=name)
-                for prompt, name in zip(prompts, names, strict=False)
+                served(
+                    server,
+                    seed=seed,
+                    prompt=prompt,
+                    kv_policy=name,
+                    kv_params={"window": window},
+                )
+                for prompt, name, window in zip(prompts, names, windows, strict=False)
             ]
             for _ in range(90):
                 server.decode(*calls)
@@ -167,8 +173,9 @@ def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.Monkey
 
 
 def test_windows_that_are_compiled_at_the_start() -> None:
-    assert windows_of(ServerConfig(kv_policy="rkv")) == {8}
-    assert windows_of(ServerConfig(kv_params={"window": 5}, query_window=32)) >= {5, 8}
+    assert windows_of(ServerConfig(kv_policy="rkv")) == {1, 2, 3, 4, 5, 6, 7, 8}
+    large = ServerConfig(kv_params={"window": 64}, query_window=128)
+    assert windows_of(large) == {*range(1, 33), 64}
 
 
 def has(case: Any, name: str, type_: str) -> bool:
