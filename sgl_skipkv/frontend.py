@@ -1,15 +1,18 @@
-"""``sgl.gen(..., kv_budget=)``: our four keys in SGLang's frontend language.
+"""``sgl.gen(..., kv_budget=)`` and ``program.run(..., kv_budget=)``: our four keys in SGLang's
+frontend language.
 
-Importing this module installs them, in the process that runs SGLang programs. A key set on ``gen``
-travels with its sampling parameters through the interpreter, and reaches a server as
+Importing this module installs them, in the process that runs SGLang programs. As with SGLang's own
+sampling parameters, ``run`` and ``run_batch`` give what a ``gen`` does not say itself. A key
+travels with the sampling parameters through the interpreter, and reaches a server as
 ``custom_params`` (native and ``Runtime`` backends) or ``extra_body`` (OpenAI backend).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import sglang
@@ -24,7 +27,7 @@ _installed = False
 
 
 def install() -> None:
-    """Teach ``sgl.gen``, ``sgl.gen_string`` and ``sgl.gen_int`` the four keys.
+    """Teach ``gen``, ``gen_string``, ``gen_int``, ``run`` and ``run_batch`` the four keys.
 
     Calling it again does nothing.
 
@@ -46,18 +49,22 @@ def install() -> None:
     for backend in _WITHOUT_KEYS:
         name = f"to_{backend}_kwargs"
         setattr(params, name, _refusing(getattr(params, name), backend))
+    program = ir.SglFunction
+    program.run, program.run_batch = _with_defaults(program.run), _with_defaults(program.run_batch)
+    interpreter.run_program = _handing_on_defaults(interpreter.run_program)
     executor = interpreter.StreamExecutor
     executor._resolve_sampling_params = _resolving(executor._resolve_sampling_params)
     _installed = True
 
 
-def _keys_of(params: Any) -> dict[str, Any]:
-    """The keys set on one ``SglSamplingParams``."""
-    return dict(getattr(params, "skipkv", None) or {})
+def _keys_of(holder: Any) -> dict[str, Any]:
+    """The keys set on one ``SglSamplingParams`` or ``SglFunction``; ``None`` counts as not set."""
+    keys = getattr(holder, "skipkv", None) or {}
+    return {name: value for name, value in keys.items() if value is not None}
 
 
-def _take(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: kwargs.pop(name) for name in KEYS if name in kwargs}
+def _take(kwargs: dict[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
+    return {name: kwargs.pop(name) for name in KEYS if name in kwargs and name not in but}
 
 
 def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +86,42 @@ def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` or ``run_batch`` that takes our keys, but for those that are the program's own
+    parameters, and leaves them on a copy of the program: others may run the same one."""
+
+    @functools.wraps(run)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        keys = _take(kwargs, but=self.arg_names)
+        if keys:
+            self = copy.copy(self)
+            self.skipkv = keys
+        return run(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _handing_on_defaults(run_program: Callable[..., Any]) -> Callable[..., Any]:
+    """From the program to the sampling parameters that its calls begin with."""
+
+    @functools.wraps(run_program)
+    def wrapper(
+        program: Any,
+        backend: Any,
+        func_args: Any,
+        func_kwargs: Any,
+        default_sampling_para: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        default_sampling_para.skipkv = _keys_of(program)
+        return run_program(
+            program, backend, func_args, func_kwargs, default_sampling_para, *args, **kwargs
+        )
+
+    return wrapper
+
+
 def _keeping_keys(clone: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(clone)
     def wrapper(self: Any) -> Any:
@@ -95,7 +138,7 @@ def _resolving(resolve: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(resolve)
     def wrapper(self: Any, sampling_params: Any) -> Any:
         resolved = resolve(self, sampling_params)
-        resolved.skipkv = _keys_of(sampling_params)
+        resolved.skipkv = {**_keys_of(self.default_sampling_para), **_keys_of(sampling_params)}
         return resolved
 
     return wrapper
@@ -105,8 +148,7 @@ def _adding(to_kwargs: Callable[[Any], dict[str, Any]], carrier: str) -> Callabl
     @functools.wraps(to_kwargs)
     def wrapper(self: Any) -> dict[str, Any]:
         kwargs = to_kwargs(self)
-        keys = {name: value for name, value in _keys_of(self).items() if value is not None}
-        if keys:
+        if keys := _keys_of(self):
             kwargs[carrier] = {**(kwargs.get(carrier) or {}), **keys}
         return kwargs
 
@@ -119,13 +161,12 @@ def _refusing(to_kwargs: Callable[[Any], dict[str, Any]], backend: str) -> Calla
     @functools.wraps(to_kwargs)
     def wrapper(self: Any) -> dict[str, Any]:
         for name, value in _keys_of(self).items():
-            if value is not None:
-                raise SettingError(
-                    name,
-                    f"nothing on the {backend} backend",
-                    value,
-                    "leave it out, or an SGLang server (native or OpenAI backend)",
-                )
+            raise SettingError(
+                name,
+                f"nothing on the {backend} backend",
+                value,
+                "leave it out, or an SGLang server (native or OpenAI backend)",
+            )
         return to_kwargs(self)
 
     return wrapper
@@ -138,6 +179,10 @@ def _check_frontend() -> None:
         ir.SglSamplingParams.to_openai_kwargs: ["self"],
         **{getattr(ir.SglSamplingParams, f"to_{one}_kwargs"): ["self"] for one in _WITHOUT_KEYS},
         interpreter.StreamExecutor._resolve_sampling_params: ["self", "sampling_params"],
+        interpreter.run_program: [
+            *("program", "backend", "func_args", "func_kwargs", "default_sampling_para"),
+            *("stream", "sync", "use_thread"),
+        ],
     }
     for function, names in expected.items():
         found = list(inspect.signature(function).parameters)

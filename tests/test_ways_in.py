@@ -192,6 +192,41 @@ def test_frontend_programs(server: Server, reference: str) -> None:
     assert state["budgets"] == [16, 24]
 
 
+def test_frontend_defaults_of_a_run(server: Server, reference: str) -> None:
+    """``run`` and ``run_batch`` say what a ``gen`` does not, as with SGLang's own parameters."""
+    sgl_skipkv.install()
+
+    @sgl.function
+    def program(s: Any, prompt: str, kv_policy: str) -> None:
+        s += prompt
+        s += sgl.gen("first", kv_policy=kv_policy)
+        branches = s.fork(2)
+        branches[0] += sgl.gen("next", max_tokens=40, kv_budget=16, steering=None)
+        branches[1] += sgl.gen("next", max_tokens=40, kv_policy="full", steering=False)
+        s["infos"] = [branch.get_meta_info("next").get("skipkv") for branch in branches]
+
+    assert KEYS_SENT["kv_policy"] == "streaming"  # the program's own parameter keeps its name
+    defaults = {name: KEYS_SENT[name] for name in ("kv_budget", "kv_params", "steering")}
+    common: dict[str, Any] = {
+        **{"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
+        "backend": sgl.RuntimeEndpoint(server.url),
+    }
+    batch = [{"prompt": PROMPT, "kv_policy": "streaming"}] * 2
+    states = [
+        program.run(PROMPT, kv_policy="streaming", **common, **defaults),
+        *program.run_batch(batch, **common, **defaults),
+    ]
+    for state in states:
+        assert state["first"] == reference
+        check(state.get_meta_info("first")["skipkv"])
+        assert state["infos"][0]["kv_budget"] == 16 and "steering_alpha" in state["infos"][0]
+        assert state["infos"][1]["policy"] == "full"
+        assert state["infos"][1]["evicted_tokens"] == 0
+    after = program.run(PROMPT, kv_policy="full", **common)  # nothing is left of the runs before
+    assert after["first"] != reference
+    assert not {"kv_budget", "steering_alpha"} & after.get_meta_info("first")["skipkv"].keys()
+
+
 def test_frontend_streaming(server: Server, reference: str) -> None:
     sgl_skipkv.install()
 
