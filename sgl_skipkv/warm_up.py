@@ -16,7 +16,6 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.page_table import compact_rows
-from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recorder import Recorder, Recording
 from sgl_skipkv.select import Selection
@@ -24,17 +23,13 @@ from sgl_skipkv.steering import Steerer
 from sgl_skipkv.token_scores import carry_spared
 
 _REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
-# Half a second each when they are compiled first; Triton keeps them on disk.
+# Larger ones are rare, and each costs a server's first start; Triton keeps on disk what it made.
 _EVERY_WINDOW_UP_TO = 32
 
 
 def windows_of(config: ServerConfig) -> set[int]:
-    """Windows to come: every small one, since any call may bring it, the policies' and the
-    operator's."""
-    classes = map(policy_class, names())
-    found = {one.Params().window for one in classes if one.kernel_scores}
-    found |= {config.kv_params["window"]} if "window" in config.kv_params else set()
-    found |= {*range(1, _EVERY_WINDOW_UP_TO + 1)}
+    """Windows to come: every small one, since any call may bring it, and the operator's."""
+    found = {*range(1, _EVERY_WINDOW_UP_TO + 1), config.kv_params.get("window", 1)}
     return {window for window in found if window <= config.query_window}
 
 
