@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.anthropic import protocol
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.patches.request_fields import OurFields
-from sgl_skipkv.patches.tokenizer import collect_keys, gate_of
+from sgl_skipkv.patches.tokenizer import checked_keys
 
 
 class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
@@ -30,9 +30,7 @@ async def check_keys(
     where a refusal still is a 400.
     """
     try:
-        _, keys = collect_keys(request.our_keys())
-        if keys:
-            gate_of(serving.openai_serving_chat.tokenizer_manager).check(keys)
+        checked_keys(serving.openai_serving_chat.tokenizer_manager, request.our_keys())
     except (SettingError, Unavailable) as wrong:
         raise HTTPException(400, str(wrong)) from wrong
     return await original(serving, request, raw_request)

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from sgl_skipkv.call import mistaken_keys, take_keys
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.readiness import Unavailable
-from sgl_skipkv.patches.tokenizer import collect_keys, gate_of
+from sgl_skipkv.patches.tokenizer import checked_keys, collect_keys
 
 
 async def check_keys(
@@ -27,9 +27,7 @@ async def check_keys(
         for name in (*take_keys(body)[1], *mistaken_keys(body)):
             expected = "in options, not at the top of the body"
             raise SettingError(name, expected, body[name], "options")
-        _, keys = collect_keys(request.options or {})
-        if keys:
-            gate_of(serving.tokenizer_manager).check(keys)
+        keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)
         if keys and isinstance(answer, StreamingResponse):
             # What the prompt decides is known when the first part is.

@@ -116,6 +116,18 @@ def _differ(one: object, other: object) -> bool:
         return True
 
 
+def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Our keys of one call, for a way in that answers before the tokenizer sees the call.
+
+    Raises:
+        SettingError, Unavailable: a key is wrong, whatever the prompt.
+    """
+    _, keys = collect_keys(sampling_params)
+    if keys:
+        gate_of(manager).check(keys)
+    return keys
+
+
 def move_keys(
     manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> None:
