@@ -112,16 +112,18 @@ def bodies(draw: st.DrawFn) -> Body:
     return Body(path, _text(path, params, stream=draw(_RARELY)))
 
 
-def plain_body(path: str, params: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:
-    """The parameters where that API has them; what is not ours is valid and tiny."""
+def plain_body(
+    path: str, params: dict[str, Any], *, prompt: str = PROMPT, stream: bool = False
+) -> dict[str, Any]:
+    """The parameters where that API has them; what they do not say is valid and tiny."""
     if path == "/generate":
         params = {"max_new_tokens": 1, **params}
-        return {"stream": stream, "text": PROMPT, "sampling_params": params}
+        return {"stream": stream, "text": prompt, "sampling_params": params}
     body: dict[str, Any] = {"stream": stream, "model": "default"}
     if path in ("/v1/completions", "/api/generate"):
-        body["prompt"] = PROMPT
+        body["prompt"] = prompt
     else:
-        body["messages"] = [{"role": "user", "content": PROMPT}]
+        body["messages"] = [{"role": "user", "content": prompt}]
     if path in OLLAMA:
         return {**body, "options": {"num_predict": 1, **params}}
     return {**body, "max_tokens": 1, **params}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from typing import Any
 
 import anthropic
 import pytest
-from hostile_client import error_of
+from hostile_bodies import Body, plain_body
+from hostile_client import error_of, send
 from servers import HTTPFailure, Server
 
 pytestmark = pytest.mark.server
@@ -36,20 +36,17 @@ def reference(server: Server) -> str:
 
 def body_of(path: str, keys: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:
     """A greedy call, the keys where that API has its parameters."""
-    prompt = {"prompt": PROMPT} if path == "/api/generate" else {"messages": TURNS}
-    body = {"model": "default", "stream": stream, **prompt}
-    if path == "/v1/messages":
-        return {**body, "max_tokens": TOKENS, "temperature": 0, **keys}
-    return {**body, "options": {"num_predict": TOKENS, "temperature": 0, **keys}}
+    length = "max_tokens" if path == "/v1/messages" else "num_predict"
+    params = {length: TOKENS, "temperature": 0, **keys}
+    return plain_body(path, params, prompt=PROMPT, stream=stream)
 
 
-def read(server: Server, path: str, body: dict[str, Any]) -> str:
+def streamed(server: Server, path: str, keys: dict[str, Any]) -> str:
     """A streamed answer, whole."""
-    request = urllib.request.Request(
-        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return str(response.read().decode())
+    body = json.dumps(body_of(path, keys, stream=True))
+    answer = send(server, Body(path, body.encode()))
+    assert answer.status == 200, answer
+    return answer.text
 
 
 def test_anthropic_messages(server: Server, reference: str) -> None:
@@ -72,8 +69,7 @@ def test_ollama_options(server: Server, reference: str, path: str) -> None:
 
     assert text_of(server.post(path, body_of(path, KEYS_SENT))) == reference
     assert text_of(server.post(path, body_of(path, {}))) != reference
-    lines = read(server, path, body_of(path, KEYS_SENT, stream=True)).splitlines()
-    parts = [json.loads(line) for line in lines]
+    parts = [json.loads(line) for line in streamed(server, path, KEYS_SENT).splitlines()]
     # SGLang's last part says that it is the last, and leaves out what was generated since.
     assert parts[-1]["done"] and len(parts) > 2
     assert reference.startswith("".join(map(text_of, parts))) and text_of(parts[0])
@@ -104,13 +100,13 @@ def test_ollama_keys_in_the_wrong_place(server: Server, path: str, keys: dict[st
 @pytest.mark.parametrize("path", PATHS)
 def test_what_the_prompt_decides(server: Server, path: str, stream: bool) -> None:
     """Found out when the prompt is tokenized. SGLang's Anthropic streams have begun by then."""
-    body = body_of(path, {**KEYS_SENT, "kv_params": {"count_prompt": True}}, stream=stream)
+    keys = {**KEYS_SENT, "kv_params": {"count_prompt": True}}
     expected = "because count_prompt counts"
     if stream and path == "/v1/messages":
-        events = read(server, path, body).split("\n\n")
+        events = streamed(server, path, keys).split("\n\n")
         assert any(event.startswith("event: error\n") and expected in event for event in events)
         return
     with pytest.raises(HTTPFailure) as caught:
-        server.post(path, body)
+        server.post(path, body_of(path, keys, stream=stream))
     assert caught.value.status == 400
     assert expected in error_of(caught.value)
