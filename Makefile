@@ -35,11 +35,11 @@ test: $(READY)
 	$(BIN)/python -P -m pytest --numprocesses $(WORKERS)
 
 fuzz: $(READY)
-	$(BIN)/python tests/fuzz.py
-	$(BIN)/python tests/fuzz.py --planted
+	$(BIN)/python tests/fuzz/fuzz.py
+	$(BIN)/python tests/fuzz/fuzz.py --planted
 
 reliability: $(READY)
-	$(BIN)/python tests/reliability.py
+	$(BIN)/python tests/load/reliability.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -48,5 +48,5 @@ lint: $(READY)
 
 bench-quick: $(READY)
 	rm -f bench/rows/quick.csv .sweep/quick.jsonl
-	$(BIN)/python bench/accuracy.py --rows quick --levels medium --problems 32 --sampling greedy --servers 2 --parallel 32 --policies skipkv+ skipkv rkv random
-	$(BIN)/python bench/figures.py --rows quick --out .sweep/figures
+	$(BIN)/python -m bench.accuracy --rows quick --levels medium --problems 32 --sampling greedy --servers 2 --parallel 32 --policies skipkv+ skipkv rkv random
+	$(BIN)/python -m bench.accuracy.figure --rows quick --out .sweep/figures

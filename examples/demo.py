@@ -28,9 +28,9 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from sgl_skipkv.server_process import ServerProcess
-from sgl_skipkv.trace import read_trace
-from sgl_skipkv.viewer import show
+from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.trace_view import show
+from sgl_skipkv.request.trace import read_trace
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "reasoner"
@@ -194,7 +194,7 @@ def main() -> None:
     none, small = rounds[0], rounds[-1]
     console.rule()
     console.print(
-        f"In the same {POOL_TOKENS:,} tokens, {small.peak_running} calls ran at once with "
+        f"In the same {POOL_TOKENS:,} tokens, {small.peak_running} requests ran at once with "
         f"kv_budget {small.kv_budget} and {none.peak_running} without one."
     )
 

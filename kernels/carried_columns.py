@@ -139,7 +139,8 @@ def carried_columns(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Te
 
 
 def bytes_moved(keep_tokens: int, *, requests: int, layers: int, kv_heads: int) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by kind; tokens over the batch."""
+    """Floor of the bytes of device memory that one request moves, by kind; tokens over the
+    batch."""
     return {
         "spared": 8 * layers * kv_heads * keep_tokens,
         "selections": 8 * keep_tokens,

@@ -1,7 +1,7 @@
 """One variant of a kernel as the offline compiler needs it: types, constants and launch options.
 
 Every kernel module has ``compile_cases()``, which lists the variants that its launcher uses most;
-``bench/compile_kernels.py`` compiles them for several architectures on any machine, and a test
+``bench/kernels/compile.py`` compiles them for several architectures on any machine, and a test
 keeps them free of register spills.
 """
 

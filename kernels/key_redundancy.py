@@ -181,12 +181,12 @@ def key_redundancy(
     *,
     programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Redundancy of every cached token, and the spared columns, for the next call.
+    """Redundancy of every cached token, and the spared columns, for the next request.
 
     Args:
         paged: the requests.
         thresholds: float32 [B], cosine above which two keys count as similar.
-        known: what ``carried_columns`` made of an earlier call's spared columns, at the same
+        known: what ``carried_columns`` made of an earlier request's spared columns, at the same
             thresholds; changes how much is computed and nothing else.
         programs: how many share the tasks; default two per multiprocessor.
 
@@ -253,8 +253,8 @@ def workspace_bytes(
     kv_heads: int,
     head_dim: int,
 ) -> int:
-    """Bytes that one call allocates besides what it returns; 12 per key and a bound for every 32,
-    where nothing is known."""
+    """Bytes that one request allocates besides what it returns; 12 per key and a bound for every
+    32, where nothing is known."""
     heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
     lists = 0 if known_tokens is None else 4 * (heads * sum(known_tokens) + tasks)
     lists += 4 * heads * bound_columns(row_tokens)
@@ -270,7 +270,7 @@ def bytes_moved(
     head_dim: int,
     key_bytes: int,
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by what they are."""
+    """Floor of the bytes of device memory that one request moves, by what they are."""
     heads, tokens = layers * kv_heads, sum(row_tokens)
     return {
         "keys": heads * tokens * head_dim * key_bytes,

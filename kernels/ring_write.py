@@ -1,6 +1,6 @@
 """Store this step's rotated queries where the next compaction reads them: one launch per layer.
 
-``ring[slots[b], positions[b] % R] = q[b]`` for every token b of a tracked call.
+``ring[slots[b], positions[b] % R] = q[b]`` for every token b of a tracked request.
 
 Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
 2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
@@ -92,7 +92,7 @@ def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> Non
 def bytes_moved(
     tokens: int, *, query_heads: int, head_dim: int, q_bytes: int, ring_bytes: int
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves for tracked tokens, by kind."""
+    """Floor of the bytes of device memory that one request moves for tracked tokens, by kind."""
     numbers = tokens * query_heads * head_dim
     return {"queries": numbers * q_bytes, "ring": numbers * ring_bytes, "indices": 16 * tokens}
 

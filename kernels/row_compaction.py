@@ -140,7 +140,8 @@ def compact_rows(
 
 
 def bytes_moved(keep_tokens: int, evict_tokens: int, *, requests: int) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by kind; tokens over the batch."""
+    """Floor of the bytes of device memory that one request moves, by kind; tokens over the
+    batch."""
     return {
         "selections": 8 * (keep_tokens + evict_tokens),
         "rows": 8 * (keep_tokens + evict_tokens),

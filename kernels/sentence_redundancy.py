@@ -1,4 +1,4 @@
-"""How similar each sentence is to a later one of its call: every due call in one launch.
+"""How similar each sentence is to a later one of its request: every due request in one launch.
 
 ``redundancy[i] = max(redundancy[i], max over j > i of cosine(v_i, v_j))``, without a matrix of
 similarities in memory. The truth is ``SentenceTable.compare``, which takes
@@ -9,7 +9,7 @@ CUDA graphs: the grid depends on the number of sentences.
 
 One program per pair of tiles of 32 sentences; the same pair gives the same bits in any batch.
 
-Floors for S sentences per call: bytes ``sum of (S (D vector_bytes + 8) + 16)``; operations
+Floors for S sentences per request: bytes ``sum of (S (D vector_bytes + 8) + 16)``; operations
 ``sum of S (S - 1) D``.
 """
 
@@ -112,7 +112,7 @@ def raise_redundancy(
 
 
 def bytes_moved(counts: Sequence[int], *, hidden_size: int, vector_bytes: int) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by kind."""
+    """Floor of the bytes of device memory that one request moves, by kind."""
     entries = sum(counts)
     return {
         "vectors": vector_bytes * entries * hidden_size,

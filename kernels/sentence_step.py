@@ -149,7 +149,7 @@ def _options(width: int) -> dict[str, int]:
 def bytes_moved(
     tracked: int, closing: int, *, hidden_size: int, hidden_bytes: int, vector_bytes: int
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by kind.
+    """Floor of the bytes of device memory that one request moves, by kind.
 
     Args:
         tracked: tokens with a slot. closing: of those, tokens at a delimiter.

@@ -343,7 +343,7 @@ def _max_registers(dtype: torch.dtype) -> dict[int, int]:
 
 
 def pairs(row_tokens: Sequence[int], known_tokens: Sequence[int] | None = None) -> int:
-    """Pairs of row and column that one call compares, per layer and KV head, at the most.
+    """Pairs of row and column that one request compares, per layer and KV head, at the most.
 
     If nothing was evicted since; each row whose column was costs as many as lie below it.
     """

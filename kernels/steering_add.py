@@ -144,7 +144,7 @@ def steering_add(
 def bytes_moved(
     rows: int, steered: int, closing: int, *, hidden_size: int, residual_bytes: int
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by kind.
+    """Floor of the bytes of device memory that one request moves, by kind.
 
     Args:
         rows: of the batch. steered: of those. closing: of those, at a delimiter inside the thinking

@@ -305,7 +305,7 @@ def _programs_that_fit(programs: int, window: int, longest: int) -> int:
 def workspace_bytes(
     row_tokens: Sequence[int], *, window: int, layers: int, kv_heads: int, programs: int
 ) -> int:
-    """Bytes that one call allocates besides its output: the scratches and the heads' means."""
+    """Bytes that one request allocates besides its output: the scratches and the heads' means."""
     tasks = len(row_tokens) * layers * kv_heads
     candidates = [n - window for n in row_tokens]
     scratch = 0
@@ -324,7 +324,7 @@ def bytes_moved(
     head_dim: int,
     key_bytes: int,
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by what they are."""
+    """Floor of the bytes of device memory that one request moves, by what they are."""
     candidates = sum(row_tokens) - window * len(row_tokens)
     return {
         "keys": layers * kv_heads * candidates * head_dim * key_bytes,

@@ -20,13 +20,13 @@ class Readiness:
     """Why eviction cannot run here (nothing if it can), and whether the operator asked for it."""
 
     reasons: tuple[str, ...]
-    asked: bool
+    enabled: bool
 
     @property
     def state(self) -> State:
         if not self.reasons:
             return "ready"
-        return "refused" if self.asked else "unavailable"
+        return "refused" if self.enabled else "unavailable"
 
     def message(self) -> str:
         """One line for the log, the error and the exit."""
@@ -36,7 +36,7 @@ class Readiness:
 
 
 class Unavailable(ValueError):
-    """A call used one of our keys on a server that cannot evict. Becomes HTTP 400."""
+    """A request used one of our keys on a server that cannot evict. Becomes HTTP 400."""
 
     def __init__(self, field: str, got: object, readiness: Readiness) -> None:
         super().__init__(

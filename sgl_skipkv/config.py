@@ -68,53 +68,71 @@ class ServerConfig(Settings):
     """
 
     kv_budget: int | None = Field(
-        None, ge=1, le=BUDGET_LIMIT_TOKENS, description="KV tokens kept for what a call generates"
+        None,
+        ge=1,
+        le=BUDGET_LIMIT_TOKENS,
+        description="KV tokens kept for what a request generates",
     )
-    kv_policy: str = Field("skipkv", description="the policy of a call that names none")
-    kv_params: dict[str, Any] = Field({}, description="knobs of kv_policy for calls that set none")
+    kv_policy: str = Field("skipkv", description="the policy of a request that names none")
+    kv_params: dict[str, Any] = Field(
+        {}, description="parameters of kv_policy for requests that set none"
+    )
     kv_interval: int = Field(
-        128, ge=8, le=65536, description="generated tokens between two compactions of a call"
+        128, ge=8, le=65536, description="generated tokens between two compactions of a request"
     )
     kv_budget_max: int = Field(
-        BUDGET_LIMIT_TOKENS, ge=1, le=BUDGET_LIMIT_TOKENS, description="largest kv_budget of a call"
+        BUDGET_LIMIT_TOKENS,
+        ge=1,
+        le=BUDGET_LIMIT_TOKENS,
+        description="largest kv_budget of a request",
     )
     protect_prompt: bool = Field(True, description="false: the prompt may be evicted too")
     count_prompt: bool = Field(False, description="true: the budget includes the prompt")
     delimiters: str = Field("math", description="which tokens close a sentence")
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
-        None, description="alpha_0 of a call that names none; without it only calls that ask steer"
+        None,
+        description="alpha_0 of a request that names none; without it only requests that ask steer",
     )
     steering_gamma: float = Field(
         0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
     )
     steering_max: float = Field(
-        10.0, ge=0, le=1000, description="largest strength, of either sign, that a call may ask for"
+        10.0,
+        ge=0,
+        le=1000,
+        description="largest strength, of either sign, that a request may ask for",
     )
     steering_capture: str | None = Field(
         None, description="folder for the hidden states of `skipkv steering extract`; not for users"
     )
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
     query_window: int = Field(
-        8, ge=1, le=1024, description="recent queries kept per call; the largest `window`"
+        8, ge=1, le=1024, description="recent queries kept per request; the largest `window`"
     )
     max_sentences: int = Field(
-        256, ge=8, le=65536, description="sentences compared per call; older ones are not"
+        256, ge=8, le=65536, description="sentences compared per request; older ones are not"
     )
-    max_tracked_calls: int = Field(
-        256, ge=1, le=65536, description="scored calls that can run at once; more wait"
+    max_tracked_requests: int = Field(
+        256, ge=1, le=65536, description="scored requests that can run at once; more wait"
     )
     query_rings: int | None = Field(
-        None, ge=1, le=65536, description="rings of recent queries; calls that take turns share one"
+        None,
+        ge=1,
+        le=65536,
+        description="rings of recent queries; requests that take turns share one",
     )
     retraction_backup_bytes: int = Field(
-        4 << 30, ge=0, le=1 << 60, description="host memory for the KV of retracted calls; 0: none"
+        4 << 30,
+        ge=0,
+        le=1 << 60,
+        description="host memory for the KV of retracted requests; 0: none",
     )
     compaction_work_bytes: int = Field(
         96 << 20,
         ge=0,
         le=1 << 60,
-        description="device memory that one compaction works on; more calls are compacted in parts",
+        description="device memory of one compaction's workspace; a larger batch is split",
     )
     stagger: bool = Field(
         False, description="first compactions come early by a part of the interval, per prompt"
@@ -153,21 +171,21 @@ class ServerConfig(Settings):
         return self
 
     def rings(self, slots: int) -> int:
-        """How many rings so many tracked calls get: by default a quarter, and 32 or one each.
+        """How many rings so many tracked requests get: by default a quarter, and 32 or one each.
 
-        With an interval of 128 and a window of 8, sixteen calls can take turns on one ring; a
-        quarter leaves room for calls that began together.
+        With an interval of 128 and a window of 8, sixteen requests can take turns on one ring; a
+        quarter leaves room for requests that began together.
         """
         return min(slots, self.query_rings or max(slots // 4, 32))
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the operator asked for eviction: any setting at all was given."""
         return bool(self.model_fields_set)
 
     @property
     def defaults_apply(self) -> bool:
-        """Whether a call that names no key has a budget or is steered."""
+        """Whether a request that names no key has a budget or is steered."""
         return self.kv_budget is not None or self.steering is not None
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import sglang
 from sglang.lang import api, interpreter, ir
 
-from sgl_skipkv.call import KEYS
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.request.settings import KEYS
 
 # Backends of the frontend that speak to services which are no SGLang server.
 _WITHOUT_KEYS = ("anthropic", "vertexai", "litellm")
@@ -32,7 +32,7 @@ def install() -> None:
     Calling it again does nothing.
 
     Raises:
-        RuntimeError: this SGLang's frontend is not the one that the seams were written for.
+        RuntimeError: this SGLang's frontend is not the one that the hooks were written for.
     """
     global _installed
     if _installed:
@@ -77,7 +77,7 @@ def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
         if keys:
             if not isinstance(expression, ir.SglGen):
                 raise ValueError(
-                    f"{next(iter(keys))}: expected a call that generates, got choices=; choices: "
+                    f"{next(iter(keys))}: expected a gen without choices, got choices=; choices: "
                     "leave it out, or generate without choices"
                 )
             expression.sampling_params.skipkv = keys
@@ -102,7 +102,7 @@ def _with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _handing_on_defaults(run_program: Callable[..., Any]) -> Callable[..., Any]:
-    """From the program to the sampling parameters that its calls begin with."""
+    """From the program to the sampling parameters that its requests begin with."""
 
     @functools.wraps(run_program)
     def wrapper(

@@ -9,18 +9,18 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Check every seam and register the hooks; a wrong setting in the environment, or a wrong
+    """Check every hook and register the hooks; a wrong setting in the environment, or a wrong
     steering file that it names, ends the process.
 
     SGLang logs and swallows whatever a plugin raises, except ``SystemExit``.
     """
     import sglang
 
-    from sgl_skipkv.patches import seams
-    from sgl_skipkv.patches.server_args import settings_or_exit
+    from sgl_skipkv.patches import registry
+    from sgl_skipkv.patches.startup.flags import settings_or_exit
 
     config = settings_or_exit()
-    seams.install(sglang.__version__)
-    os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.worker_app:app")
-    if config.asked and (problems := seams.problems_before()):
+    registry.install(sglang.__version__)
+    os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.api.worker_app:app")
+    if config.enabled and (problems := registry.problems_before()):
         raise SystemExit("sgl_skipkv: refused: " + "; ".join(problems))

@@ -18,7 +18,7 @@ os.environ.pop("SGL_SKIPKV_CONFIG", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What tests start imports SGLang again and again; rare collections make that a quarter cheaper.
-RARE_GC = str(Path(__file__).resolve().parent / "rare_gc")
+RARE_GC = str(Path(__file__).resolve().parent / "helpers" / "rare_gc")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [RARE_GC, os.environ.get("PYTHONPATH")]))
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""What a compaction starts on the device, and copies there: for one due call and for many.
+"""What a compaction starts on the device, and copies there: for one due request and for many.
 
     python tests/launches.py             # one table
     python tests/launches.py --record    # and rows
@@ -13,7 +13,11 @@ import argparse
 import sys
 from collections import Counter
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
 from bench_modules import record
 from device_ops import host_read
@@ -51,7 +55,7 @@ class Launches(TorchDispatchMode):
 
 
 def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:
-    """Steps until every call is due; these run in plain torch."""
+    """Steps until every request is due; these run in plain torch."""
     while True:
         server.decode(*calls)
         due = [server.runtime.due(call.state, len(call.slots)) for call in calls]
@@ -59,11 +63,11 @@ def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:
             assert all(due)
             break
     for call in calls:
-        server.runtime._settle(call.state)  # what was kept has arrived
+        server.runtime._read_back(call.state)  # what was kept has arrived
 
 
 def launches(name: str, calls: int) -> Counter[str]:
-    """Of the second compaction of so many calls that are due in the same step."""
+    """Of the second compaction of so many requests that are due in the same step."""
     server = SyntheticServer(rows=calls, slots=calls, check_ledger=False)
     opened = [served(server, seed=seed, kv_policy=name) for seed in range(calls)]
     decode_to_due(server, opened)
@@ -92,7 +96,7 @@ def main() -> int:
         counts = [launches(name, calls).total() for calls in CALLS]
         columns = {f"operations_{calls}": count for calls, count in zip(CALLS, counts, strict=True)}
         rows.append({"policy": name, **columns})
-    table = Table(*rows[0], title="operations on the device, by calls that are due together")
+    table = Table(*rows[0], title="operations on the device, by requests that are due together")
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=110).print(table)

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from problems import (
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from bench.reasoner.problems import (
     LEVELS,
     NAMES,
     heldout_problem,
@@ -20,9 +23,7 @@ from problems import (
     solution_text,
     training_problem,
 )
-from tokenizers import Tokenizer
-from torch import Tensor
-from vocabulary import END_OF_TEXT, TURN_END, prompt_text, token_id
+from bench.reasoner.vocabulary import END_OF_TEXT, TURN_END, prompt_text, token_id
 
 IGNORE = -100
 GROUP = 4

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import Reasoner, Shape
-from problems import LEVELS, heldout_problem, solution_text
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from vocabulary import END_OF_TEXT, TURN_END, build_tokenizer, prompt_text, save_tokenizer, token_id
+
+from bench.reasoner.model import Reasoner, Shape
+from bench.reasoner.problems import LEVELS, heldout_problem, solution_text
+from bench.reasoner.vocabulary import (
+    END_OF_TEXT,
+    TURN_END,
+    build_tokenizer,
+    prompt_text,
+    save_tokenizer,
+    token_id,
+)
 
 MAX_BYTES = 10_000_000
 HELDOUT_PER_LEVEL = 200

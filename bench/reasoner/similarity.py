@@ -1,6 +1,6 @@
 """How alike sentences of the bundled model's traces are: what ``tau`` can tell apart.
 
-    python bench/reasoner/similarity.py
+    python -m bench.reasoner.similarity
 
 Cosines of mean final hidden states, as the ``skipkv`` policy computes them, over the solutions of
 held-out problems. Appends one row per kind of pair to bench/rows/similarity.csv.
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from export import load_model
-from model import Reasoner
-from problems import LEVELS, Problem, heldout_problem, solution_passages
 from tokenizers import Tokenizer
-from vocabulary import build_tokenizer, prompt_text
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from record import append_row
+from bench.lib.record import append_row
+from bench.reasoner.export import load_model
+from bench.reasoner.model import Reasoner
+from bench.reasoner.problems import LEVELS, Problem, heldout_problem, solution_passages
+from bench.reasoner.vocabulary import build_tokenizer, prompt_text
 
 STEP = re.compile(r"\d+\. (\w+): ")
 

@@ -1,6 +1,6 @@
 """Prompts for `skipkv steering extract` on the bundled model: neither trained on nor held out.
 
-python bench/reasoner/steering_prompts.py --problems 100 > prompts.jsonl
+python -m bench.reasoner.steering_prompts --problems 100 > prompts.jsonl
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from problems import make_problem
+from bench.reasoner.problems import make_problem
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Train the bundled model from scratch and export it.
 
-    python bench/reasoner/train.py --out examples/reasoner --seed 1
-    python bench/reasoner/train.py --out examples/wanderer --start examples/reasoner \\
+    python -m bench.reasoner.train --out examples/reasoner --seed 1
+    python -m bench.reasoner.train --out examples/wanderer --start examples/reasoner \\
         --optional-checks --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from batches import IGNORE, Batch, BatchMaker, Classifier
-from export import load_model, save_model, write_heldout
-from model import Reasoner, Shape
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
-from vocabulary import build_tokenizer
+
+from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier
+from bench.reasoner.export import load_model, save_model, write_heldout
+from bench.reasoner.model import Reasoner, Shape
+from bench.reasoner.vocabulary import build_tokenizer
 
 LOG_EVERY = 50
 SAVE_EVERY_S = 120.0

@@ -12,8 +12,9 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from problems import ITEMS, NAMES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from bench.reasoner.problems import ITEMS, NAMES
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -84,7 +85,7 @@ def _apply_merges(symbols: list[str], rank: dict[tuple[str, str], int]) -> list[
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer, the same on every call."""
+    """The tokenizer, the same on every request."""
     vocab = {symbol: index for index, symbol in enumerate(_byte_symbols())}
     rank: dict[tuple[str, str], int] = {}
     for piece in wanted_pieces():

@@ -47,14 +47,15 @@ def policy_class(name: object) -> type[Policy]:
 
 
 def make_policy(name: str, **params: Any) -> Policy:
-    """A policy with its knobs validated.
+    """A policy with its parameters validated.
 
     Args:
         name: one of ``names()``.
-        params: knobs by the names of the policy's ``Params`` class; the others keep their defaults.
+        params: parameters by the names of the policy's ``Params`` class; the others keep their
+            defaults.
 
     Raises:
-        SettingError: unknown policy, unknown knob, wrong type or range.
+        SettingError: unknown policy, unknown parameter, wrong type or range.
     """
     cls = policy_class(name)
     return cls(build(cls.Params, params, prefix="kv_params."))

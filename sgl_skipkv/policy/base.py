@@ -1,7 +1,7 @@
 """What a policy is: one method that scores cached tokens.
 
-A policy sees one call at one compaction and returns one float32 score per cached token, higher =
-keep. It never decides how many tokens stay, never sees other calls, and holds no state: the same
+A policy sees one request at one compaction and returns one float32 score per cached token, higher =
+keep. It never decides how many tokens stay, never sees other requests, and holds no state: the same
 input gives the same scores, alone or in a batch.
 """
 
@@ -32,7 +32,7 @@ PoolWidth = Annotated[int, Field(ge=1, le=255), AfterValidator(_odd)]
 
 
 class PolicyParams(Settings):
-    """The knobs that every policy has; a subclass adds its own.
+    """The parameters that every policy has; a subclass adds its own.
 
     ``interval``, ``protect_prompt``, ``count_prompt`` and ``delimiters`` default to the server's
     settings of the same meaning.
@@ -52,12 +52,12 @@ class PolicyParams(Settings):
 
 @dataclass(frozen=True)
 class Sentences:
-    """The closed sentences of a call that still have cached tokens, oldest first.
+    """The closed sentences of a request that still have cached tokens, oldest first.
 
     Attributes:
         starts, stops: int64 [S], half-open spans in logical positions, prompt included.
         redundancy: float32 [S], highest cosine similarity to any sentence that closed later, -1
-            where there is none. It never falls: a flag stays for the life of the call.
+            where there is none. It never falls: a flag stays for the life of the request.
     """
 
     starts: Tensor
@@ -105,13 +105,13 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
-class Page:
-    """Where one call's keys and recent queries lie.
+class KeyLocation:
+    """Where one request's keys and recent queries lie.
 
     Attributes:
         row: of the page table.
-        ring: float [L, slots, R, Hq, d], recent queries of every tracked call.
-        ring_slot: the call's own.
+        ring: float [L, slots, R, Hq, d], recent queries of every tracked request.
+        ring_slot: the request's own.
         last_position: logical position of the newest query.
     """
 
@@ -124,7 +124,7 @@ class Page:
 
 @dataclass(frozen=True)
 class ScoreInput:
-    """Everything a policy may look at: one call, at one compaction.
+    """Everything a policy may look at: one request, at one compaction.
 
     Attributes:
         positions: int64 [n], logical position of each cached token, ascending, prompt included.
@@ -138,7 +138,7 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         page: where keys and queries lie; None where kernels cannot read them in place.
-        importance, redundancy: what kernels found for this call already (``token_scores.py``):
+        importance, redundancy: what kernels found for this request already (``token_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
         spared: int32 [L, Hkv, n], found with ``redundancy``: the column that each row spares.
@@ -154,7 +154,7 @@ class ScoreInput:
     sentences: Sentences | None
     seed: int
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    page: Page | None = None
+    page: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
     spared: Tensor | None = None
@@ -162,11 +162,11 @@ class ScoreInput:
 
 
 class Policy(ABC):
-    """Base of all policies: its knobs, what it needs recorded during decoding, and its scores.
+    """Base of all policies: its parameters, what it needs recorded during decoding, and its scores.
 
     A policy with ``needs_attention`` follows what each token received at every decode step. It says
-    how a token's statistics begin (``newborn``) and what a few steps do to them (``track``); the
-    call's state holds them, so the policy itself still holds none.
+    how a token's statistics begin (``initial_statistics``) and what a few steps do to them
+    (``track``); the request's state holds them, so the policy itself still holds none.
     """
 
     name: ClassVar[str]
@@ -199,7 +199,7 @@ class Policy(ABC):
         """Most recent tokens that stay whatever their score, where the budget has room."""
         return self.params.window
 
-    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+    def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         """Statistics of tokens that were just cached, name -> float32 [m].
 
         Args:
@@ -213,17 +213,17 @@ class Policy(ABC):
         """Statistics after a few decode steps, name -> float32 [n].
 
         Args:
-            statistics: before them, [n] each, those of newborn tokens included.
+            statistics: before them, [n] each, those of initial_statistics tokens included.
             attention: float32 [T, n], mean over heads and layers, 0 for tokens of later steps.
             steps: int64 [T], logical position of the query of each step, ascending.
         """
         return dict(statistics)
 
     def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
-        """Scores of every call with these knobs that is due in this step.
+        """Scores of every request with these parameters that is due in this step.
 
-        Here one after the other; whatever a subclass batches, a call's scores must stay what they
-        are alone.
+        Here one after the other; whatever a subclass batches, a request's scores must stay what
+        they are alone.
         """
         return [self.scores(inputs) for inputs in calls]
 

@@ -1,4 +1,4 @@
-"""Nothing is ever evicted: the baseline through the same plugin, and a call's way to opt out."""
+"""Nothing is ever evicted: the baseline through the same plugin, and a request's way to opt out."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class H2O(Policy):
         """Half the budget."""
         return max(self.params.window, kv_budget // 2)
 
-    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+    def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"received": torch.zeros_like(positions, dtype=torch.float32)}
 
     def track(

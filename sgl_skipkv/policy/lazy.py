@@ -29,7 +29,7 @@ class Lazy(Policy):
     needs_attention = True
     params: RaaSParams
 
-    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+    def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         born = positions.float()
         return {"last_active": born, "longest_gap": torch.zeros_like(born)}
 

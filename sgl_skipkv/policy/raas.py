@@ -30,7 +30,7 @@ class RaaS(Policy):
     needs_attention = True
     params: RaaSParams
 
-    def newborn(self, positions: Tensor) -> dict[str, Tensor]:
+    def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"last_active": positions.float()}
 
     def track(

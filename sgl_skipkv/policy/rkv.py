@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
-from sgl_skipkv.policy.as_one import as_one
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.concatenated import concatenated
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 
@@ -39,10 +39,11 @@ class RKV(Policy):
     params: RKVParams
 
     def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
-        """As one call, where kernels have found importance and redundancy: the same, to the bit."""
+        """As one request, where kernels have found importance and redundancy: the same, to the
+        bit."""
         if any(one.importance is None or one.redundancy is None for one in calls):
             return super().scores_together(calls)
-        scores = self.scores(as_one(calls, self.params.window))
+        scores = self.scores(concatenated(calls, self.params.window))
         return list(torch.split(scores, [one.positions.shape[0] for one in calls]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:

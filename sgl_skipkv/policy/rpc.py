@@ -3,7 +3,7 @@
 The score is ``selector_attention``: the attention of the last ``window`` queries to the generated
 tokens before them, the mean over all heads, an average pool, the mean over layers (eq. 2). The N-th
 compaction keeps ``window + N * interval / ratio`` generated tokens, so the cache grows with the
-output; the paper calls ``interval`` P (1,024 or 4,096), ``window`` R (32) and ``ratio`` c (4).
+output; the paper requests ``interval`` P (1,024 or 4,096), ``window`` R (32) and ``ratio`` c (4).
 
 ``kv_budget`` is the ceiling of that growth, so its bound holds here as for every policy; for the
 paper's setting it is ``window + ceil(max_new_tokens / interval) * interval / ratio``.

@@ -6,7 +6,7 @@ is the sentence's highest cosine similarity to a sentence that closed later, if 
 
 Deviations: cosine where the paper writes a dot product (as its code does); the maximum over several
 later partners; a sentence of one token is never penalised; the prompt is protected by default
-(``protect_prompt: false, count_prompt: true`` is the paper's setting); each call compacts by its
+(``protect_prompt: false, count_prompt: true`` is the paper's setting); each request compacts by its
 own generated length instead of the batch's.
 """
 

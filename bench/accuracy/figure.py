@@ -1,0 +1,200 @@
+"""Draw the comparison from its rows: ``docs/figures/*.svg``.
+
+    python -m bench.accuracy.figure                          # bench/rows/accuracy.csv
+    python -m bench.accuracy.figure --rows quick --model M   # another sweep of
+    bench/accuracy/__main__.py
+
+Three figures, a panel per level: accuracy against KV budget, output length against KV budget, and
+accuracy against the KV memory of a request at its peak. Nothing is drawn that is not in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+from bench.lib.sweep import existing_rows
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = ("easy", "medium", "hard")
+#: policy -> colour and marker; ours first, then the published ones, then what needs no score
+STYLE = {
+    "skipkv+": ("#d55e00", "o"),
+    "skipkv": ("#0072b2", "s"),
+    "rkv": ("#009e73", "^"),
+    "snapkv": ("#cc79a7", "v"),
+    "h2o": ("#e69f00", "D"),
+    "tova": ("#56b4e9", "P"),
+    "raas": ("#8c6d31", "X"),
+    "lazy": ("#7b4fa0", "<"),
+    "rpc": ("#b3b300", ">"),
+    "streaming": ("#666666", "d"),
+    "random": ("#000000", "x"),
+}
+STYLE_PARAMETERS = {"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9}
+Row = dict[str, str]
+
+
+def selected(name: str, model: str, sampling: str) -> list[Row]:
+    """The rows of one comparison, those with the most problems.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [
+        row for row in existing_rows(name) if row["model"] == model and row["sampling"] == sampling
+    ]
+    if not found:
+        raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
+    most = max(int(row["problems"]) for row in found)
+    return [row for row in found if int(row["problems"]) == most]
+
+
+def levels_of(rows: Sequence[Row]) -> list[str]:
+    """Levels with a baseline and something to compare, the bundled model's in order of length."""
+    there = {row["level"] for row in rows if row["policy"] == "full"}
+    there &= {row["level"] for row in rows if row["policy"] != "full"}
+    return [level for level in LEVELS if level in there] + sorted(there - set(LEVELS))
+
+
+def peak_kib(row: Row) -> float:
+    """KV cache of a request at its peak, prompt included, mean over requests."""
+    tokens = float(row["peak_kv_tokens"]) + float(row["prompt_tokens"])
+    return tokens * int(row["kv_bytes_per_token"]) / 1024
+
+
+def share(row: Row, full: Row) -> float:
+    """Budget in percent of the mean FullKV trace."""
+    return 100 * int(row["kv_budget"]) / float(full["output_tokens"])
+
+
+def percent(row: Row, column: str = "accuracy") -> float:
+    return 100 * float(row[column])
+
+
+def lines(axes: Axes, rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float],
+          interval: bool) -> None:  # fmt: skip
+    """One line per policy, with 95% intervals where ``y`` is the accuracy."""
+    for policy, (colour, marker) in STYLE.items():
+        points = sorted((row for row in rows if row["policy"] == policy), key=x)
+        if not points:
+            continue
+        xs, ys = [x(row) for row in points], [y(row) for row in points]
+        ours = policy.startswith("skipkv")
+        axes.plot(
+            *(xs, ys),
+            **{"color": colour, "marker": marker, "markersize": 5 if ours else 4},
+            **{"linewidth": 2.0 if ours else 1.0, "zorder": 3 if ours else 2, "label": policy},
+        )
+        if interval:
+            band(axes, xs, points, colour)
+
+
+def band(axes: Axes, xs: Sequence[float], points: Sequence[Row], colour: str) -> None:
+    """The 95% intervals of accuracies."""
+    low = [percent(row, "wilson_low") for row in points]
+    high = [percent(row, "wilson_high") for row in points]
+    axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def quiet(axes: Axes) -> None:
+    """The frame of every panel."""
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(canvas: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date the same rows give the same file.
+    canvas.savefig(path, metadata={"Date": None})
+    plt.close(canvas)
+    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def figure(
+    rows: Sequence[Row],
+    path: Path,
+    *,
+    x_label: str,
+    y_label: str,
+    x: Callable[[Row, Row], float],
+    y: Callable[[Row], float],
+    interval: bool,
+    full_at: Callable[[Row], float] | None = None,
+) -> None:
+    """A panel per level.
+
+    Args:
+        x: of a row and its level's FullKV row.
+        full_at: where FullKV stands on the x axis; a line across where it has no place there.
+    """
+    levels = levels_of(rows)
+    canvas, panels = plt.subplots(
+        *(1, len(levels)), figsize=(3.6 * len(levels) + 1.4, 3.4), squeeze=False, sharey=interval
+    )
+    for axes, level in zip(panels[0], levels, strict=True):
+        here = [row for row in rows if row["level"] == level]
+        full = next(row for row in here if row["policy"] == "full")
+        budgeted = [row for row in here if row["policy"] != "full"]
+        lines(axes, budgeted, lambda row, full=full: x(row, full), y, interval)
+        if full_at is None:
+            axes.axhline(y(full), color="#444444", linestyle="--", linewidth=1, label="FullKV")
+        else:
+            axes.plot(
+                *([full_at(full)], [y(full)]),
+                **{"color": "#444444", "marker": "*", "markersize": 10, "linestyle": "none"},
+                label="FullKV",
+            )
+        tokens = f"{float(full['output_tokens']):,.0f} tokens"
+        axes.set_title(f"{level}: {full['problems']} problems, mean trace {tokens}", fontsize=9)
+        axes.set_xlabel(x_label)
+        quiet(axes)
+    panels[0][0].set_ylabel(y_label)
+    names: dict[str, object] = {}
+    for axes in panels[0]:
+        handles, labels = axes.get_legend_handles_labels()
+        names.update(zip(labels, handles, strict=True))
+    canvas.legend(list(names.values()), list(names), loc="center right", frameon=False, fontsize=8)
+    canvas.tight_layout(rect=(0, 0, 1 - 1.1 / canvas.get_figwidth(), 1))
+    save(canvas, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="accuracy")
+    parser.add_argument("--model", default="reasoner")
+    parser.add_argument("--sampling", default="greedy", choices=["greedy", "sampled"])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
+    arguments = parser.parse_args()
+    plt.rcParams.update(STYLE_PARAMETERS)
+    rows = selected(arguments.rows, arguments.model, arguments.sampling)
+    stem = arguments.rows + ("" if arguments.sampling == "greedy" else "_sampled")
+    budget = "KV budget, % of the mean FullKV trace"
+    figure(
+        *(rows, arguments.out / f"{stem}_budget.svg"),
+        **{"x_label": budget, "y_label": "right answers, %"},
+        **{"x": share, "y": percent, "interval": True},
+    )
+    figure(
+        *(rows, arguments.out / f"{stem}_length.svg"),
+        **{"x_label": budget, "y_label": "mean output tokens"},
+        **{"x": share, "y": lambda row: float(row["output_tokens"]), "interval": False},
+    )
+    figure(
+        *(rows, arguments.out / f"{stem}_memory.svg"),
+        **{"x_label": "peak KV memory of a call, KiB", "y_label": "right answers, %"},
+        **{"x": lambda row, _: peak_kib(row), "y": percent, "interval": True},
+        full_at=peak_kib,
+    )
+
+
+if __name__ == "__main__":
+    main()

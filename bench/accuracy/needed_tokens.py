@@ -1,0 +1,94 @@
+"""Which tokens of a trace the model still needs: forwards with hand-made masks, no policy at all.
+
+    python -m bench.accuracy.needed_tokens
+
+A query sees the prompt, the last ``recent`` tokens and, of every earlier sentence, only the tokens
+named; the trace is FullKV's own. One row per mask in bench/rows/needed_tokens.csv: how many old
+tokens that leaves and how many next tokens come out wrong, both per trace. What skipkv+ does rests
+on this (docs/results.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bench.accuracy.layers import greedy_traces
+from bench.lib.record import append_row
+from bench.lib.serving import BUNDLED
+
+#: sentences, tokens before the delimiter, whether with the delimiter, recent tokens
+MASKS = (
+    *(("first statements", tokens, True, 64) for tokens in (0, 1, 2, 3)),
+    *(("all statements", tokens, False, 64) for tokens in (1, 2)),
+    *(("first statements", 3, True, recent) for recent in (8, 16, 32, 48)),
+)
+STATEMENT = re.compile(r"so (\w+) = \d+\.\s*$")
+
+
+def kept_tokens(
+    texts: list[str], prompt: int, which: str, tokens: int, delimiter: bool
+) -> list[int]:
+    """Positions of old tokens that stay, of sentences that state a result."""
+    kept: list[int] = []
+    stated: set[str] = set()
+    start = prompt
+    for stop in range(prompt + 1, len(texts) + 1):
+        if not texts[stop - 1].endswith("\n"):
+            continue
+        found = STATEMENT.search("".join(texts[start:stop]))
+        if found and (which == "all statements" or found[1] not in stated):
+            last = stop if delimiter else stop - 1
+            kept += range(max(start, stop - 1 - tokens), last)
+        if found:
+            stated.add(found[1])
+        start = stop
+    return kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=8, help="hard ones of the bundled model")
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
+    problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
+    prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
+    traces = list(greedy_traces(model, tokenizer, prompts))
+    for which, tokens, delimiter, recent in tqdm(MASKS, desc="masks"):
+        old = wrong = 0
+        for prompt, ids in traces:
+            texts = [tokenizer.decode([token]) for token in ids]
+            kept = kept_tokens(texts, prompt, which, tokens, delimiter) if tokens else []
+            at = torch.arange(len(ids))
+            stays = at < prompt
+            stays[kept] = True
+            visible = (at <= at[:, None]) & (stays | (at > at[:, None] - recent))
+            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), attention_mask=mask[None, None]).logits[0]
+            chosen = logits[prompt - 1 : -1].argmax(-1)
+            wrong += int((chosen != torch.tensor(ids[prompt:])).sum())
+            old += len(kept)
+        append_row(
+            "needed_tokens",
+            {
+                "sentences": which if tokens else "none",
+                "tokens_before_delimiter": tokens,
+                "with_delimiter": delimiter and tokens > 0,
+                "recent_tokens": recent,
+                "traces": len(traces),
+                "old_tokens": round(old / len(traces), 1),
+                "trace_tokens": round(sum(len(i) - p for p, i in traces) / len(traces), 1),
+                "wrong_tokens": round(wrong / len(traces), 2),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The plugin's own runtime for a batch of made-up requests that have been generating for a
+while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.decode.model import DecodeModel, KVPool, Size
+from sgl_skipkv.cli import report
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.eviction.warm_up import warm_up
+from sgl_skipkv.eviction.workspace import split_to_fit
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recording.recorder import ModelShape, Recorder
+from sgl_skipkv.recording.sentences import Delimiters
+from sgl_skipkv.request.settings import resolve_request
+from sgl_skipkv.request.state import RequestState
+
+SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
+#: page table, free slots, positions and the attention's list of slots, per cached token
+BOOKKEEPING_BYTES = 48
+#: more rings than any batch here has requests
+MANY = 65536
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What every request of a batch is like.
+
+    Attributes:
+        kv_budget: None for a full cache.
+        generated_tokens: by the end of a request.
+        stagger: compactions are spread over the interval; else all requests compact in one step.
+    """
+
+    kv_budget: int | None
+    generated_tokens: int
+    prompt_tokens: int
+    interval: int
+    policy: str
+    stagger: bool
+
+    @property
+    def peak_tokens(self) -> int:
+        """Most that a row ever holds, and the slot of the next token."""
+        own = self.generated_tokens
+        if self.kv_budget is not None:
+            own = min(own, self.kv_budget + self.interval)
+        return self.prompt_tokens + own + 1
+
+    def budgeted_tokens(self, generated: int, phase: int = 0) -> int:
+        """Cached tokens of its own, of a request that has generated this many.
+
+        Args:
+            phase: tokens by which its compactions come early.
+        """
+        if self.kv_budget is None or generated <= self.kv_budget + self.interval - phase:
+            return generated
+        return self.kv_budget + 1 + (generated + phase - self.kv_budget - 1) % self.interval
+
+
+def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
+    """What the plugin holds for one request more."""
+    config = {
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads.query,
+        "num_key_value_heads": size.heads.kv,
+        "head_dim": size.heads.dim,
+        "hidden_size": size.hidden_size,
+    }
+    if calls.kv_budget is None:
+        return 0
+    # Requests that begin together and compact together share no ring.
+    settings = ServerConfig(query_rings=MANY)
+    two, one = (
+        sum(report.recorded_bytes(config, n, calls.kv_budget, settings, dtype.itemsize).values())
+        for n in (2, 1)
+    )
+    return two - one
+
+
+def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtype) -> int:
+    """Requests whose KV and records fit.
+
+    Raises:
+        ValueError: not even one.
+    """
+    token_bytes = size.kv_bytes_per_token(dtype) + BOOKKEEPING_BYTES
+    request_bytes = calls.peak_tokens * token_bytes
+    request_bytes += recorded_bytes(size, calls, dtype)
+    if memory_bytes < request_bytes:
+        raise ValueError(f"memory: expected {request_bytes} bytes or more, got {memory_bytes}")
+    return memory_bytes // request_bytes
+
+
+class Compactor:
+    """Runtime, recorder and the states of a batch of budgeted requests; row b belongs to call b.
+
+    Args:
+        pool, req_to_token: as the decode loop has them.
+    """
+
+    def __init__(
+        self, model: DecodeModel, calls: Calls, batch: int, pool: KVPool, req_to_token: Tensor
+    ) -> None:
+        size, heads = model.size, model.size.heads
+        self.calls, self.pool, self.req_to_token = calls, pool, req_to_token
+        self.vocabulary = size.vocabulary
+        config = ServerConfig(
+            kv_interval=calls.interval, max_tracked_requests=batch, stagger=calls.stagger
+        )
+        keys = {"kv_budget": calls.kv_budget, "kv_policy": calls.policy}
+        settings = resolve_request(keys, config)
+        assert settings is not None
+        self.settings = settings
+        texts = ((token, ".\n") for token in range(0, size.vocabulary, SENTENCE_TOKENS))
+        delimiters = Delimiters(texts, size.vocabulary)
+        self.recorder = Recorder(
+            ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
+            slots=batch,
+            rings=batch,
+            query_window=config.query_window,
+            max_sentences=config.max_sentences,
+            delimiters=delimiters,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.recorder.slots.use_rows(batch)
+        self.recorder.reserve()
+        self.recorder.queries.data.normal_()
+        self.recorder.sentences.vectors.normal_()
+        self.runtime = Runtime(
+            config,
+            delimiters,
+            recorder=self.recorder,
+            layers=size.layers,
+            scale=heads.dim**-0.5,
+            pool_tokens=batch * calls.peak_tokens,
+            kv_token_bytes=0,  # nobody is retracted here
+        )
+        self.states: list[RequestState] = []
+        self.output_ids: list[list[int]] = []
+        self.cache = PagedCache.of(pool.k, req_to_token)
+        if self.cache is not None:  # as a server does before it is ready
+            warm_up(self.recorder, self.cache, {settings.policy.params.window})
+
+    def open(self, generated: int) -> list[int]:
+        """New requests that have generated this many tokens already.
+
+        Returns:
+            what each of them holds of its own, in tokens.
+        """
+        owned = []
+        for b in range(len(self.req_to_token)):
+            prompt = [b] * self.calls.prompt_tokens
+            state = self.runtime.open(str(b), self.settings, prompt)
+            own = self.calls.budgeted_tokens(generated, state.phase)
+            if own < generated:
+                state.phase = 0  # its first compaction was long ago
+            ids = torch.randint(self.vocabulary, (own,)).tolist()
+            state.tracker.feed(ids)
+            self.runtime.admit(state, b, len(prompt) + own)
+            self.runtime.start_recording(state)
+            self.states.append(state)
+            self.output_ids.append(ids)
+            owned.append(own)
+        return owned
+
+    def close(self, row_tokens: Sequence[int]) -> None:
+        """All requests end.
+
+        Raises:
+            RuntimeError: one of them could not be compacted.
+        """
+        for state, tokens, ids in zip(self.states, row_tokens, self.output_ids, strict=True):
+            self.runtime.close(state, tokens, ids, None)
+            if state.failure is not None:
+                raise RuntimeError(f"call {state.rid}: {state.failure}")
+        self.states, self.output_ids = [], []
+
+    def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> list[int]:
+        """Before a step: note the tokens of the last one; the requests that are compacted first."""
+        due = []
+        for b, (state, tokens) in enumerate(zip(self.states, row_tokens, strict=True)):
+            self.runtime.observe(state, tokens)
+            if self.runtime.due(state, tokens):
+                due.append(b)
+        for ids, token in zip(self.output_ids, new_ids, strict=False):
+            ids.append(token)
+        self.runtime.rings.step()
+        return due
+
+    def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:
+        """Score, select, rewrite the rows, and shorten ``row_tokens``.
+
+        Returns:
+            int64 [freed], slots that nobody refers to any more.
+        """
+        heads = 0 if self.cache is None else self.cache.heads
+        freed: list[Tensor] = []
+        work_bytes = self.runtime.config.compaction_work_bytes
+        for part in split_to_fit([row_tokens[b] for b in due], heads, work_bytes):
+            freed += self._compact_part([due[j] for j in part], row_tokens)
+        return torch.cat(freed)
+
+    def _compact_part(self, due: Sequence[int], row_tokens: list[int]) -> list[Tensor]:
+        calls = [
+            Due(
+                *(self.states[b], row_tokens[b], self.output_ids[b]),
+                *(partial(self._keys, b, row_tokens[b]), self.cache),
+            )
+            for b in due
+        ]
+        plans = self.runtime.plan(calls)
+        for b, plan in zip(due, plans, strict=True):
+            row_tokens[b] -= plan.evicted_tokens
+        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
+        return self.runtime.commit(pairs, self.req_to_token)
+
+    def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
+        return self.pool.k[layer][self.req_to_token[b, :tokens].long()]

@@ -1,0 +1,232 @@
+"""The kernels of a compaction on made-up inputs, and the same in plain torch on the same inputs.
+
+A run returns what it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.kernels.floors import Shape
+from sgl_skipkv.eviction.page_table import compact_row
+from sgl_skipkv.eviction.select import Selection, select
+from sgl_skipkv.kernels import reference
+from sgl_skipkv.kernels.carried_columns import carried_columns
+from sgl_skipkv.kernels.key_redundancy import key_redundancy
+from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.paged_keys import PagedKeys
+from sgl_skipkv.kernels.row_compaction import compact_rows
+from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+from sgl_skipkv.kernels.spared_columns import KnownSpared
+from sgl_skipkv.kernels.window_attention import window_attention
+
+Run = Callable[[], tuple[Tensor, ...]]
+POOL_WIDTH, THRESHOLD = 7, 0.5
+CLUSTERS, NOISE = 64, 0.5
+
+
+class Case(NamedTuple):
+    """One kernel on its inputs.
+
+    Attributes:
+        launches, references: the kernel, and plain torch, on each set of buffers.
+        graph_safe: both may be captured in a CUDA graph.
+        per: what one request serves.
+    """
+
+    launches: list[Run]
+    references: list[Run]
+    graph_safe: bool
+    per: str
+
+
+class Cache:
+    """Keys and recent queries of a batch, in slots in random order.
+
+    Args:
+        clustered: every key is near one of 64, so that each repeats others; otherwise none does,
+            and every search for a similar key walks all of them.
+    """
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, *, clustered: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        width = shape.tokens + shape.interval
+        slots, heads = shape.requests * width, (shape.kv_heads, shape.head_dim)
+        self.k = [self.random(slots + 1, *heads) for _ in range(shape.layers)]
+        if clustered:
+            for k in self.k:
+                near = torch.randint(CLUSTERS, (slots + 1,), device=device)
+                k.mul_(NOISE).add_(self.random(CLUSTERS, *heads)[near])
+        order = torch.randperm(slots, device=device) + 1
+        self.req_to_token = order.view(shape.requests, width).int()
+        self.queries = self.random(
+            *(shape.layers, shape.requests + 1, shape.window),
+            *(shape.query_heads, shape.head_dim),
+        )
+        self.k_ptrs = device_tensor([k.data_ptr() for k in self.k], device)
+        self.slots = torch.arange(1, shape.requests + 1, device=device)
+
+    def random(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(sizes, dtype=dtype or self.dtype, device=self.device)
+
+    def paged(self, tokens: int) -> PagedKeys:
+        """Every request with this many cached tokens."""
+        counts = [tokens] * self.shape.requests
+        offsets = device_tensor([0, *accumulate(counts)], self.device)
+        return PagedKeys(
+            *(self.k[0], self.k_ptrs, self.req_to_token, self.slots - 1, counts, offsets)
+        )
+
+    def mean_over_layers(self, score: Callable[[int, int, Tensor], Tensor], tokens: int) -> Tensor:
+        """[B m], of ``score(layer, request, keys)`` [Hkv, m], request after request."""
+        rows = [row[:tokens].long() for row in self.req_to_token]
+        return torch.cat(
+            [
+                torch.stack(
+                    [score(layer, b, k[row]).mean(dim=0) for layer, k in enumerate(self.k)]
+                ).mean(dim=0)
+                for b, row in enumerate(rows)
+            ]
+        )
+
+
+def importance(cache: Cache) -> Case:
+    shape, paged = cache.shape, cache.paged(cache.shape.tokens)
+    last = torch.full((shape.requests,), shape.tokens - 1, device=cache.device)
+    widths = torch.full_like(last, POOL_WIDTH, dtype=torch.int32)
+
+    def launch() -> tuple[Tensor, ...]:
+        queries = (cache.queries, cache.slots, last, widths)
+        scale = shape.head_dim**-0.5
+        return (window_attention(paged, *queries, window=shape.window, scale=scale),)
+
+    def plain() -> tuple[Tensor, ...]:
+        def score(layer: int, request: int, keys: Tensor) -> Tensor:
+            q = cache.queries[layer, request + 1]
+            return reference.window_attention(q, keys, kernel=POOL_WIDTH)
+
+        return (cache.mean_over_layers(score, shape.tokens),)
+
+    return Case([launch], [plain], False, "compaction")
+
+
+def redundancy(cache: Cache, *, incremental: bool = False) -> Case:
+    tokens = cache.shape.tokens + cache.shape.interval
+    thresholds = torch.full((cache.shape.requests,), THRESHOLD, device=cache.device)
+    known = (
+        carried_over(cache, tokens, thresholds)
+        if incremental and uses_triton(cache.device)
+        else None
+    )
+    paged = cache.paged(tokens)
+
+    def plain() -> tuple[Tensor, ...]:
+        def score(layer: int, request: int, keys: Tensor) -> Tensor:
+            return reference.key_redundancy(keys, threshold=THRESHOLD)
+
+        return (cache.mean_over_layers(score, tokens),)
+
+    return Case(
+        [lambda: (key_redundancy(paged, thresholds, known)[0],)], [plain], False, "compaction"
+    )
+
+
+def carried_over(cache: Cache, tokens: int, thresholds: Tensor) -> KnownSpared:
+    """Compact every row, fill it up again with the slots it gave back, and what stays known."""
+    shape, paged = cache.shape, cache.paged(tokens)
+    found, spared = key_redundancy(paged, thresholds)
+    protected = [(tokens - shape.window, tokens)]
+    selections = [select(-one, protected, shape.tokens) for one in found.split(tokens)]
+    for row, selection in zip(cache.req_to_token, selections, strict=True):
+        row.copy_(row[torch.cat(selection)])
+    kept = cache.paged(shape.tokens)
+    stays = carried_columns(
+        spared.split(tokens, dim=2), [selection.kept for selection in selections]
+    )
+    return KnownSpared(torch.cat(stays, dim=2), kept.row_tokens, kept.offsets)
+
+
+def carried(cache: Cache) -> Case:
+    """What is known is made up: most rows have a column, some none, some none below another."""
+    shape, device = cache.shape, cache.device
+    tokens = shape.tokens + shape.interval
+    known = torch.randint(
+        *(-tokens // 8, tokens),
+        (shape.layers, shape.kv_heads, shape.requests * tokens),
+        dtype=torch.int32,
+        device=device,
+    ).split(tokens, dim=2)
+    orders = [torch.randperm(tokens, device=device) for _ in range(shape.requests)]
+    kept = [one[: shape.tokens].sort().values for one in orders]
+
+    def plain() -> tuple[Tensor, ...]:
+        return tuple(map(reference.carried_columns, known, kept))
+
+    def launch() -> tuple[Tensor, ...]:
+        return tuple(carried_columns(known, kept))
+
+    return Case([launch], [plain], False, "compaction")
+
+
+def sentences(cache: Cache) -> Case:
+    shape, count = cache.shape, cache.shape.sentences
+    vectors = cache.random(shape.requests + 1, count, shape.hidden_size)
+    highest = torch.full((shape.requests + 1, count), -1.0, device=cache.device)
+    counts = torch.full_like(cache.slots, count)
+
+    def launch() -> tuple[Tensor, ...]:
+        raise_redundancy(vectors, highest, cache.slots, counts, max_count=count)
+        return (highest[1:],)
+
+    def plain() -> tuple[Tensor, ...]:
+        for own, found in zip(vectors[1:], highest[1:], strict=True):
+            similarity = reference.sentence_similarity(own)
+            earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
+            found.copy_(torch.maximum(found, similarity.masked_fill(earlier, -1.0).amax(dim=1)))
+        return (highest[1:],)
+
+    return Case([launch], [plain], False, "compaction")
+
+
+def rows(cache: Cache) -> Case:
+    shape, device = cache.shape, cache.device
+    tokens, table = shape.tokens + shape.interval, cache.req_to_token.clone()
+    positions = torch.arange(tokens, device=device).repeat(shape.requests)
+    orders = [torch.randperm(tokens, device=device) for _ in range(shape.requests)]
+    parts = [
+        Selection(one[: shape.tokens].sort().values, one[shape.tokens :].sort().values)
+        for one in orders
+    ]
+    kept, evicted = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    starts = torch.arange(shape.requests + 1, device=device)
+    bounds = (starts * shape.tokens, starts * shape.interval)
+
+    def launch() -> tuple[Tensor, ...]:
+        arguments = (table, cache.slots - 1, kept, bounds[0], evicted, bounds[1], positions)
+        return (*compact_rows(*arguments), table)
+
+    def plain() -> tuple[Tensor, ...]:
+        freed = [compact_row(table, b, tokens, part) for b, part in enumerate(parts)]
+        stayed = [positions[:tokens][part.kept] for part in parts]
+        return (torch.cat(freed), torch.cat(stayed), table)
+
+    return Case([launch], [plain], False, "compaction")
+
+
+#: as in ``kernel_floors.works``
+COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
+    "window_attention": importance,
+    "key_redundancy": redundancy,
+    "key_redundancy_incremental": partial(redundancy, incremental=True),
+    "sentence_redundancy": sentences,
+    "row_compaction": rows,
+    "carried_columns": carried,
+}

@@ -1,0 +1,46 @@
+"""What every table is made of: rows of a file, and Markdown that says where they come from."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "bench" / "rows"
+Row = dict[str, str]
+#: ends a quantity of bench/rows/load.csv that was measured without the plugin
+PLAIN = ", plain SGLang"
+
+
+def rows(name: str) -> list[Row]:
+    with (ROWS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(header: list[str], lines: list[list[str]], source: list[Row], name: str) -> str:
+    """A Markdown table, and where its numbers come from."""
+    text = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    text += [f"| {' | '.join(line)} |" for line in lines]
+    commands = ", ".join(dict.fromkeys(f"`{row['command']}`" for row in source))
+    last = source[-1]
+    versions = f"SGLang {last['sglang']}, torch {last['torch']}"
+    return "\n".join(
+        [
+            *text,
+            "",
+            f"{last['device']}, {versions}, {last['date']}: {commands} (`bench/rows/{name}.csv`).",
+        ]
+    )
+
+
+def budget(row: Row) -> str:
+    return row["kv_budget"] or "none"
+
+
+def paired_ratio(name: str, what: str, found: list[Row]) -> str:
+    """Median ratio of paired rounds with its interval."""
+    lines = [
+        [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]]
+        for row in found
+    ]
+    return table([what, "95% interval", "paired rounds"], lines, found, name)

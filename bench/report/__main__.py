@@ -1,0 +1,87 @@
+"""Write the documents' result tables from the rows: what is quoted is what was measured.
+
+python -m bench.report            # rewrite README.md and four files in docs/ between their markers
+python -m bench.report --check    # exit 1 if one of them says something else
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+
+from bench.lib.table_text import ROOT
+from bench.report import accuracy_tables, device_tables, goal_table, steering_tables, system_tables
+
+README = ROOT / "README.md"
+DOCUMENTS = (
+    README,
+    *(ROOT / "docs" / f"{one}.md" for one in ("results", "steering", "performance", "reliability")),
+)
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": accuracy_tables.demo,
+    "comparison": lambda: accuracy_tables.comparison(("hard",)),
+    "comparison_all": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS),
+    "comparison_sampled": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS, "sampled"),
+    "components": accuracy_tables.components,
+    "prompt": accuracy_tables.prompt,
+    "thresholds": accuracy_tables.thresholds,
+    "interval": accuracy_tables.interval,
+    "batch_size": accuracy_tables.batch_size,
+    "layers": accuracy_tables.layers,
+    "needed_tokens": accuracy_tables.needed_tokens,
+    "peer": accuracy_tables.peer,
+    "off_cost": system_tables.off_cost,
+    "similarity": accuracy_tables.similarity,
+    "strength": lambda: steering_tables.strength("wanderer"),
+    "strength_reasoner": lambda: steering_tables.strength("reasoner"),
+    "steering_budget": steering_tables.steering_budget,
+    "steering_cost": steering_tables.steering_cost,
+    "without_checks": steering_tables.without_checks,
+    "fuzz": system_tables.fuzz,
+    "goals": goal_table.goals,
+    "hook_calls": system_tables.hook_calls,
+    "load": system_tables.load,
+    "planted_bugs": system_tables.planted_bugs,
+    "launches": system_tables.launches,
+    "serve_latency": system_tables.serve_latency,
+    "serve_pressure": system_tables.serve_pressure,
+    "serve_compaction": system_tables.serve_compaction,
+    "compile": system_tables.compiled,
+    "kernels": device_tables.kernels,
+    "kernel_floors": system_tables.kernel_floors,
+    "decode": device_tables.decode,
+    "decode_floors": system_tables.decode_floors,
+}
+
+
+def rendered(readme: str) -> str:
+    """The text with every ``<!-- rows: NAME -->`` section replaced.
+
+    Raises:
+        KeyError: a section that no table is for.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
+
+    return re.sub(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end -->)", fill, readme, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    changed = 0
+    for document in DOCUMENTS:
+        old = document.read_text()
+        new = rendered(old)
+        changed += new != old
+        if not arguments.check:
+            document.write_text(new)
+    return int(arguments.check and changed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Tables of accuracy: the comparison of policies, its ablations, and what explains them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from bench.lib.table_text import Row, budget, rows, table
+
+LEVELS = ("easy", "medium", "hard")
+#: order of policies in tables; the same as in the figures
+POLICIES = (
+    *("skipkv+", "skipkv", "rkv", "snapkv", "h2o", "tova", "raas", "lazy", "rpc"),
+    *("streaming", "random"),
+)
+
+
+def demo() -> str:
+    found = rows("demo")
+    header = ["`kv_budget`", "right", "output tokens", "peak KV tokens of a call", "compactions"]
+    header += ["evicted sentences", "peak running calls", "tokens/s"]
+    lines = [
+        [
+            budget(row),
+            f"{row['right']} of {row['problems']}",
+            f"{int(row['output_tokens']):,}",
+            f"{int(row['peak_kv_tokens']):,}",
+            row["compactions"],
+            row["evicted_sentences"],
+            row["peak_running"],
+            row["tokens_per_s"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "demo")
+
+
+def right(row: Row) -> str:
+    """Accuracy in percent, with its interval."""
+    low, high = (100 * float(row[f"wilson_{side}"]) for side in ("low", "high"))
+    return f"{100 * float(row['accuracy']):.1f} [{low:.0f}, {high:.0f}]"
+
+
+def share(row: Row, full: Row) -> int:
+    """Budget in percent of the mean trace of FullKV."""
+    return round(100 * int(row["kv_budget"]) / float(full["output_tokens"]))
+
+
+def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
+    """Level and policy down, budgets across."""
+    found = [
+        row
+        for row in rows("accuracy")
+        if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
+    ]
+    most = max(int(row["problems"]) for row in found)
+    found = [row for row in found if int(row["problems"]) == most]
+    lines, shares = [], (8, 15, 25, 35, 50)
+    for level in levels:
+        here = [row for row in found if row["level"] == level]
+        full = next(row for row in here if row["policy"] == "full")
+        lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
+        lines[-1] += [right(full), *[""] * (len(shares) - 1)]
+        for policy in POLICIES:
+            cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
+            if cells:
+                lines.append([level, f"`{policy}`", *(cells.get(one, "-") for one in shares)])
+    header = ["level", "policy", *(f"budget {one}%" for one in shares)]
+    return table(header, lines, found, "accuracy")
+
+
+def ablation(label: Callable[[Row], str | None], first: str) -> str:
+    """The rows that ``label`` names, as settings down and budgets across."""
+    named = [(label(row), row) for row in rows("ablations")]
+    full = next(row for _, row in named if row["policy"] == "full")
+    chosen = [(name, row) for name, row in named if name is not None]
+    shares = sorted({share_of_cache(row, full) for _, row in chosen})
+    lines = []
+    for name in dict.fromkeys(name for name, _ in chosen):
+        cells = {share_of_cache(row, full): right(row) for other, row in chosen if other == name}
+        lines.append([name, *(cells.get(one, "-") for one in shares)])
+    header = [first, *(f"budget {one}%" for one in shares)]
+    lines.append(["FullKV", right(full), *[""] * (len(shares) - 1)])
+    return table(header, lines, [row for _, row in chosen], "ablations")
+
+
+def share_of_cache(row: Row, full: Row) -> int:
+    """Budget in percent of the mean trace, without a prompt that it counts."""
+    counted = float(full["prompt_tokens"]) if parameters(row).get("count_prompt") else 0.0
+    return round(100 * (int(row["kv_budget"]) - counted) / float(full["output_tokens"]))
+
+
+def parameters(row: Row) -> dict[str, object]:
+    found: dict[str, object] = json.loads(row["kv_params"])
+    return found
+
+
+def components() -> str:
+    names = {
+        ("random", ()): "nothing (`random`)",
+        ("rkv", ()): "tokens only (`rkv`)",
+        ("skipkv", ()): "+ sentences (`skipkv`)",
+        ("skipkv+", (("ending", 0),)): "+ recent tokens (`skipkv+`, `ending` 0)",
+        ("skipkv+", (("recent", 0),)): "+ endings, no recent tokens (`skipkv+`, `recent` 0)",
+        ("skipkv+", ()): "+ both (`skipkv+`)",
+    }
+
+    def label(row: Row) -> str | None:
+        params = parameters(row)
+        base = params.pop("interval", None) == 32 and params.pop("tau", 0.85) == 0.85
+        return names.get((row["policy"], tuple(params.items()))) if base else None
+
+    return ablation(label, "what decides")
+
+
+def prompt() -> str:
+    def label(row: Row) -> str | None:
+        params = parameters(row)
+        base = params.pop("interval", None) == 32 and params.pop("tau", 0.85) == 0.85
+        free = params.pop("count_prompt", False) and not params.pop("protect_prompt", True)
+        loose = row["kv_budget"] and (free or (not params and int(row["kv_budget"]) > 300))
+        if not base or params or not loose:
+            return None
+        return f"`{row['policy']}`, " + ("evictable and counted" if free else "pinned")
+
+    return ablation(label, "prompt")
+
+
+def thresholds() -> str:
+    def label(row: Row) -> str | None:
+        params = parameters(row)
+        plain = row["policy"] == "skipkv" and params.pop("interval", None) == 32
+        tau, sigma = params.pop("tau", 0.95), params.pop("sigma", 0.1)
+        loose = row["kv_budget"] and int(row["kv_budget"]) > 300
+        return f"`tau` {tau}, `sigma` {sigma}" if plain and loose and not params else None
+
+    return ablation(label, "`skipkv`")
+
+
+def interval() -> str:
+    def label(row: Row) -> str | None:
+        params = parameters(row)
+        tokens, tau = params.pop("interval", None), params.pop("tau", None)
+        loose = row["kv_budget"] and int(row["kv_budget"]) > 300
+        if params or tau != 0.85 or not loose or not row["policy"].startswith("skipkv"):
+            return None
+        return f"`{row['policy']}`, `interval` {tokens}"
+
+    return ablation(label, "policy")
+
+
+def batch_size() -> str:
+    found = rows("batch_size")
+    header = ["policy", "batch", "right", "compactions", "same kept sets as alone", "same outputs"]
+    lines = [
+        [
+            f"`{row['policy']}`",
+            row["batch"],
+            right(row),
+            row["compactions"],
+            f"{row['same_kept_sets_as_alone']} of {row['problems']}",
+            f"{row['same_outputs_as_alone']} of {row['problems']}",
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "batch_size")
+
+
+def layers() -> str:
+    found = rows("layers")
+    header = ["layer", "shared set that it would have chosen", "attention lost: one set for all"]
+    header += ["its own set", "a set per head"]
+    names = ("overlap", "lost_shared", "lost_per_layer", "lost_per_head")
+    lines = [[row["layer"], *(f"{100 * float(row[name]):.1f}%" for name in names)] for row in found]
+    return table(header, lines, found, "layers")
+
+
+def needed_tokens() -> str:
+    found = rows("needed_tokens")
+    header = ["kept of old sentences", "tokens before the delimiter", "and the delimiter"]
+    header += ["recent tokens", "old tokens kept, per trace", "wrong next tokens, per trace"]
+    names = ("sentences", "tokens_before_delimiter", "with_delimiter", "recent_tokens")
+    lines = [[row[name] for name in (*names, "old_tokens", "wrong_tokens")] for row in found]
+    return table(header, lines, found, "needed_tokens")
+
+
+def peer() -> str:
+    found = rows("peer")
+    header = ["package", "policy", "`kv_budget`", "requests at once", "right", "output tokens"]
+    header += ["tokens/s"]
+    lines = [
+        [
+            row["package"],
+            f"`{row['policy']}`",
+            budget(row),
+            row["requests_at_once"],
+            right(row),
+            row["output_tokens"],
+            row["tokens_per_s"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "peer")
+
+
+def similarity() -> str:
+    found = rows("similarity")
+    header = ["pair of sentences", "pairs", "cosine, 1st percentile", "median", "99th"]
+    lines = [
+        [row["pair"], row["pairs"], row["cosine_p1"], row["cosine_p50"], row["cosine_p99"]]
+        for row in found
+    ]
+    return table(header, lines, found, "similarity")

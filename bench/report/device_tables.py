@@ -1,0 +1,70 @@
+"""Tables of what a GPU measured: kernels against their floors, and decoding with budgets."""
+
+from __future__ import annotations
+
+from bench.lib.table_text import ROWS, Row, budget, rows, table
+
+
+def on_gpu(name: str) -> list[Row]:
+    """A GPU's rows of a file; none where the file is not there yet."""
+    found = rows(name) if (ROWS / f"{name}.csv").exists() else []
+    return [row for row in found if "CPU" not in row["device"]]
+
+
+def kernels(found: list[Row] | None = None) -> str:
+    """The last row of every kernel, shape and kind of keys, of the device of the last row."""
+    found = on_gpu("kernels") if found is None else found
+    if not found:
+        return "No rows yet: `python -m bench.kernels` on a GPU makes them."
+    here = [row for row in found if row["device"] == found[-1]["device"]]
+    named = ("kernel", "shape", "keys", "dtype")
+    last = list({tuple(row[name] for name in named): row for row in here}.values())
+    header = ["kernel", "requests x tokens x layers", "keys", "time, us", "floor, us"]
+    header += ["over its floor", "what binds", "plain torch takes"]
+    header.append("over a step's decode attention")
+    lines = [
+        [
+            f"`{row['kernel']}`",
+            f"{row['requests']} x {int(row['tokens']):,} x {row['layers']}",
+            f"{row['keys']}, {row['dtype']}",
+            *(f"{float(row[name]):,.2f}" for name in ("time_us_p50", "floor_us")),
+            f"{float(row['ratio_to_floor']):.2f}",
+            row["binds"],
+            f"{float(row['reference_over_time']):.1f} times as long",
+            row["time_over_decode_attention"],
+        ]
+        for row in last
+    ]
+    return table(header, lines, last, "kernels")
+
+
+def last_decode_rows(found: list[Row]) -> list[Row]:
+    """The last row of every length and budget, of the device, size and policy of the last row.
+
+    As many requests as fit; rows of ``--batch`` stand for themselves.
+    """
+    found = [row for row in found if "--batch" not in row["command"]]
+    same = ("device", "size", "dtype", "attention", "stagger")
+    last = found[-1]
+    here = [row for row in found if all(row[name] == last[name] for name in same)]
+    here = [row for row in here if row["policy"] in ("", last["policy"])]
+    return list({(row["kv_budget"], row["generated_tokens"]): row for row in here}.values())
+
+
+def decode(found: list[Row] | None = None) -> str:
+    """Tokens per second, over the full cache's of the same length, and compactions' share."""
+    found = on_gpu("decode") if found is None else found
+    if not found:
+        return "No rows yet: `python -m bench.decode` on a GPU makes them."
+    last = last_decode_rows(found)
+    full = {row["generated_tokens"]: row for row in last if not row["kv_budget"]}
+    header = ["generated tokens", "`kv_budget`", "calls", "step, ms", "compactions, of the time"]
+    header += ["tokens/s", "over the full cache"]
+    lines = []
+    for row in last:
+        rate, of_length = float(row["tokens_per_s"]), full.get(row["generated_tokens"])
+        ratio = f"{rate / float(of_length['tokens_per_s']):.2f}" if of_length else ""
+        lines.append([f"{int(row['generated_tokens']):,}", budget(row), f"{int(row['batch']):,}"])
+        lines[-1] += [row["step_ms_p50"], f"{float(row['compaction_share']):.1%}"]
+        lines[-1] += [f"{rate:,.0f}", ratio]
+    return table(header, lines, last, "decode")

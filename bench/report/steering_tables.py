@@ -1,0 +1,86 @@
+"""Tables of steering: strengths, budgets, costs."""
+
+from __future__ import annotations
+
+from bench.lib.table_text import Row, paired_ratio, rows, table
+from bench.report.accuracy_tables import right, share
+
+
+def steering_cells(model: str, *, budgeted: bool) -> list[Row]:
+    return [r for r in rows("steering") if r["model"] == model and bool(r["kv_budget"]) == budgeted]
+
+
+def how_steered(row: Row) -> str:
+    """Off, or the two numbers; gamma 0 is SEAL."""
+    if not row["steering"]:
+        return "off"
+    fixed = "fixed (SEAL)" if float(row["gamma"]) == 0 else f"gamma {float(row['gamma']):g}"
+    return f"alpha_0 {float(row['steering']):g}, {fixed}"
+
+
+def steering_numbers(row: Row, full: Row) -> list[str]:
+    tokens, before = float(row["output_tokens"]), float(full["output_tokens"])
+    return [
+        right(row),
+        f"{tokens:,.0f} ({100 * (tokens / before - 1):+.0f}%)",
+        f"{100 * float(row['nonexecution_share']):.1f}%",
+        f"{100 * float(row['similar_share']):.1f}%",
+    ]
+
+
+_STEERING_HEADER = ["right", "output tokens", "non-execution sentences", "similar sentences"]
+
+
+def strength(model: str) -> str:
+    """Every strength by itself, without a budget."""
+    found = steering_cells(model, budgeted=False)
+    problems = max(int(row["problems"]) for row in found if row["steering"])
+    found = [row for row in found if int(row["problems"]) == problems]
+    full = next(row for row in found if not row["steering"])
+    order = sorted(
+        found, key=lambda row: (float(row["gamma"] or -1), float(row["steering"] or 0.0))
+    )
+    lines = [[how_steered(row), *steering_numbers(row, full)] for row in order]
+    return table(["steering", *_STEERING_HEADER], lines, found, "steering")
+
+
+def steering_budget() -> str:
+    """The shape of the paper's table 2: component by component."""
+    found = steering_cells("wanderer", budgeted=True)
+    full = next(
+        row
+        for row in steering_cells("wanderer", budgeted=False)
+        if not row["steering"] and row["problems"] == found[0]["problems"]
+    )
+    order = sorted(
+        found,
+        key=lambda row: (
+            int(row["kv_budget"]),
+            ("rkv", "skipkv", "skipkv+").index(row["policy"]),
+            *(bool(row["steering"]), float(row["gamma"] or 0)),
+        ),
+    )
+    lines = [
+        [
+            f"{share(row, full)}%",
+            f"`{row['policy']}`",
+            how_steered(row),
+            *steering_numbers(row, full),
+        ]
+        for row in order
+    ]
+    lines.append(["FullKV", "", "off", *steering_numbers(full, full)])
+    return table(["budget", "policy", "steering", *_STEERING_HEADER], lines, found, "steering")
+
+
+def without_checks() -> str:
+    found = rows("without_checks")
+    header = ["model", "checks in the solution", "passages", "wrong passages"]
+    names = ("model", "checks", "passages", "wrong_passages")
+    lines = [[row[name] for name in names] for row in found]
+    return table(header, lines, found, "without_checks")
+
+
+def steering_cost() -> str:
+    what = "throughput, every call steered, over the same calls not steered"
+    return paired_ratio("steering_cost", what, rows("steering_cost"))

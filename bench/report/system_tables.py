@@ -1,0 +1,172 @@
+"""Tables of the system: servers under load, memory under fuzzing, kernels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from bench.lib.table_text import PLAIN, Row, budget, paired_ratio, rows, table
+
+#: generated tokens of the papers' largest table
+LONGEST = 16384
+
+
+def on_cpu(name: str) -> list[Row]:
+    """What runs on any machine: a GPU's rows are no continuation of these."""
+    return [row for row in rows(name) if "CPU" in row["device"]]
+
+
+def off_cost() -> str:
+    what = "throughput with the plugin and no budget, over SGLang without it"
+    return paired_ratio("off_cost", what, on_cpu("off_cost")[-1:])
+
+
+def serve_latency() -> str:
+    found = on_cpu("serve_latency")
+    header = ["neighbours", "calls", "compactions", "most in one step", "median step, ms"]
+    header += ["p99 step, ms", "longest step, ms"]
+    names = ("neighbours", "calls", "compactions", "most_compactions_in_a_step", "p50_ms")
+    lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in found]
+    return table(header, lines, found, "serve_latency")
+
+
+def serve_pressure() -> str:
+    found = on_cpu("serve_pressure")
+    header = ["`kv_budget`", "tokens/s", "over the full cache", "calls at once", "by arithmetic"]
+    header += ["retractions"]
+    lines = [
+        [
+            budget(row),
+            f"{float(row['tokens_per_s_p50']):,.0f}",
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            f"{row['peak_running']} of {row['calls']}",
+            row["fits_by_arithmetic"],
+            row["retractions"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_pressure")
+
+
+def serve_compaction() -> str:
+    found = on_cpu("serve_compaction")
+    header = ["commit", "calls in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header += ["in steps, median", "in steps, 90th percentile", "of the time"]
+    names = ("commit", "calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
+    lines = [
+        [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_compaction")
+
+
+def launches() -> str:
+    found = rows("launches")
+    counts = [name for name in found[-1] if name.startswith("operations_")]
+    header = ["policy", *(f"calls due: {name.removeprefix('operations_')}" for name in counts)]
+    lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in found]
+    return table(header, lines, found, "launches")
+
+
+def fuzz() -> str:
+    found = rows("fuzz")
+    lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
+    what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
+    times: dict[str, int] = {}
+    for row in found:
+        times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
+    lines = [[event, f"{count:,}"] for event, count in times.items()]
+    return table([what, "times"], lines, found, "fuzz")
+
+
+def planted_bugs() -> str:
+    found = rows("planted_bugs")
+    seeds = list(dict.fromkeys(row["seed"] for row in found))
+    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in found}
+    lines = [
+        [bug, *(lives[bug, seed] for seed in seeds)]
+        for bug in dict.fromkeys(row["bug"] for row in found)
+    ]
+    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, found, "planted_bugs")
+
+
+def hook_calls() -> str:
+    found = rows("hook_calls")
+    header = ["hook", "calls", "answered with an error of ours", "exceptions that got out"]
+    lines = [
+        [f"`{row['hook']}`", f"{int(row['times']):,}", f"{int(row['refused']):,}", row["escaped"]]
+        for row in found
+    ]
+    return table(header, lines, found, "hook_calls")
+
+
+def load() -> str:
+    """Everything that had a limit, beside what SGLang without the plugin did in the same job."""
+    found = sorted(rows("load"), key=lambda row: row["job"])
+    plain: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in found:
+        if row["quantity"].endswith(PLAIN):
+            plain[row["job"], row["quantity"].removesuffix(PLAIN)].append(row["value"])
+    lines = []
+    for row in found:
+        if row["limit"]:  # a job says some things once per storm or server, plain SGLang in turn
+            beside = plain[row["job"], row["quantity"]]
+            lines.append([row[name] for name in ("job", "quantity", "value", "limit", "ok")])
+            lines[-1].append(beside.pop(0) if beside else "")
+    return table(["job", "what", "value", "limit", "held", "plain SGLang"], lines, found, "load")
+
+
+def compiled() -> str:
+    """One line per variant; registers on every architecture, the rest on an H100."""
+    found = rows("compile")
+    latest = {(row["kernel"], row["case"], row["architecture"]): row for row in found}
+    architectures = list(dict.fromkeys(row["architecture"] for row in found))
+    header = ["kernel", "variant", *(f"registers, {one}" for one in architectures)]
+    header += ["spilled bytes, all", "shared bytes, sm_90", "warps", "stages"]
+    lines = []
+    for kernel, case in dict.fromkeys((row["kernel"], row["case"]) for row in found):
+        each = [latest[kernel, case, one] for one in architectures]
+        on_h100 = latest[kernel, case, "sm_90"]
+        spilled = sum(int(row["spilled_bytes"]) for row in each)
+        lines.append([f"`{kernel}`", case, *(row["registers"] for row in each), str(spilled)])
+        lines[-1] += [on_h100[name] for name in ("shared_bytes", "warps", "stages")]
+    return table(header, lines, found, "compile")
+
+
+def kernel_floors() -> str:
+    found = rows("kernel_floors")
+    header = ["kernel", "cached tokens of a request", "bytes", "operations", "memory floor, us"]
+    header += ["compute floor, us", "what binds"]
+    lines = [
+        [
+            f"`{row['kernel']}`",
+            f"{int(row['cached_tokens']):,}" if row["cached_tokens"] else "",
+            f"{int(row['bytes']):,}",
+            f"{int(row['operations']):,} ({row['arithmetic']})" if int(row["operations"]) else "0",
+            f"{float(row['memory_us']):,.2f}",
+            f"{float(row['compute_us']):,.2f}",
+            row["binds"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "kernel_floors")
+
+
+def decode_floors() -> str:
+    found = rows("decode_floors")
+    header = ["model, rates", "generated tokens", "`kv_budget`", "calls", "weights, ms"]
+    header += ["attention, ms", "compactions, ms", "tokens/s at most", "over the full cache"]
+    lines = [
+        [
+            f"{row['size']}, {row['copy_tb_per_s']} TB/s, {float(row['tflop_per_s']):.0f} TFLOP/s",
+            f"{int(row['generated_tokens']):,}",
+            budget(row),
+            f"{int(row['batch']):,}",
+            *(f"{float(row[f'{part}_ms']):.2f}" for part in ("weights", "attention")),
+            f"{float(row['compactions_ms']):.3f}",
+            f"{float(row['tokens_per_s']):,.0f}",
+            f"{float(row['over_full_cache']):.2f}",
+        ]
+        for row in found
+        if int(row["generated_tokens"]) == LONGEST
+    ]
+    return table(header, lines, found, "decode_floors")

@@ -1,0 +1,172 @@
+"""The real server under load: what budgets give when memory is short, and what they cost.
+
+    python -m bench.serving                            # everything, on the bundled model
+    python -m bench.serving --only pressure --pool-tokens 12288 --kv-budgets 128 256
+
+- ``pressure``: one pool, more requests than it holds. Generated tokens per second and requests at
+  once, with each budget and without one; the server without a budget never loads the plugin and has
+  SGLang's own defaults. Rounds of all ways in turn, so all see the same machine.
+- ``latency``: the time between two tokens of a request whose neighbours have no budget, compact all
+  in the same step, or compact in different ones.
+- ``compaction``: the extra time that a compaction of one request takes, in decode steps of the same
+  batch, alone and among requests that do not compact.
+- ``off``: what the plugin costs when nobody asks; the same as bench/serving/off_cost.py.
+
+One row per way in bench/rows/serve_<measurement>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.lib.pairs import START_S, paired_ratio
+from bench.lib.record import append_row
+from bench.lib.serving import BUNDLED
+from bench.serving import latency, off_cost
+from sgl_skipkv.cli.report import capacity
+from sgl_skipkv.cli.server_process import ServerProcess
+
+MEASUREMENTS = ("pressure", "latency", "compaction", "off")
+
+
+def round_of(
+    server: ServerProcess, arguments: argparse.Namespace, kv_budget: int | None, seed: int
+) -> tuple[float, int, int]:
+    """One load, from an empty cache: tokens per second, most requests at once, retractions."""
+    server.post("/flush_cache")
+    logged, rng = len(server.log), random.Random(seed)
+    params: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    params["max_new_tokens"] = arguments.tokens
+    if kv_budget is not None:
+        params |= {"kv_budget": kv_budget, "kv_policy": arguments.kv_policy}
+        params["kv_params"] = {"interval": arguments.interval}
+    size = arguments.prompt_tokens - 1
+    # No two prompts begin alike, so none shares another one's KV.
+    drawn = [[rng.randrange(5, 60) for _ in range(size)] for _ in range(arguments.calls)]
+    prompts = [[5 + i, *rest] for i, rest in enumerate(drawn)]
+
+    def call(prompt: Sequence[int]) -> None:
+        body = {"input_ids": list(prompt), "sampling_params": params}
+        answer = server.post("/generate", body, timeout=3600)
+        assert answer["meta_info"]["completion_tokens"] == arguments.tokens
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(arguments.calls) as pool:
+        list(pool.map(call, prompts))
+    rate = arguments.calls * arguments.tokens / (time.perf_counter() - start)
+    log = server.log[logged:]
+    running = max(int(n) for n in re.findall(r"Decode batch, #running-req: (\d+)", log))
+    retracted = sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log))
+    return rate, running, retracted
+
+
+def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for the full cache and one for each budget, all against the full cache."""
+    flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
+    flags += [
+        "--max-running-requests",
+        str(arguments.calls),
+        *latency.server_flags(arguments),
+    ]
+    asked = ["--kv-interval", str(arguments.interval)]
+    budgets = [None, *arguments.kv_budgets]
+    found: dict[int | None, list[tuple[float, int, int]]] = {one: [] for one in budgets}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        ServerProcess(
+            *(arguments.model_path, Path(name) / "plain", flags, {"SGLANG_PLUGINS": "none"}),
+            captures=True,
+        ) as plain,
+        ServerProcess(
+            arguments.model_path, Path(name) / "ours", [*flags, *asked], captures=True
+        ) as ours,
+    ):
+        servers = {one: ours if one else plain for one in budgets}
+        for server in (plain, ours):
+            server.wait_ready(START_S)
+        for number in tqdm(range(arguments.rounds + 1), desc="rounds", unit="round"):
+            for kv_budget in budgets if number % 2 else reversed(budgets):
+                one = round_of(servers[kv_budget], arguments, kv_budget, number)
+                if number > 0:  # the first one warms up
+                    found[kv_budget].append(one)
+    rates = {one: [rate for rate, _, _ in rounds] for one, rounds in found.items()}
+    return [
+        {
+            "kv_policy": "" if one is None else arguments.kv_policy,
+            "kv_budget": "" if one is None else one,
+            "interval": arguments.interval,
+            "pool_tokens": arguments.pool_tokens,
+            "calls": arguments.calls,
+            "prompt_tokens": arguments.prompt_tokens,
+            "tokens": arguments.tokens,
+            "rounds": arguments.rounds,
+            "tokens_per_s_p50": round(statistics.median(rates[one]), 1),
+            **paired_ratio(rates[one], rates[None]),
+            "peak_running": max(running for _, running, _ in found[one]),
+            "fits_by_arithmetic": capacity(
+                arguments.pool_tokens,
+                arguments.prompt_tokens
+                + (arguments.tokens if one is None else one + arguments.interval + 1),
+            ),
+            "retractions": sum(retracted for _, _, retracted in found[one]),
+        }
+        for one in budgets
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--model-path", default=str(BUNDLED))
+    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS)
+    made.add_argument("--kv-policy", default="skipkv")
+    made.add_argument("--kv-budgets", type=int, nargs="+", default=[128, 256, 512])
+    made.add_argument("--interval", type=int, default=128)
+    made.add_argument("--pool-tokens", type=int, default=12288)
+    made.add_argument("--calls", type=int, default=40, help="sent at once to the short pool")
+    made.add_argument("--parallel", type=int, default=32, help="neighbours of a streaming call")
+    made.add_argument("--prompt-tokens", type=int, default=64)
+    made.add_argument("--tokens", type=int, default=1500, help="generated by every call")
+    made.add_argument("--rounds", type=int, default=5, help="after a warm-up")
+    made.add_argument("--compaction-budget", type=int, default=512)
+    made.add_argument("--compaction-calls", type=int, nargs="+", default=[1, 8, 32])
+    made.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
+    return made
+
+
+def keep(measurement: str, row: dict[str, Any]) -> None:
+    append_row(f"serve_{measurement}", row)
+    print(measurement, row)
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    if "pressure" in arguments.only:
+        for row in pressure(arguments):
+            keep("pressure", row)
+    if "latency" in arguments.only:
+        for neighbours in latency.NEIGHBOURS:
+            keep("latency", latency.latency(arguments, neighbours))
+    if "compaction" in arguments.only:
+        for calls in arguments.compaction_calls:
+            row = latency.compaction(arguments, arguments.compaction_budget, calls)
+            keep("compaction", row)
+    if "off" in arguments.only:
+        given = ["--model-path", arguments.model_path, "--server-flags", *arguments.server_flags]
+        print("off", off_cost.run(off_cost.arguments_of(given)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Draw the serving rows: docs/figures/serve.svg.
+
+    python -m bench.serving.figure
+
+A pool that is too small: tokens per second and requests at once, with each budget and with a full
+cache. Beside it the time between two tokens while the neighbours compact.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, plt, quiet, save
+from bench.lib.sweep import existing_rows
+
+Row = dict[str, str]
+FULL, OURS, TAIL = "#444444", "#d55e00", "#e69f00"
+
+
+def latest(name: str, key: str) -> list[Row]:
+    """The last row of every way, of the device and size of the last row."""
+    rows = existing_rows(name)
+    here = [row for row in rows if all(row[one] == rows[-1][one] for one in ("device", "tokens"))]
+    return list({row[key]: row for row in here}.values())
+
+
+def bars(axes: Axes, names: list[str], values: list[float], colours: list[str], title: str) -> None:
+    axes.bar(names, values, color=colours, width=0.6)
+    for place, value in enumerate(values):
+        axes.annotate(f"{value:,.0f}", (place, value), ha="center", va="bottom", fontsize=8)
+    axes.set_title(title, fontsize=9)
+    quiet(axes)
+
+
+def draw(pressure: list[Row], latency: list[Row], path: Path) -> None:
+    canvas, (rate, running, gaps) = plt.subplots(1, 3, figsize=(13.5, 3.4))
+    names = [f"budget {row['kv_budget']}" if row["kv_budget"] else "full" for row in pressure]
+    colours = [OURS if row["kv_budget"] else FULL for row in pressure]
+    pool = f"{int(pressure[0]['pool_tokens']):,} KV tokens for {pressure[0]['calls']} calls"
+    rates = [float(row["tokens_per_s_p50"]) for row in pressure]
+    bars(rate, names, rates, colours, f"tokens per second, {pool}")
+    calls = [float(row["peak_running"]) for row in pressure]
+    bars(running, names, calls, colours, "calls at once (line: arithmetic)")
+    for place, row in enumerate(pressure):
+        limit = min(int(row["fits_by_arithmetic"]), int(row["calls"]))
+        running.hlines(limit, place - 0.4, place + 0.4, color="#0072b2", linewidth=1.5)
+    for place, row in enumerate(latency):
+        for shift, name, colour in ((-0.2, "p50_ms", FULL), (0.2, "p99_ms", TAIL)):
+            value = float(row[name])
+            gaps.bar(place + shift, value, width=0.38, color=colour, label=name[:3])
+            gaps.annotate(f"{value:.0f}", (place + shift, value), ha="center", fontsize=8)
+    gaps.set_xticks(range(len(latency)), [row["neighbours"] for row in latency], fontsize=8)
+    gaps.set_title(f"ms between two tokens beside {latency[0]['calls']} calls", fontsize=9)
+    handles, labels = gaps.get_legend_handles_labels()
+    gaps.legend(handles[:2], labels[:2], frameon=False, fontsize=8)
+    quiet(gaps)
+    canvas.tight_layout()
+    save(canvas, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "serve.svg")
+    arguments = parser.parse_args()
+    plt.rcParams.update(STYLE_PARAMETERS)
+    draw(
+        latest("serve_pressure", "kv_budget"), latest("serve_latency", "neighbours"), arguments.out
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The Anthropic API, ``/v1/messages``: our keys at the top level, where ``extra_body`` puts them.
+
+SGLang answers it by its chat completions, so the keys only have to get that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.entrypoints.anthropic import protocol
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.api.gate import checked_keys
+from sgl_skipkv.patches.api.request_fields import OurFields
+from sgl_skipkv.patches.readiness import Unavailable
+
+
+class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
+    """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our four fields."""
+
+
+async def check_keys(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND ``AnthropicServing.handle_messages``.
+
+    A streamed answer is 200 before the tokenizer sees the request, so wrong keys are refused here,
+    where a refusal still is a 400.
+    """
+    try:
+        checked_keys(serving.openai_serving_chat.tokenizer_manager, request.our_keys())
+    except (SettingError, Unavailable) as wrong:
+        raise HTTPException(400, str(wrong)) from wrong
+    return await original(serving, request, raw_request)
+
+
+def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
+    """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
+    chat_request.take_from(request)

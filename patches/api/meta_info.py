@@ -1,0 +1,23 @@
+"""``meta_info["skipkv"]`` in the main process: a list of one becomes the object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_skipkv.request.summary import META_KEY
+
+
+def unwrap_meta_info(
+    result: None, manager: Any, meta_info: dict[str, Any], state: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AFTER ``TokenizerManager.update_request_meta_info``: a list of one becomes the object.
+
+    Requests that share a chunk with a budgeted one have an empty list, and no object.
+    """
+    if META_KEY not in meta_info:
+        return
+    del meta_info[META_KEY]
+    state.customized_info_reported_keys.discard(META_KEY)
+    values = state.customized_info_accumulated.pop(META_KEY)
+    if values:
+        meta_info[META_KEY] = values[-1]

@@ -1,0 +1,51 @@
+"""The Ollama API, ``/api/chat`` and ``/api/generate``: our keys among the ``options``.
+
+SGLang answers whatever the tokenizer refuses there with 500 and no word, or, streamed, with half an
+answer of 200; so wrong keys are refused before it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import StreamingResponse
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.api.gate import checked_keys, collect_keys
+from sgl_skipkv.patches.readiness import Unavailable
+from sgl_skipkv.request.settings import misspelt_keys, take_keys
+
+
+async def check_keys(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
+) -> Any:
+    """AROUND ``OllamaServing.handle_chat`` and ``handle_generate``."""
+    body = await raw_request.json()  # has been read already; ``request`` is without unknown names
+    try:
+        for name in (*take_keys(body)[1], *misspelt_keys(body)):
+            expected = "in options, not at the top of the body"
+            raise SettingError(name, expected, body[name], "options")
+        keys = checked_keys(serving.tokenizer_manager, request.options or {})
+        answer = await original(serving, request, raw_request)
+        if keys and isinstance(answer, StreamingResponse):
+            # What the prompt decides is known when the first part is.
+            parts = aiter(answer.body_iterator)
+            answer.body_iterator = _begun(await anext(parts), parts)
+        return answer
+    except (SettingError, Unavailable) as wrong:
+        raise HTTPException(400, str(wrong)) from wrong
+
+
+async def _begun(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    yield first
+    async for part in rest:
+        yield part
+
+
+def add_option_keys(
+    sampling_params: dict[str, Any], serving: Any, options: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """AFTER ``OllamaServing._convert_options_to_sampling_params``."""
+    return {**sampling_params, **collect_keys(options or {})[1]}

@@ -1,0 +1,51 @@
+"""How SGLang's objects lead to ours: attributes, no globals.
+
+``scheduler.skipkv`` is the ``Binding`` of one scheduler process; the same object hangs on its
+``req_to_token_pool``, because that is what a batch can reach. ``req.skipkv`` is the
+``RequestState`` of one budgeted request. (``model_runner.skipkv`` is the ``ModelSide``, see there.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
+from sgl_skipkv.patches.engine.metrics import Metrics
+from sgl_skipkv.patches.engine.poison import Poison
+from sgl_skipkv.patches.readiness import Readiness
+from sgl_skipkv.request.state import RequestState
+
+KeyScale = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One scheduler process: what the operator set, whether we can serve it, and the runtime.
+
+    Attributes:
+        key_scale: layer -> what its cached keys are to be multiplied with; None: keys are cached
+            in the model's type, as they are.
+    """
+
+    config: ServerConfig
+    readiness: Readiness
+    runtime: Runtime | None
+    scheduler: Any
+    metrics: Metrics
+    capture: HiddenCapture | None = None
+    poison: Poison | None = None
+    key_scale: KeyScale | None = None
+
+
+def binding_of(holder: Any) -> Binding | None:
+    """The binding on a scheduler or a ``req_to_token_pool``."""
+    return getattr(holder, "skipkv", None)
+
+
+def state_of(req: Any) -> RequestState | None:
+    """The state of a budgeted request; None for every other request."""
+    return getattr(req, "skipkv", None)

@@ -1,0 +1,137 @@
+"""The forward pass: true positions, and what is recorded for the next compaction.
+
+A compacted row is shorter than its sequence, so the position of the next token is no longer the row
+length. ``orig_seq_lens`` keeps counting tokens through every decode step and nothing else reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.graph_capture import is_capturing
+from sgl_skipkv.patches.engine.kv_cache import kv_buffers
+from sgl_skipkv.patches.engine.sampling import note_shifts
+from sgl_skipkv.patches.engine.steering import prepare_prefill
+from sgl_skipkv.recording.recorder import Recorder, Recording
+from sgl_skipkv.request.state import RequestState
+
+
+def attach(model: Any, recorder: Recorder) -> None:
+    """Let the model's attention and logits layers find the recorder: what they are given changes.
+
+    A runner may copy the forward batch before the model sees it, so nothing can travel on that.
+    """
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention | LogitsProcessor):
+            module.skipkv = recorder
+
+
+def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``ForwardBatch.init_new``: positions for rows that may be compacted, and a recording.
+
+    A batch without budgeted requests is left as it came.
+    """
+    binding = binding_of(batch.req_to_token_pool)
+    if binding is None or binding.runtime is None:
+        return
+    if binding.capture is not None and result.forward_mode.is_extend():
+        binding.capture.begin(batch)
+    recorder, steerer = binding.runtime.recorder, binding.runtime.steerer
+    # The forward passes of one process come one after the other.
+    recorder.current, recorder.records_decode = None, False
+    if steerer is not None:
+        steerer.factors = None
+    if binding.poison is not None:
+        binding.poison.apply(kv_buffers(batch.token_to_kv_pool_allocator))
+    if binding.runtime.open_requests and result.forward_mode.is_decode():
+        # Here and not where compactions are: SGLang may look for memory and then not decode.
+        binding.runtime.rings.step()
+    states = [state_of(req) for req in batch.reqs] if binding.runtime.open_requests else []
+    note_shifts(result.sampling_info, None)
+    if not any(states):
+        return
+    if result.forward_mode.is_decode():
+        positions = result.orig_seq_lens - 1
+        result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
+        recorder.records_decode = any(state is not None and state.slot for state in states)
+    elif result.forward_mode.is_extend():
+        shifts = [0 if state is None else state.evicted_tokens for state in states]
+        if any(shifts):  # of restored rows
+            note_shifts(result.sampling_info, device_tensor(shifts, recorder.device))
+            counts = zip(shifts, batch.extend_lens, strict=True)
+            shifted = [shift for shift, count in counts for _ in range(count)]
+            result.positions = result.positions + device_tensor(shifted, recorder.device)
+        firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
+        recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
+        prepare_prefill(binding.runtime, batch, states, firsts)
+
+
+def _prefill_recording(
+    runtime: Runtime, batch: Any, states: list[RequestState | None], firsts: list[int]
+) -> Recording | None:
+    """The queries that the first compaction asks for, and the generated tokens that a recomputation
+    replays. None for a prefill that need not be recorded.
+    """
+    rings: list[int] = []
+    positions: list[int] = []
+    tokens: list[int] = []
+    replay: list[tuple[int, int, int]] = []
+    offset = 0  # of this request's tokens in the flattened batch
+    for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
+        if state is not None:
+            runtime.start_recording(state)
+            at, stop = offset - first, first + count  # token of position p is number at + p
+            recorded = range(max(first, state.records_from), stop) if state.ring else range(0)
+            rings.extend(state.ring for _ in recorded)
+            positions.extend(recorded)
+            tokens.extend(at + position for position in recorded)
+            generated_from = max(first, state.prompt_tokens, state.recorded_tokens)
+            if state.slot and generated_from < stop and state.settings.policy.needs_sentences:
+                replay.append((state.slot, at + generated_from, at + stop))
+        offset += count
+    if not rings and not replay:
+        return None
+    device = runtime.recorder.device
+    return Recording(
+        device_tensor(rings, device),
+        device_tensor(positions, device),
+        tokens=device_tensor(tokens, device),
+        replay=tuple(replay),
+    )
+
+
+def record_queries(
+    attention: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> None:
+    """BEFORE ``RadixAttention.forward``: q is rotated here, as the cached keys are."""
+    recorder: Recorder | None = vars(attention).get("skipkv")
+    if recorder is None:
+        return
+    begins_step = attention.layer_id == 0 and forward_batch.forward_mode.is_decode()
+    if begins_step and (recorder.records_decode or is_capturing()):
+        # A captured step records for every lane, whoever will sit there; lanes of nobody go to
+        # scratch. The rows and positions it reads are the graph's own buffers. A replay runs none
+        # of this, so a step says where it writes here and not before.
+        recorder.current = recorder.decode_recording(
+            forward_batch.req_pool_indices, forward_batch.positions.long()
+        )
+    if recorder.current is not None:
+        recorder.record_queries(recorder.current, attention.layer_id, q)
+
+
+def record_hidden(
+    processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any
+) -> None:
+    """BEFORE ``LogitsProcessor.forward``: hidden states after the final norm, one per token."""
+    recorder: Recorder | None = vars(processor).get("skipkv")
+    if recorder is None or recorder.current is None:
+        return
+    recorder.record_hidden(recorder.current, input_ids, hidden_states)
+    if is_capturing():
+        recorder.current = None  # the capture is over; real steps say for themselves

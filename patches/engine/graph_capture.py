@@ -1,0 +1,9 @@
+"""Whether a CUDA graph is being captured: what such a pass leaves out, its replays never do."""
+
+from __future__ import annotations
+
+
+def is_capturing() -> bool:
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    return bool(get_is_capture_mode())

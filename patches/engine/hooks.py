@@ -1,0 +1,212 @@
+"""Where this package touches SGLang's scheduler, memory and forward passes.
+
+Installed all together, or not at all.
+"""
+
+from __future__ import annotations
+
+from sgl_skipkv.patches.hook import Hook
+
+_SCHEDULER = "managers.scheduler.Scheduler"
+_BATCH = "managers.schedule_batch.ScheduleBatch"
+_REQ = "managers.schedule_batch.Req"
+_ADDER = "managers.schedule_policy.PrefillAdder"
+
+ENGINE_HOOKS: tuple[Hook, ...] = (
+    # -- life of a request
+    Hook(
+        f"{_SCHEDULER}.init_req_max_new_tokens",
+        "around",
+        "(self, req)",
+        "engine.scheduler:bound_new_tokens",
+        "a budgeted trace may be longer than the pool",
+    ),
+    Hook(
+        f"{_SCHEDULER}._add_request_to_queue",
+        "around",
+        "(self, req, is_retracted=False)",
+        "engine.scheduler:refuse_unrecomputable",
+        "a request that cannot come back must not wait for ever",
+    ),
+    Hook(
+        f"{_SCHEDULER}.get_prefill_adder_class",
+        "after",
+        "(self)",
+        "engine.admission:budgeted_adder_class",
+        "admission reserves what a request can ever hold",
+    ),
+    Hook(
+        f"{_ADDER}.add_one_req",
+        "extend",
+        "(self, req, has_chunked_req, truncation_align_size)",
+        "engine.admission:_BudgetedAdder",
+        "reserve the future KV tokens of a candidate",
+    ),
+    Hook(
+        f"{_ADDER}.add_chunked_req",
+        "extend",
+        "(self, req)",
+        "engine.admission:_BudgetedAdder",
+        "reserve the future KV tokens of a chunked prompt",
+    ),
+    Hook(
+        f"{_ADDER}.preempt_to_schedule",
+        "extend",
+        "(self, req)",
+        "engine.admission:_BudgetedAdder",
+        "a request that can be neither restored nor recomputed never gives way",
+    ),
+    Hook(
+        f"{_ADDER}._get_running_request_total_token_offset",
+        "extend",
+        "(self, req)",
+        "engine.admission:_BudgetedAdder",
+        "reserve the future KV tokens of running requests",
+    ),
+    Hook(
+        f"{_BATCH}.prepare_for_extend",
+        "after",
+        "(self)",
+        "engine.batch:admit_rows",
+        "a request got its row",
+    ),
+    Hook(
+        f"{_REQ}._compute_max_prefix_len",
+        "after",
+        "(self, input_len)",
+        "engine.retraction:limit_prefix_match",
+        "a request shares at most its prompt",
+    ),
+    Hook(
+        f"{_REQ}.reset_for_retract",
+        "after",
+        "(self)",
+        "engine.retraction:reset_request",
+        "a retracted request is restored, or its eviction starts anew",
+    ),
+    Hook(
+        f"{_REQ}.init_next_round_input",
+        "after",
+        "(self, tree_cache=None, cow_mamba=None)",
+        "engine.backup:shorten_input",
+        "a request with a backup is prefilled from its row, not from its trace",
+    ),
+    Hook(
+        "mem_cache.allocation._prefix_kv_indices",
+        "around",
+        "(batch, req)",
+        "engine.backup:restore_row",
+        "the row of a request with a backup comes from host memory",
+    ),
+    Hook(
+        f"{_SCHEDULER}.send_abort_output",
+        "after",
+        "(self, abort_req, req)",
+        "engine.backup:drop_backup",
+        "a request that ends while it waits gives host memory back",
+    ),
+    Hook(
+        f"{_SCHEDULER}.pause_generation",
+        "around",
+        "(self, recv_req)",
+        "engine.backup:forget_backups",
+        "KV of old weights must not come back",
+    ),
+    Hook(
+        f"{_BATCH}._get_decode_retraction_order",
+        "after",
+        "(reqs)",
+        "engine.retraction:order_victims",
+        "a request that cannot come back gives way last",
+    ),
+    Hook(
+        "mem_cache.common.release_kv_cache",
+        "around",
+        "(req, tree_cache, *, checkpoint)",
+        "engine.release:close_request",
+        "close a request's state with its row",
+    ),
+    # -- the compaction
+    Hook(
+        f"{_BATCH}.check_decode_mem",
+        "before",
+        "(self, selected_indices=None)",
+        "engine.batch:compact_due_requests",
+        "compact before memory is checked",
+    ),
+    Hook(
+        "mem_cache.unified_cache.components.base.TreeComponent.prepare_for_caching_req",
+        "after",
+        "(self, req, insert_params, token_ids_len, is_finished)",
+        "engine.release:limit_insert",
+        "a compacted row filed in the radix tree is wrong KV under a valid key",
+    ),
+    Hook(
+        "model_executor.forward_batch_info.ForwardBatch.init_new",
+        "after",
+        "(cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "
+        "extend_position_info=None, spec_mrope_positions=None, kv_loc_plan=None, write_cols=None)",
+        "engine.forward:prepare_forward",
+        "positions come from the logical length",
+    ),
+    Hook(
+        "layers.sampler.Sampler.forward",
+        "before",
+        "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, "
+        "token_ids_logprobs, positions, *, logprob_logits=None)",
+        "engine.sampling:shift_positions",
+        "the noise of a seed is drawn for a position, after a prefill for the row length",
+    ),
+    Hook(
+        "layers.radix_attention.RadixAttention.forward",
+        "before",
+        "(self, q, k, v, forward_batch, save_kv_cache=True, key_value_num_tokens=None, **kwargs)",
+        "engine.forward:record_queries",
+        "the last queries score the cache",
+    ),
+    Hook(
+        "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+        "around",
+        "(self, forward_batch)",
+        "engine.model_side:run_recorded_prefill_eagerly",
+        "what a prefill records depends on its batch, so it cannot be a replay",
+    ),
+    Hook(
+        "layers.logits_processor.LogitsProcessor.forward",
+        "before",
+        "(self, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states=None, "
+        "hidden_states_before_norm=None)",
+        "engine.forward:record_hidden",
+        "final hidden states make sentence vectors",
+    ),
+    # -- steering
+    Hook(
+        "layers.layer_boundary.residual.batch.stream_of",
+        "use",
+        "(forward_batch)",
+        "engine.steering:residual_of",
+        "the vector is added to the residual stream, once, on every rank",
+    ),
+    Hook(
+        "layers.layer_boundary.residual.batch.snapshot",
+        "use",
+        "(hidden_states, forward_batch)",
+        "engine.hidden_capture:HiddenCapture",
+        "a layer's output, for the extraction of a vector",
+    ),
+    Hook(
+        "model_executor.runner_utils.capture_mode.get_is_capture_mode",
+        "use",
+        "()",
+        "engine.graph_capture:is_capturing",
+        "a captured step contains recording and steering, whoever runs in it",
+    ),
+    # -- output
+    Hook(
+        f"{_SCHEDULER}.get_output_streamer_class",
+        "after",
+        "(self)",
+        "engine.output:reporting_streamer_class",
+        "meta_info['skipkv'] leaves the scheduler",
+    ),
+)

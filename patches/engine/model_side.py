@@ -1,0 +1,174 @@
+"""What hangs on the model: recording, steering and capture, with the buffers they write to.
+
+On a server that was asked for eviction or steering this is built before SGLang sizes its KV pool,
+so the pool is planned around it, and before CUDA graphs are captured, so they contain it. On any
+other server it is built at the end of the start, and its large buffers with the first request that
+needs them: who asked for nothing gives up nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+from sgl_skipkv.patches.engine.binding import KeyScale
+from sgl_skipkv.patches.engine.forward import attach
+from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
+from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
+from sgl_skipkv.recording.recorder import ModelShape, Recorder
+from sgl_skipkv.recording.sentences import Delimiters, newline_tokens
+from sgl_skipkv.steering.steerer import Steerer, TokenClasses
+from sgl_skipkv.steering.vector import SteeringVector
+
+
+@dataclass(frozen=True)
+class ModelSide:
+    """Of one scheduler process.
+
+    Attributes:
+        shape: of the model's attention on this rank.
+        scale: the model's factor on attention logits.
+        steerer: None without a vector.
+        capture: None unless `skipkv steering extract` asked for it.
+    """
+
+    shape: ModelShape
+    scale: float
+    delimiters: Delimiters
+    recorder: Recorder
+    steerer: Steerer | None
+    capture: HiddenCapture | None
+
+    def use_rows(self, rows: int) -> None:
+        """The page table exists: make what is indexed by its rows."""
+        self.recorder.slots.use_rows(rows)
+        if self.steerer is not None:
+            self.steerer.use_rows(rows)
+
+    @property
+    def records_prefill(self) -> bool:
+        """Whether the prefill that is being launched must run its Python code."""
+        return (
+            self.recorder.current is not None
+            or (self.steerer is not None and self.steerer.factors is not None)
+            or (self.capture is not None and self.capture.pending)
+        )
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The model's attention layers, in order."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def build_model_side(
+    config: ServerConfig, scheduler: Any, vector: SteeringVector | None = None
+) -> ModelSide:
+    """Build it and attach it to the model.
+
+    Args:
+        vector: the operator's.
+
+    Raises:
+        SettingError: the vector is no vector of this model.
+        torch.OutOfMemoryError: no room for the buffers.
+    """
+    runner = scheduler.tp_worker.model_runner
+    layers, device = attention_layers(runner.model), torch.device(runner.device)
+    shape = ModelShape(
+        layers=len(layers),
+        query_heads=layers[0].tp_q_head_num,
+        head_dim=layers[0].head_dim,
+        hidden_size=runner.model_config.hidden_size,
+    )
+    vocab_size = runner.model_config.vocab_size
+    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
+    steerer = capture = None
+    if vector is not None:
+        steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
+    most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
+    slots = min(config.max_tracked_requests, most_running)
+    recorder = Recorder(
+        shape,
+        slots=slots,
+        rings=config.rings(slots),
+        query_window=config.query_window,
+        max_sentences=config.max_sentences,
+        delimiters=delimiters,
+        dtype=_recorded_dtype(runner),
+        device=device,
+    )
+    if config.enabled:
+        recorder.reserve()
+    attach(runner.model, recorder)
+    if config.steering_capture is not None:
+        folder, preset = config.steering_capture, config.delimiters
+        capture = HiddenCapture(runner.model, folder, delimiters, preset)
+    scale = layers[0].scaling
+    side = ModelSide(shape, scale, delimiters, recorder, steerer, capture)
+    runner.skipkv = side
+    return side
+
+
+def _recorded_dtype(runner: Any) -> torch.dtype:
+    """Queries are scored against cached keys, so they are kept in their type, if it is wide enough:
+    quantised keys come back in the model's."""
+    keys: torch.dtype = runner.kv_cache_dtype
+    return keys if keys in TRITON_NAMES else runner.dtype
+
+
+def key_scale_of(runner: Any) -> KeyScale | None:
+    """``Binding.key_scale`` of this runner.
+
+    A checkpoint's ``k_scale`` is what keys were divided by when they were cached in another type
+    than the model's: by every backend but torch_native. New weights bring new ones, so it is looked
+    up each time.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    if runner.kv_cache_dtype == runner.dtype:
+        return None
+    kernel = get_exec().kernel
+    if (kernel.decode_attention_backend or kernel.attention_backend) == "torch_native":
+        return lambda layer: 1.0
+    layers = attention_layers(runner.model)
+    return lambda layer: layers[layer].k_scale_float or 1.0
+
+
+def _build_steerer(
+    vector: SteeringVector, gamma: float, scheduler: Any, delimiters: Delimiters
+) -> Steerer:
+    """The operator's vector, checked against the model and attached to its layer."""
+    runner = scheduler.tp_worker.model_runner
+    vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
+    preset, keywords = vector.origin.delimiters, vector.keywords
+    classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
+    steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
+    attach_steering(runner.model, steerer)
+    return steerer
+
+
+def model_side_of(runner: Any) -> ModelSide | None:
+    """What hangs on a model runner's model."""
+    side: ModelSide | None = getattr(runner, "skipkv", None)
+    return side
+
+
+def run_recorded_prefill_eagerly(
+    original: Callable[..., bool], graph_runner: Any, forward_batch: Any
+) -> bool:
+    """AROUND ``PrefillCudaGraphRunner.can_run_graph``.
+
+    Which tokens of a prefill are recorded, and which are steered after a retraction, differs from
+    batch to batch, so such a prefill cannot be a replay. All others still are.
+    """
+    side = model_side_of(graph_runner.model_runner)
+    if side is not None and side.records_prefill:
+        return False
+    return bool(original(graph_runner, forward_batch))

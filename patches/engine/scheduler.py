@@ -1,0 +1,170 @@
+"""The scheduler: open requests, bound their length, answer for requests that cannot return."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import torch
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.error_boundary import attempt
+from sgl_skipkv.patches.readiness import Unavailable
+from sgl_skipkv.request.settings import (
+    RequestSettings,
+    misspelt_keys,
+    refuse_misspelt,
+    resolve_request,
+    take_keys,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
+
+    The tokenizer process has validated the keys already; requests that came another way (gRPC) have
+    not been, and a wrong one ends with 400 here.
+    """
+    binding = binding_of(scheduler)
+    params = req.sampling_params.custom_params
+    rest, keys = take_keys(params) if isinstance(params, dict) else ({}, {})
+    if binding is None or not (keys or binding.config.defaults_apply or misspelt_keys(rest)):
+        return
+
+    def opened() -> None:
+        _open(req, binding, recv_req, keys, rest)
+
+    _, error = attempt(f"kv_budget request {req.rid}", opened)
+    if error is not None:
+        req.set_finish_with_abort(
+            f"kv_budget request {req.rid}: {error}",
+            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+            err_type="InternalServerError",
+        )
+
+
+def _open(
+    req: Any, binding: Binding, recv_req: Any, keys: dict[str, Any], rest: dict[str, Any]
+) -> None:
+    try:
+        refuse_misspelt(rest)
+        if binding.runtime is None:
+            field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
+            raise Unavailable(field, got, binding.readiness)
+        settings = resolve_request(keys, binding.config)
+        if settings is None:
+            return
+        settings.check_prompt(len(req.origin_input_ids))
+        _check_request_kind(settings, recv_req)
+        req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
+    except ValueError as error:
+        req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
+        return
+    except torch.OutOfMemoryError as error:
+        req.set_finish_with_abort(
+            f"kv_budget: no device memory for the recording buffers ({error}); lower "
+            "max_tracked_requests or --mem-fraction-static",
+            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            err_type="ServiceUnavailableError",
+        )
+        return
+    if req.skipkv.keeps_prompt_private:
+        req.skip_radix_cache_insert = True
+
+
+def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
+    """Requests whose rows are not plain token lists, or are handed on, cannot change their KV."""
+    if not settings.changes_kv:
+        return
+    field = "kv_budget" if settings.evicts else "steering"
+    beam_width = recv_req.sampling_params.beam_width or 1
+    ways = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
+    without = f"one of both ({' and '.join(way for on, way in ways if on)} lets it be)"
+    if beam_width > 1:
+        raise SettingError(field, "no beam search beside it", f"beam_width={beam_width}", without)
+    # A session_id alone is a name for metrics and caches' events; it changes no prompt.
+    if recv_req.session_params is not None:
+        raise SettingError(field, "no session beside it", "session_params", without)
+    captures = recv_req.return_routed_experts or recv_req.return_indexer_topk
+    if settings.evicts and captures:
+        got = "return_routed_experts or return_indexer_topk"
+        raise SettingError(field, "no per-token capture of the row beside it", got, without)
+
+
+def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
+    """AROUND ``Scheduler.init_req_max_new_tokens``: a budgeted request is bounded by the context
+    only.
+
+    SGLang also cuts ``max_new_tokens`` to what the pool could hold of the whole trace. A budgeted
+    call never holds its whole trace.
+    """
+    state, params = state_of(req), req.sampling_params
+    wanted, wanted_min = params.max_new_tokens, params.min_new_tokens
+    original(scheduler, req)
+    if state is None or not state.settings.evicts or req.to_finish is not None:
+        return
+    prompt_tokens = len(req.origin_input_ids)
+    peak_row_tokens = prompt_tokens + max(
+        state.settings.peak_budgeted_tokens() - state.budgeted_tokens(prompt_tokens), 1
+    )
+    if not state.runtime.fits_pool(peak_row_tokens):
+        return
+    limit = scheduler.model_config.context_len - 1 - prompt_tokens - 1
+    for bound in (wanted, scheduler.max_new_tokens_limit or None):
+        limit = min(limit, bound) if bound is not None else limit
+    params.max_new_tokens = max(limit, 0)
+    params.min_new_tokens = min(wanted_min, params.max_new_tokens)
+
+
+def refuse_unrecomputable(
+    original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
+) -> None:
+    """AROUND ``Scheduler._add_request_to_queue``: a retracted request that cannot come back ends
+    here.
+
+    Its KV is gone, there was no room to back it up, and its whole trace is longer than the pool, so
+    it would wait for ever.
+    """
+    if req.is_retracted and is_stranded(req):
+        end_stranded(scheduler, req)
+    else:
+        original(scheduler, req, is_retracted=is_retracted)
+
+
+def is_stranded(req: Any) -> bool:
+    """Whether a request without KV has neither a backup nor tokens that fit the pool."""
+    state = state_of(req)
+    return (
+        state is not None
+        and state.backup is None
+        and not state.runtime.can_recompute(state, len(req.output_ids))
+    )
+
+
+def end_stranded(scheduler: Any, req: Any) -> None:
+    """Answer a request that nobody can go on with."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    state = req.skipkv
+    if state.runtime.backs_up:
+        why, others = "the KV pool ran full and nothing else could give way", "Lower the load, or "
+        others += "raise retraction_backup_bytes (host memory),"
+    else:
+        why, others = "pause_generation (mode retract) took its KV", "Pause in_place, or raise"
+    reason = FINISH_ABORT(
+        f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
+        f"{state.prompt_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+        f"({state.runtime.pool_tokens} tokens). {others} --max-total-tokens or "
+        "--mem-fraction-static.",
+        status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+        err_type="InternalServerError",
+    )
+    logger.error(reason.message)
+    state.runtime.close(state, 0, req.output_ids, "abort")
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)

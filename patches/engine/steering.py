@@ -1,0 +1,91 @@
+"""Steering inside the model: the residual stream after one decoder layer.
+
+SGLang keeps a layer's output in two parts: the residual so far, and the layer's own contribution
+that the next layer's norm adds (and, with tensor parallelism, first reduces over the ranks). The
+residual is complete and the same on every rank, so adding to it in place is adding to the layer's
+output exactly once. Replacing the output would be refused by ``ResidualStream.check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.graph_capture import is_capturing
+from sgl_skipkv.request.state import RequestState
+from sgl_skipkv.steering.steerer import Steerer
+from sgl_skipkv.steering.vector import FIELD
+
+
+def decoder_layers(model: Any) -> Any:
+    """The decoder layers of a Llama, Qwen2 or Qwen3 type model.
+
+    Raises:
+        SettingError: a model that keeps them elsewhere.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        expected = "a model with `model.layers` (Llama, Qwen2 and Qwen3 types)"
+        raise SettingError(FIELD, expected, type(model).__name__, "no steering for this model")
+    return layers
+
+
+def attach_steering(model: Any, steerer: Steerer) -> None:
+    """Let the vector's layer add it to what the next layer reads."""
+
+    def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        _, _, forward_batch = args
+        if forward_batch.forward_mode.is_decode():
+            if steerer.calls or is_capturing():
+                rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
+                steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
+        elif steerer.factors is not None:
+            steerer.prefill(residual_of(forward_batch))
+
+    decoder_layers(model)[steerer.layer].register_forward_hook(steer)
+
+
+def residual_of(forward_batch: Any) -> Tensor:
+    """float [tokens, D], what the layer that just ran adds its output to."""
+    from sglang.srt.layers.layer_boundary.residual.batch import stream_of
+
+    residual: Tensor | None = stream_of(forward_batch).residual
+    tokens = forward_batch.input_ids.shape[0]
+    assert residual is not None and residual.shape[0] == tokens, "residual rows are tokens"
+    return residual
+
+
+def prepare_prefill(
+    runtime: Runtime, batch: Any, states: Sequence[RequestState | None], firsts: Sequence[int]
+) -> None:
+    """Set every steered row up for decoding, and the factors of generated tokens among the prompts.
+
+    Prompts are not steered. After a retraction the prefill computes generated tokens once more, and
+    they get what they got as they were new.
+
+    Args:
+        firsts: logical position of each request's first token in this prefill.
+    """
+    steerer = runtime.steerer
+    if steerer is None or not steerer.calls:
+        return
+    factors: list[float] = []
+    spans = zip(firsts, batch.extend_lens, strict=True)
+    for req, state, (first, count) in zip(batch.reqs, states, spans, strict=True):
+        mine = [0.0] * count
+        if state is not None and state.schedule is not None:
+            schedule = state.schedule.copy()
+            generated = first + count - state.prompt_tokens
+            given = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
+            mine[count - len(given) :] = given
+            assert state.row is not None
+            steerer.start(state.row, schedule)
+        factors.extend(mine)
+    if any(factors):
+        steerer.factors = device_tensor(factors, runtime.recorder.device, torch.float32)

@@ -1,0 +1,79 @@
+"""Command-line flags, and how a server's settings reach its processes.
+
+SGLang pickles ``ServerArgs`` to every process it spawns, private attributes included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
+from sgl_skipkv.steering.vector import SteeringVector
+
+# Flag -> (name in ServerConfig, type, help).
+FLAGS: dict[str, tuple[str, type, str]] = {
+    "--kv-budget": ("kv_budget", int, "KV tokens kept for what a request generates, by default."),
+    "--kv-policy": ("kv_policy", str, "Eviction policy of requests that name none."),
+    "--kv-interval": ("kv_interval", int, "Generated tokens between two compactions of a request."),
+    "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a request may ask for."),
+    "--steering-vector": ("steering_vector", str, "A safetensors file with a steering vector."),
+    "--steering": ("steering", float, "Steering strength of requests that name none."),
+    "--steering-gamma": ("steering_gamma", float, "Strength added per non-execution sentence."),
+    "--skipkv-trace": ("trace", str, "Append one JSON line per compaction to this file."),
+}
+CONFIG_FLAG = "--skipkv-config"
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER ``ServerArgs.add_cli_args``."""
+    group = parser.add_argument_group("sgl_skipkv", "A KV budget for every request.")
+    for flag, (_, kind, text) in FLAGS.items():
+        group.add_argument(flag, type=kind, default=None, help=text)
+    group.add_argument(CONFIG_FLAG, default=None, help="A JSON file with sgl_skipkv's settings.")
+
+
+def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
+    """AFTER ``ServerArgs.from_cli_args``: validate now, so a wrong value or a malformed steering
+    file stops the start before a model is loaded. Whether the file fits the model is seen then.
+    """
+    given = {
+        name: getattr(args, _dest(flag))
+        for flag, (name, _, _) in FLAGS.items()
+        if getattr(args, _dest(flag), None) is not None
+    }
+    config = settings_or_exit(given, getattr(args, _dest(CONFIG_FLAG), None))
+    server_args._skipkv = config.model_dump(exclude_unset=True)
+
+
+def settings_or_exit(
+    given: Mapping[str, Any] | None = None, config_file: str | None = None
+) -> ServerConfig:
+    """The operator's settings, the steering file that they name looked into.
+
+    Raises:
+        SystemExit: a wrong value or a malformed file, in one line. No other exception of a plugin
+            gets through SGLang.
+    """
+    try:
+        config = load_server_config(given, config_file=config_file)
+        if config.steering_vector is not None:
+            SteeringVector.load(config.steering_vector)
+    except SettingError as error:
+        raise SystemExit(f"sgl_skipkv: {error}") from error
+    return config
+
+
+def config_of(server_args: Any) -> ServerConfig:
+    """The settings that came with these server args; ``sgl.Engine`` has the environment only.
+
+    Raises:
+        SettingError: a wrong value in the environment.
+    """
+    given = getattr(server_args, "_skipkv", None)
+    return load_server_config(given, environ={} if given is not None else None)
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

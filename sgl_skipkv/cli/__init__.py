@@ -1,0 +1,1 @@
+"""Commands: ``skipkv`` and the server process that tests and benchmarks start."""

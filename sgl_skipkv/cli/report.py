@@ -1,0 +1,170 @@
+"""``skipkv report``: what padding costs a static batch, and how many requests fit a KV pool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sgl_skipkv.cli.tokenizer_files import load_tokenizer
+from sgl_skipkv.config import ServerConfig, SettingError
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Padding of prompts in static batches, tokens per prompt, in file order and sorted."""
+
+    prompts: int
+    unsorted_tokens: float
+    sorted_tokens: float
+
+    def valid_budgets(self, kv_budget: int) -> tuple[int, int]:
+        """What is left of a budget that pays for padding: in file order, and sorted."""
+        return round(kv_budget - self.unsorted_tokens), round(kv_budget - self.sorted_tokens)
+
+
+def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
+    """Mean padding of static batches.
+
+    ``pad = max over the batch of Np - Np``; sorting by length before cutting into batches is the
+    paper's batch grouping. A paged engine pads nothing, so its requests keep the whole budget.
+
+    Source: SkipKV (arXiv 2512.07993) section 4.3, eq. 12 and table 3.
+
+    Args:
+        prompt_tokens: length of each prompt, in file order.
+        batch: prompts per batch; the last one may be smaller.
+
+    Raises:
+        SettingError: no prompts, or a batch below 1.
+    """
+    if not prompt_tokens:
+        raise SettingError("file", "at least one prompt", 0, "a file with prompts")
+    if batch < 1:
+        raise SettingError("batch", "an integer of at least 1", batch, "10, as in the paper")
+
+    def mean(lengths: Sequence[int]) -> float:
+        batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
+        return sum(max(one) * len(one) - sum(one) for one in batches) / len(lengths)
+
+    return Padding(len(prompt_tokens), mean(prompt_tokens), mean(sorted(prompt_tokens)))
+
+
+def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[int]:
+    """Prompt lengths from a JSON list of counts, or from JSON lines and a tokenizer.
+
+    Args:
+        path: ``.json`` with a list of integers, or ``.jsonl`` with one object per prompt.
+        tokenizer: folder or name, for Transformers; only for ``.jsonl``.
+        field: the prompt's name in each object.
+
+    Raises:
+        SettingError: a file of neither kind, a missing field, or no tokenizer for text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            counts = json.loads(text)
+            if not isinstance(counts, list) or any(type(count) is not int for count in counts):
+                raise SettingError("file", "a JSON list of token counts", counts, "a .jsonl file")
+            return counts
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except OSError as error:
+        got = f"{path} ({error.strerror})"
+        raise SettingError("file", "a readable file", got, ".json or .jsonl") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SettingError("file", "JSON", f"{path} ({error})", ".json or .jsonl") from error
+    if tokenizer is None:
+        choices = "a folder or name that Transformers loads"
+        raise SettingError("tokenizer", "a tokenizer, because the file holds text", None, choices)
+    encode = load_tokenizer("tokenizer", tokenizer).encode
+    for line in lines:
+        if not isinstance(line, dict) or not isinstance(line.get(field), str):
+            known = ", ".join(line) if isinstance(line, dict) else "JSON objects"
+            raise SettingError("field", "the name of a text field in every line", field, known)
+    return [len(encode(line[field])) for line in lines]
+
+
+def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
+    """Keys and values of one token in all layers: ``2 * layers * Hkv * d * value_bytes``.
+
+    Args:
+        config: a model's ``config.json``.
+        value_bytes: of one cached value; 2 for float16 and bfloat16, 1 for float8.
+
+    Raises:
+        SettingError: the configuration lacks a size.
+    """
+    sizes = _sizes(config)
+    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * value_bytes
+
+
+def recorded_bytes(
+    config: dict[str, Any], calls: int, kv_budget: int, settings: ServerConfig, value_bytes: int
+) -> dict[str, int]:
+    """What the plugin holds beside the KV pool for so many running requests, by kind.
+
+    ``rings = layers * (rings + 1) * window * Hq * d * value_bytes``, recent queries that requests
+    take turns on; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D + S))`` and a few
+    bytes, the tables of sentence vectors. Both are taken before the pool is sized. ``carried = 4 *
+    layers * Hkv`` bytes per kept token, on a GPU with a policy that scores redundancy: which token
+    each key spares, from one compaction to the next. ``work``, what a compaction takes at once
+    there: ``compaction_work_bytes``. Room for both is kept.
+
+    Args:
+        config: a model's ``config.json``.
+        requests: that run at once and are tracked.
+        settings: of the server; ``query_window``, ``query_rings``, ``max_sentences`` and
+            ``compaction_work_bytes`` count.
+        value_bytes: of one recorded number: as in the cache, or as in the model if that is float8.
+
+    Raises:
+        SettingError: the configuration lacks a size.
+    """
+    sizes, slots = _sizes(config), calls + 1
+    ring = sizes.layers * settings.query_window * sizes.heads * sizes.head_dim * value_bytes
+    stored = settings.max_sentences * (sizes.hidden_size * value_bytes + 4)
+    return {
+        # 32: a loan. 14: the running sentence's number, length, flag and preset.
+        "rings": (settings.rings(calls) + 1) * ring + 32 * slots,
+        "sentences": slots * (stored + 4 * sizes.hidden_size + 14),
+        "carried": 4 * sizes.layers * sizes.kv_heads * kv_budget * calls,
+        "work": settings.compaction_work_bytes,
+    }
+
+
+class _Sizes(NamedTuple):
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+
+
+def _sizes(config: dict[str, Any]) -> _Sizes:
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return _Sizes(
+            int(config["num_hidden_layers"]),
+            heads,
+            int(config.get("num_key_value_heads") or heads),
+            int(config.get("head_dim") or hidden // heads),
+            hidden,
+        )
+    except KeyError as error:
+        raise SettingError(
+            "model", "a config.json of a decoder", f"one without {error.args[0]}", "another model"
+        ) from error
+
+
+def capacity(pool_tokens: int, row_tokens: int) -> int:
+    """Requests that a KV pool holds at once: ``pool / row``.
+
+    Args:
+        pool_tokens: KV tokens of the pool.
+        row_tokens: most that a request ever holds: its prompt, unless that is shared in the radix
+            cache, and ``kv_budget + interval + 1``, or its whole output without a budget.
+    """
+    return pool_tokens // row_tokens

@@ -1,0 +1,1 @@
+"""SGLang's platform plugin and attention for machines without an accelerator."""

@@ -1,0 +1,1 @@
+"""Copies in host memory: what retracted requests held."""

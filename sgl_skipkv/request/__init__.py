@@ -1,0 +1,1 @@
+"""What one request asked for, and what is known of it."""

@@ -1,0 +1,271 @@
+"""What one request may ask for: the four keys of the API, validated against the server's settings.
+
+The keys mean the same on every way in. ``custom_params`` of SGLang's sampling parameters is the
+wire format behind all of them; ``take_keys`` and ``RequestSettings`` are the only code that reads
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief, build
+from sgl_skipkv.policy import Policy, policy_class
+
+KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
+#: policy of a request that is steered and has no budget
+FULL: Final = "full"
+
+# Knobs whose default is a setting of the server: parameter -> setting.
+_SERVER_DEFAULTS: Final = {
+    "interval": "kv_interval",
+    "protect_prompt": "protect_prompt",
+    "count_prompt": "count_prompt",
+    "delimiters": "delimiters",
+}
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """One request's policy, budget and steering.
+
+    Attributes:
+        policy: with its parameters.
+        kv_budget: tokens kept after each compaction; None only for a policy that never evicts.
+        steering: ``alpha_0``; None for a request that is not steered.
+    """
+
+    policy: Policy
+    kv_budget: int | None
+    steering: float | None = None
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy.evicts and self.kv_budget is not None
+
+    @property
+    def steers(self) -> bool:
+        return self.steering is not None
+
+    @property
+    def changes_kv(self) -> bool:
+        """Whether the KV of generated tokens is not what another request would compute for them."""
+        return self.evicts or self.steers
+
+    def budget_after(self, compactions: int) -> int:
+        """The policy's budget after this many compactions."""
+        assert self.kv_budget is not None
+        return self.policy.budget_after(self.kv_budget, compactions)
+
+    def keep_tokens(self, prompt_tokens: int, compactions: int = 1) -> int:
+        """Cached tokens after this many compactions, prompt included."""
+        return self.budget_after(compactions) + self.prompt_on_top(prompt_tokens)
+
+    def prompt_on_top(self, prompt_tokens: int) -> int:
+        """Prompt tokens that do not count against the budget."""
+        return 0 if self.policy.params.count_prompt else prompt_tokens
+
+    def budgeted_tokens(self, row_tokens: int, prompt_tokens: int) -> int:
+        """What counts against the budget, of a row with this many cached tokens."""
+        return row_tokens - self.prompt_on_top(prompt_tokens)
+
+    def peak_budgeted_tokens(self) -> int:
+        """Most that ever counts against the budget: ``kv_budget + interval + 1``."""
+        assert self.kv_budget is not None
+        return self.kv_budget + self.policy.params.interval + 1
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Refuse a budget that the prompt alone uses up (``count_prompt`` with a pinned prompt).
+
+        Raises:
+            SettingError: no room is left for generated tokens.
+        """
+        params = self.policy.params
+        if self.kv_budget is None or not (params.count_prompt and params.protect_prompt):
+            return
+        if not self.policy.evicts:
+            return  # the server's budget, and a request that opts out
+        least = prompt_tokens + self.policy.min_budget_tokens
+        if self.kv_budget < least:
+            raise SettingError(
+                "kv_budget",
+                f"an integer in [{least}, {BUDGET_LIMIT_TOKENS}], because count_prompt counts "
+                f"{prompt_tokens} prompt tokens and protect_prompt keeps them",
+                self.kv_budget,
+                "a larger budget, count_prompt: false or protect_prompt: false",
+            )
+
+
+def take_keys(holder: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a mapping into (the rest, our keys that are set). ``None`` counts as not set."""
+    rest = {name: value for name, value in holder.items() if name not in KEYS}
+    ours = {name: holder[name] for name in KEYS if holder.get(name) is not None}
+    return rest, ours
+
+
+def misspelt_keys(names: Iterable[object]) -> list[str]:
+    """Names that are meant for us and are no key: ``kv_bugdet``, ``kv-budget``, ``skipkv_budget``,
+    and ``kv_interval``, which is a setting of the server.
+
+    Others' names may stand beside ours, so an unknown name is no error. One of these is: its
+    request would run without what its sender counts on.
+    """
+    return [name for name in names if isinstance(name, str) and _misspelt(name)]
+
+
+def refuse_misspelt(names: Iterable[object]) -> None:
+    """Raise for the first of ``misspelt_keys``.
+
+    Raises:
+        SettingError: naming it.
+    """
+    for name in misspelt_keys(names):
+        raise SettingError(brief(name)[1:-1], "a key of a request", name, ", ".join(KEYS))
+
+
+def _misspelt(name: str) -> bool:
+    if name in KEYS:
+        return False
+    if name[: len(_PREFIX)].lower() == _PREFIX:
+        return True
+    if len(name) > _LONGEST_OF_OURS + 1:  # whoever sends long names does not make us look closer
+        return False
+    plain = name.lower().replace("-", "_")
+    return plain in _SETTINGS or not _NEAR_KEYS.isdisjoint(_with_one_less(plain))
+
+
+def _with_one_less(name: str) -> set[str]:
+    """The name, and what is left of it without any one character. Names for which these meet differ
+    by a character that is missing, wrong, or in its neighbour's place."""
+    return {name} | {name[:i] + name[i + 1 :] for i in range(len(name))}
+
+
+_PREFIX: Final = "skipkv"
+# ``steering_capture`` is also the mark of what `skipkv steering extract` sends.
+_SETTINGS: Final = {
+    name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
+} - {"steering_capture"}
+_LONGEST_OF_OURS: Final = max(map(len, _SETTINGS))
+_NEAR_KEYS: Final = frozenset().union(*map(_with_one_less, KEYS))
+
+
+def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSettings | None:
+    """The settings of one request, or None where neither the request nor the server asked for any.
+
+    Raises:
+        SettingError: wrong type or range, unknown policy or parameter, ``steering`` without a
+            vector, or a policy without a budget.
+    """
+    steering = _resolve_steering(keys.get("steering"), server)
+    kv_budget = keys.get("kv_budget", server.kv_budget)
+    policy = _resolve_policy(keys, server)
+    if kv_budget is None:
+        if not {"kv_policy", "kv_params"} & keys.keys():
+            if steering is None:
+                return None
+            return RequestSettings(_resolve_policy({"kv_policy": FULL}, server), None, steering)
+        if policy.evicts:
+            raise SettingError(
+                "kv_budget",
+                "an integer, because kv_policy and kv_params mean nothing without a budget",
+                None,
+                "add kv_budget, or start the server with --kv-budget",
+            )
+        return RequestSettings(policy, None, steering)
+    _check_budget(kv_budget, policy, server)
+    return RequestSettings(policy, kv_budget, steering)
+
+
+def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
+    name = keys.get("kv_policy", server.kv_policy)
+    cls = policy_class(name)
+    parameters = _parameters(keys.get("kv_params"), name, server)
+    if all(parameter in cls.Params.model_fields for parameter in parameters):
+        parameters = {
+            **_server_parameters(server),
+            **parameters,
+        }  # an unknown parameter is reported as it was written
+    return cls(build(cls.Params, parameters, prefix="kv_params."))
+
+
+def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> None:
+    params = policy.params
+    least, detail = 1, ""
+    if policy.evicts:
+        least = policy.min_budget_tokens
+        detail = f" for policy {policy.name} (sink {params.sink} + window {params.window} + 1)"
+    # type(), not isinstance(): True is an int, and no budget.
+    if type(kv_budget) is not int or not least <= kv_budget <= server.kv_budget_max:
+        raise SettingError(
+            "kv_budget",
+            f"an integer in [{least}, {server.kv_budget_max}]{detail}",
+            kv_budget,
+            "any integer in that range, or leave it out for the server default",
+        )
+    if policy.needs_queries and params.window > server.query_window:
+        raise SettingError(
+            "kv_params.window",
+            f"an integer in [1, {server.query_window}], the server's query_window",
+            params.window,
+            "a smaller window, or a server with a larger query_window",
+        )
+
+
+def check_server_defaults(server: ServerConfig) -> None:
+    """Validate the server's own default policy, parameters and budget, as a request would be.
+
+    Raises:
+        SettingError: the operator's mistake, found at start.
+    """
+    try:
+        policy = _resolve_policy({}, server)
+    except SettingError as error:
+        parameter = error.field.removeprefix("kv_params.")
+        setting = _SERVER_DEFAULTS.get(parameter)
+        if setting is None or parameter in server.kv_params:
+            raise
+        # The operator wrote the setting that became this parameter.
+        raise SettingError(setting, error.expected, error.got, error.choices) from None
+    if policy.evicts and server.kv_budget_max < policy.min_budget_tokens:
+        raise SettingError(
+            "kv_budget_max",
+            f"an integer in [{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}], room for the "
+            f"smallest budget of policy {policy.name}",
+            server.kv_budget_max,
+            "any integer in that range, or leave it out",
+        )
+    resolve_request(
+        {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}, server
+    )
+
+
+def _server_parameters(server: ServerConfig) -> dict[str, Any]:
+    return {parameter: getattr(server, setting) for parameter, setting in _SERVER_DEFAULTS.items()}
+
+
+def _parameters(asked: object, policy_name: str, server: ServerConfig) -> dict[str, Any]:
+    if asked is not None and not isinstance(asked, Mapping):
+        known = ", ".join(policy_class(policy_name).Params.model_fields)
+        raise SettingError("kv_params", "an object of parameters by name", asked, known)
+    defaults = server.kv_params if policy_name == server.kv_policy else {}
+    return {**defaults, **(asked or {})}
+
+
+def _resolve_steering(value: object, server: ServerConfig) -> float | None:
+    """``alpha_0`` of a request: its own, the server's, or None for no steering."""
+    if value is None:
+        return server.steering
+    if value is False:
+        return None
+    limit = server.steering_max
+    expected = f"false or a number in [{-limit:g}, {limit:g}]"
+    choices = "a number in that range, false, or leave it out for the server default"
+    # Compared as it is: NaN is in no range, and an integer may be too large for a float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= limit:
+        if server.steering_vector is not None:
+            return float(value)
+        expected = "false or nothing, because this server has no steering vector"
+        choices = "false, or leave it out (--steering-vector lets a server steer)"
+    raise SettingError("steering", expected, value, choices)

@@ -1,0 +1,41 @@
+"""What a finished request reports about itself: ``meta_info["skipkv"]`` and the trace's last
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sgl_skipkv.request.state import RequestState
+
+META_KEY: Final = "skipkv"
+"""Where it stands in ``meta_info``."""
+
+
+def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) -> dict[str, Any]:
+    """Counts of one request, under the names that ``docs/settings.md`` explains.
+
+    Args:
+        generated: tokens that were generated and fed again.
+        output_ids: all that were generated.
+    """
+    count_prompt = state.settings.policy.params.count_prompt
+    full = generated + (state.prompt_tokens if count_prompt else 0)
+    summary = {
+        "policy": state.settings.policy.name,
+        "kv_budget": state.settings.kv_budget,
+        "compactions": state.compactions,
+        "evicted_tokens": state.total_evicted_tokens,
+        "kv_tokens": max(full - state.evicted_tokens, 0),
+        "peak_kv_tokens": state.peak_budgeted_tokens,
+        "mean_kv_tokens": round(state.budgeted_token_steps / max(state.observed_steps, 1), 1),
+        "full_kv_tokens": full,
+        "sentences": len(state.tracker.closed),
+        "evicted_sentences": state.evicted_sentences,
+    }
+    if state.schedule is not None:
+        steered = state.schedule.copy()
+        steered.feed(output_ids)
+        summary["nonexecution_sentences"] = steered.nonexecution_sentences
+        summary["steering_alpha"] = round(steered.alpha, 6)
+    return {name: value for name, value in summary.items() if value is not None}

@@ -1,0 +1,68 @@
+"""Sums over thoughts, which add up: what a steering vector is the difference of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClassStatistics:
+    """Sums over the thoughts of one or many traces; [2] is (non-execution, execution).
+
+    Attributes:
+        total: float64 [2, layers, D], sum of hidden states.
+        squares: float64 [2, layers], sum of their squared norms.
+        count: int64 [2], thoughts.
+    """
+
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    def __add__(self, other: ClassStatistics) -> ClassStatistics:
+        return ClassStatistics(
+            self.total + other.total, self.squares + other.squares, self.count + other.count
+        )
+
+    def difference(self) -> Tensor:
+        """``mean(execution) - mean(non-execution)``, float64 [layers, D]."""
+        means = self.total / self.count.clamp_min(1)[:, None, None]
+        return means[1] - means[0]
+
+    def separation(self) -> Tensor:
+        """Distance of the means over the standard deviation within the classes, float64 [layers].
+
+        With ``|x|`` the norm over D: ``|m1 - m0| / sqrt(mean over classes of E|x|^2 - |m|^2)``.
+        """
+        means = self.total / self.count.clamp_min(1)[:, None, None]
+        within = self.squares / self.count.clamp_min(1)[:, None] - means.square().sum(dim=2)
+        spread: Tensor = within.clamp_min(0).mean(dim=0).sqrt().clamp_min(1e-12)
+        distance: Tensor = self.difference().norm(dim=1)
+        return distance / spread
+
+
+def class_statistics_of(
+    hidden: Tensor, at: Mapping[int, int], labelled: Iterator[tuple[int, int]]
+) -> ClassStatistics:
+    """ClassStatistics of one trace.
+
+    Args:
+        hidden: float64 [layers, delimiters, D].
+        at: position -> index of the delimiter; a thought whose delimiter is none is left out.
+        labelled: (position, 1 for execution, else 0) of every thought.
+    """
+    layers, _, width = hidden.shape
+    total = torch.zeros(2, layers, width, dtype=torch.float64)
+    squares = torch.zeros(2, layers, dtype=torch.float64)
+    count = torch.zeros(2, dtype=torch.int64)
+    for position, label in labelled:
+        if position in at:
+            state = hidden[:, at[position]]
+            total[label] += state
+            squares[label] += state.square().sum(dim=1)
+            count[label] += 1
+    return ClassStatistics(total, squares, count)

@@ -1,0 +1,210 @@
+"""Adaptive steering: when the vector is added, how strongly, and what a decode step reads.
+
+    strength = alpha_0 + gamma * N_o
+
+at every delimiter inside the thinking part, where ``N_o`` counts the request's closed sentences
+that hold a keyword (SkipKV, arXiv 2512.07993, section 4.2). The device counts for itself, step by
+step (``Steerer``); the CPU repeats the count where it has the tokens anyway: for a prefill that
+computes generated tokens again, and for what the request reports (``Schedule``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.kernels.on_device import uses_triton
+from sgl_skipkv.kernels.reference import (
+    DELIMITER,
+    KEYWORD,
+    THINK_END,
+    THINK_START,
+    steering_step,
+)
+from sgl_skipkv.recording.sentences import PRESETS, Delimiters
+from sgl_skipkv.steering.vector import SteeringVector
+
+#: how the vocabularies of byte-level BPE and SentencePiece write a leading space
+_SPACES: Final = "Ġ▁ "
+_THINK: Final = {"<think>": THINK_START, "</think>": THINK_END}
+
+
+class Vocabulary(Protocol):
+    """The method of a Hugging Face tokenizer that token classes need."""
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+class TokenClasses:
+    """What a token means for steering, compiled for one tokenizer.
+
+    A keyword matches with and without a leading space. A model without a pair of thinking tokens is
+    thinking all the time.
+
+    Args:
+        preset: whose delimiters close a sentence.
+        keywords: each a token of the vocabulary.
+
+    Raises:
+        SettingError: a keyword that is no single token could never be counted.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Vocabulary,
+        delimiters: Delimiters,
+        preset: str,
+        keywords: Sequence[str],
+    ) -> None:
+        size = len(delimiters.bits)
+        vocabulary = {raw: i for raw, i in tokenizer.get_vocab().items() if i < size}
+        self.bits = bytearray(
+            DELIMITER if bits & PRESETS[preset] else 0 for bits in delimiters.bits
+        )
+        found = set()
+        for raw, token_id in vocabulary.items():
+            if raw.lstrip(_SPACES) in keywords:
+                self.bits[token_id] |= KEYWORD
+                found.add(raw.lstrip(_SPACES))
+        if missing := [word for word in keywords if word not in found]:
+            raise SettingError(
+                "keywords",
+                "words that are one token of this model's vocabulary",
+                ",".join(missing),
+                "other keywords, or a vector that was made with other keywords",
+            )
+        self.has_thinking = vocabulary.keys() >= _THINK.keys()
+        if self.has_thinking:
+            for name, bit in _THINK.items():
+                self.bits[vocabulary[name]] |= bit
+
+    def thinks_after(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether generation starts inside the thinking part."""
+        for token_id in reversed(prompt_ids) if self.has_thinking else ():
+            if self[token_id] & (THINK_START | THINK_END):
+                return bool(self[token_id] & THINK_START)
+        return not self.has_thinking
+
+    def __getitem__(self, token_id: int) -> int:
+        return self.bits[token_id] if 0 <= token_id < len(self.bits) else 0
+
+
+class Schedule:
+    """One request's strength, token by token: on the CPU what ``steering_step`` does on the
+    device."""
+
+    def __init__(self, classes: TokenClasses, alpha_0: float, gamma: float, thinks: bool) -> None:
+        self._classes, self._alpha_0, self._gamma = classes, alpha_0, gamma
+        self.thinks = thinks
+        self.keyword_seen = False
+        self.nonexecution_sentences = 0
+
+    def copy(self) -> Schedule:
+        """One that goes on from here by itself."""
+        return copy.copy(self)
+
+    @property
+    def alpha_0(self) -> float:
+        return self._alpha_0
+
+    @property
+    def alpha(self) -> float:
+        """The strength at the next delimiter, if no keyword comes before it."""
+        return self._alpha_0 + self._gamma * self.nonexecution_sentences
+
+    def feed(self, token_ids: Iterable[int]) -> list[float]:
+        """Take the next generated tokens; the factor of the vector at each, 0.0 for none."""
+        factors = []
+        for token_id in token_ids:
+            bits = self._classes[token_id]
+            self.keyword_seen |= bool(bits & KEYWORD)
+            self.thinks = (self.thinks or bool(bits & THINK_START)) and not bits & THINK_END
+            if bits & DELIMITER:
+                self.nonexecution_sentences += self.keyword_seen
+                self.keyword_seen = False
+            factors.append(self.alpha if bits & DELIMITER and self.thinks else 0.0)
+        return factors
+
+
+class Steerer:
+    """The vector and the fixed tables on the device, one entry per row of the page table.
+
+    Attributes:
+        requests: rows that are steered; with none, a step that is not captured skips the addition.
+        factors: of the prefill that is being launched, float32 [tokens]; None for no steering.
+    """
+
+    def __init__(
+        self,
+        vector: SteeringVector,
+        classes: TokenClasses,
+        gamma: float,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.classes, self.gamma = classes, gamma
+        self.layer = vector.origin.layer
+        self.calls = 0
+        self.factors: Tensor | None = None
+        self._vector = vector.values.to(device)
+        self._bits = torch.frombuffer(classes.bits, dtype=torch.uint8).to(device)
+        self.use_rows(0)
+
+    def use_rows(self, rows: int) -> None:
+        """The page table exists, with this many rows: make the tables that steps read."""
+        device = self._vector.device
+        self._steered = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._alpha_0 = torch.zeros(rows, device=device)
+        self._nonexecution = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._keyword_seen = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._thinking = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def schedule(self, alpha_0: float, prompt_ids: Sequence[int]) -> Schedule:
+        """A request's schedule before its first generated token."""
+        return Schedule(self.classes, alpha_0, self.gamma, self.classes.thinks_after(prompt_ids))
+
+    def start(self, row: int, schedule: Schedule) -> None:
+        """The next decode step of the row goes on from here. On the forward pass's stream."""
+        self._steered[row] = True
+        self._alpha_0[row] = schedule.alpha_0
+        self._nonexecution[row] = schedule.nonexecution_sentences
+        self._keyword_seen[row] = schedule.keyword_seen
+        self._thinking[row] = schedule.thinks
+
+    def stop(self, row: int) -> None:
+        """The row goes to somebody else."""
+        self._steered[row] = False
+
+    def nonexecution_sentences(self, row: int) -> int:
+        """The device's own count, for tests; waits for it."""
+        return int(self._nonexecution[row])
+
+    def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """One decode step. residual: float [B, D]; rows, token_ids: int [B]."""
+        tables = {
+            "steered": self._steered,
+            "alpha_0": self._alpha_0,
+            "nonexecution": self._nonexecution,
+            "keyword_seen": self._keyword_seen,
+            "thinking": self._thinking,
+        }
+        if uses_triton(residual.device):
+            from sgl_skipkv.kernels.steering_add import steering_add
+
+            step = (residual, self._vector, rows, token_ids)
+            steering_add(*step, bits=self._bits, gamma=self.gamma, **tables)
+        else:
+            classes = self._bits[token_ids]
+            steering_step(residual, self._vector, rows, classes, gamma=self.gamma, **tables)
+
+    def prefill(self, residual: Tensor) -> None:
+        """The prefill for which ``factors`` was set. residual: float [tokens, D]."""
+        assert self.factors is not None
+        factors = self.factors.unsqueeze(1)
+        moved = (residual.float() + factors * self._vector).to(residual.dtype)
+        residual.copy_(torch.where(factors != 0, moved, residual))

@@ -1,0 +1,314 @@
+"""One scheduler process on the CPU without a model: SGLang's real pools, tree, requests, batches.
+
+``World`` is built and receives requests here, and turns in ``pool_loop.py``. Only the forward pass
+is made up (``pool_forward.py``); everything is held against plain books (``pool_books.py``).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pool_books import (
+    CONTEXT,
+    DELIMITER,
+    HEAD_DIM,
+    HIDDEN,
+    KV_HEADS,
+    KV_TOKEN_BYTES,
+    POOL,
+    QUERY_HEADS,
+    ROWS,
+    STOP,
+    TRACKED,
+    VOCAB,
+)
+from pool_forward import ForwardStream, ScheduleStream
+from pool_loop import Loop
+from pool_steering import GAMMA, make_steerer
+
+
+def reuse_newest_first(allocator: Any) -> None:
+    """A slot that was just freed is the next that is given out, and not the last."""
+    original = allocator.alloc
+
+    def alloc(need_size: int) -> Any:
+        allocator.free_pages = allocator.free_pages.flip(0)
+        slots = original(need_size)
+        allocator.free_pages = allocator.free_pages.flip(0)
+        return slots
+
+    allocator.alloc = alloc
+
+
+class World(Loop):
+    """The scheduler's state, by the names that SGLang and the hooks use on ``Scheduler``."""
+
+    # What the hooked methods of the real Scheduler read.
+    max_new_tokens_limit = sliding_window_size = None
+    kv_shard_widening = page_size = 1
+    max_total_num_tokens, max_req_len = POOL, POOL - 1
+    processed_tokens_counter = 0
+
+    def __init__(
+        self,
+        *,
+        tree_core: str = "rust",
+        overlap: bool = True,
+        late: bool = False,
+        newest_first: bool = False,
+        chunk: int | None = None,
+        token_ratio: float = 0.3,
+        backup_bytes: int = 0,
+        work_bytes: int = 96 << 20,
+        head_dim: int = HEAD_DIM,
+        check_ledger: bool = True,
+    ) -> None:
+        from sglang.srt.disaggregation.utils import DisaggregationMode
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        super().__init__()
+        self.head_dim = head_dim
+        self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
+        self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.spec_algorithm = SpeculativeAlgorithm.NONE
+        self.model_config = SimpleNamespace(
+            vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
+        )
+        self.req_to_token_pool = ReqToTokenPool(
+            size=ROWS, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False
+        )
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
+            size=POOL,
+            dtype=torch.float32,
+            device="cpu",
+            need_sort=False,
+            kvcache=MHATokenToKVPool(
+                size=POOL,
+                page_size=1,
+                dtype=torch.float32,
+                head_num=KV_HEADS,
+                head_dim=head_dim,
+                layer_num=1,
+                device="cpu",
+                enable_memory_saver=False,
+            ),
+        )
+        if newest_first:
+            reuse_newest_first(self.token_to_kv_pool_allocator)
+        self.tree_cache = UnifiedRadixCache(
+            params=CacheInitParams(
+                req_to_token_pool=self.req_to_token_pool,
+                token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+                page_size=1,
+                disable=False,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=tree_core,
+            )
+        )
+        assert self.tree_cache._tree_core_backend == tree_core
+        self.running_batch = ScheduleBatch(reqs=[])
+        self.last_batch: Any = None
+        self.chunked_req: Any = None
+        self.result_queue: list[tuple[Any, list[int | None]]] = []
+        self.waiting_queue: list[Any] = []
+        self.aborted: list[Any] = []
+        self.finished: list[Any] = []
+        # Held to the end: what a request fails to let go must not go with it, whenever that is.
+        self.arrived: list[Any] = []
+        self.retract_now = False
+        self.pending_chunk_abort = False
+        self._bind(backup_bytes, work_bytes, check_ledger)
+
+    def _bind(self, backup_bytes: int, work_bytes: int, check_ledger: bool) -> None:
+        from sgl_skipkv.config import ServerConfig
+        from sgl_skipkv.eviction.runtime import Runtime
+        from sgl_skipkv.patches.engine.binding import Binding
+        from sgl_skipkv.patches.engine.metrics import Metrics
+        from sgl_skipkv.patches.engine.poison import Poison
+        from sgl_skipkv.patches.readiness import Readiness
+        from sgl_skipkv.recording.recorder import ModelShape, Recorder
+        from sgl_skipkv.recording.sentences import Delimiters
+
+        config = ServerConfig(
+            query_window=4,
+            query_rings=1,
+            max_sentences=8,
+            max_tracked_requests=TRACKED,
+            retraction_backup_bytes=backup_bytes,
+            compaction_work_bytes=work_bytes,
+            check_ledger=check_ledger,
+            poison_evicted=True,
+            steering_vector="none.safetensors",
+            steering_gamma=GAMMA,
+        )
+        delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
+        self.recorder = Recorder(
+            ModelShape(1, QUERY_HEADS, self.head_dim, HIDDEN),
+            slots=TRACKED,
+            rings=config.rings(TRACKED),
+            query_window=config.query_window,
+            max_sentences=config.max_sentences,
+            delimiters=delimiters,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.recorder.slots.use_rows(ROWS + 1)
+        self.runtime = Runtime(
+            config,
+            delimiters,
+            recorder=self.recorder,
+            layers=1,
+            scale=self.head_dim**-0.5,
+            pool_tokens=POOL,
+            kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
+            steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
+        )
+        ready = Readiness((), enabled=False)
+        self.skipkv = Binding(
+            *(config, ready, self.runtime, self, Metrics(None, ready)), poison=Poison()
+        )
+        self.req_to_token_pool.skipkv = self.skipkv
+
+    # -- what the hooked methods of the real Scheduler call
+
+    def _set_or_validate_priority(self, req: Any) -> bool:
+        return True
+
+    def _abort_on_queued_limit(self, req: Any) -> bool:
+        return False
+
+    def _prefetch_kvcache(self, req: Any) -> None:
+        return None
+
+    def send_abort_output(self, abort: Any, req: Any) -> None:
+        self.count["refused"] += 1
+        self.aborted.append(req)
+
+    # -- requests
+
+    def arrive(
+        self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True, **keys: Any
+    ) -> Any:
+        """A request is received: state, limits, queue. ``keys`` are those of the API."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        from sgl_skipkv.patches.engine.scheduler import open_request
+
+        self.count["arrived"] += 1
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, custom_params=keys or None
+        )
+        params.normalize(None)
+        req = Req(
+            rid=f"r{self.count['arrived']}",
+            origin_input_text="",
+            origin_input_ids=array("q", prompt),
+            sampling_params=params,
+            eos_token_ids={STOP},
+            vocab_size=VOCAB,
+        )
+        self.arrived.append(req)
+        received = SimpleNamespace(
+            sampling_params=params,
+            session_params=None,
+            session_id=None,
+            return_routed_experts=False,
+            return_indexer_topk=False,
+        )
+        open_request(req, self, received)
+        if req.to_finish is not None:
+            return req
+        Scheduler.init_req_max_new_tokens(self, req)
+        Scheduler._add_request_to_queue(self, req)
+        return req
+
+    def abort(self, req: Any) -> None:
+        """``Scheduler.abort_request``: by where the request is."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        from sgl_skipkv.patches.engine.backup import drop_backup
+
+        self.count["aborts"] += 1
+        if req in self.waiting_queue:
+            self.waiting_queue.remove(req)
+            self.backed_up.pop(req.rid, None)
+            drop_backup(None, self, None, req)
+        elif req is self.chunked_req:
+            self.pending_chunk_abort = True
+        elif not req.finished():
+            req.to_finish = FINISH_ABORT("Aborted")
+
+    def pause(self) -> None:
+        """``Scheduler.pause_generation(mode="retract")``: everybody gives way, and queues again."""
+        from sgl_skipkv.patches.engine.backup import forget_backups
+
+        forget_backups(World._pause, self, SimpleNamespace(mode="retract"))
+        self.backed_up.clear()
+        assert not self.runtime.host_memory.used_bytes, "KV that must be computed again"
+
+    def _pause(self, _: Any) -> None:
+        from sglang.srt.managers.schedule_batch import retract_all
+        from sglang.srt.managers.scheduler import Scheduler
+
+        self._process(0)
+        running = [req for req in self.owners() if not req.finished()]
+        self.last_batch = None
+        retract_all(
+            reqs=running,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=None,
+        )
+        for req in running:
+            self._lose_row(req)
+            Scheduler._add_request_to_queue(self, req)
+        self.running_batch.filter_batch(keep_indices=[])
+        self.running_batch.batch_is_full = False
+        self.chunked_req = None
+
+    def flush(self) -> bool:
+        """``Scheduler.flush_cache``: only an idle server does it."""
+        if not self.is_idle():
+            return False
+        self.last_batch = None
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        return True
+
+    def evict_tree(self, tokens: int) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.tree_cache.evict(EvictParams(num_tokens=tokens))
+
+    def drain(self) -> None:
+        """Abort everything, run dry, empty the tree: nothing may be left anywhere."""
+        for req in [*self.waiting_queue, *self.owners()]:
+            self.abort(req)
+        for _ in range(20):  # a prompt in chunks is prefilled to its end, aborted or not
+            self.step()
+            self.check()
+            if self.is_idle():
+                break
+        assert self.is_idle() and self.runtime.open_requests == 0
+        for req in self.finished:
+            self.probe([*req.origin_input_ids, *req.output_ids])
+        self.evict_tree(POOL)
+        self.check()
+        assert not self.runtime.host_memory.used_bytes, "a backup outlives its call"
+        assert self.token_to_kv_pool_allocator.available_size() == POOL
+        assert self.req_to_token_pool.available_size() == ROWS

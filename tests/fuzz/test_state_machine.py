@@ -1,0 +1,408 @@
+"""Lives of requests on SGLang's real pools and tree; test_fuzz.py has the random ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels_on_cpu import as_one_each, on_triton
+from pool_books import POOL, ROWS, TRACKED, plugin_and_topology
+from pool_machine import KNOBS, MACHINE, PROMPT, own_draws
+from pool_world import World
+
+from sgl_skipkv import policy
+from sgl_skipkv.eviction.page_table import LedgerError
+from sgl_skipkv.patches.engine import backup
+from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.rkv import RKV
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> Iterator[None]:
+    with own_draws():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sglang() -> Iterator[None]:
+    with plugin_and_topology():
+        yield
+
+
+@settings(MACHINE, max_examples=15)
+@given(
+    st.lists(
+        st.tuples(PROMPT, st.integers(4, 24), st.sampled_from(["skipkv", "streaming"])),
+        min_size=4,
+        max_size=10,
+    ),
+    st.booleans(),
+    st.sampled_from([None, 5]),
+)
+def test_admission_of_budgeted_calls_never_overbooks(
+    calls: list[tuple[list[int], int, str]], overlap: bool, chunk: int | None
+) -> None:
+    """Traces of twice the pool, all at once: nobody is retracted, nobody is refused, all finish."""
+    world = World(overlap=overlap, chunk=chunk)
+    for prompt, budget, name in calls:
+        world.arrive(prompt, 2 * POOL, kv_budget=budget, kv_policy=name, kv_params=KNOBS)
+    together = 0
+    for _ in range(5000):
+        world.step()
+        together = max(together, len(world.owners()))
+        if world.is_idle():
+            break
+    world.check()
+    assert world.count["retractions"] == 0 and not world.aborted
+    assert len(world.finished) == len(calls)
+    for req in world.finished:
+        assert len(req.output_ids) == 2 * POOL
+        assert req.skipkv.summary["peak_kv_tokens"] <= req.skipkv.settings.peak_budgeted_tokens()
+    assert together > 1
+
+
+def long_calls(world: World, *lengths: int) -> list[Any]:
+    """Budgeted requests that have generated this much, all running."""
+    calls = []
+    for i, start in enumerate(sorted(lengths, reverse=True)):
+        while calls and len(calls[0].output_ids) < lengths[0] - start:
+            world.step()
+        keys = {"kv_budget": 8, "kv_policy": "streaming", "kv_params": KNOBS}
+        calls.append(world.arrive([5, 6, 7, 20 + i], 3 * POOL, **keys))
+    while len(calls[0].output_ids) < lengths[0]:
+        world.step()
+    return calls
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_cannot_come_back_stays_while_another_can_go(overlap: bool) -> None:
+    """SGLang retracts the shortest output first; here the longest could not be recomputed."""
+    world = World(overlap=overlap)
+    long, short = long_calls(world, POOL + 20, 20)
+    world.retract_now = True
+    world.step()
+    assert short.is_retracted and not long.is_retracted and not world.aborted
+    world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
+@pytest.mark.parametrize("apart", [2, 3, 7, 16])
+def test_a_restored_call_goes_on_as_if_nothing_had_happened(
+    overlap: bool, name: str, apart: int
+) -> None:
+    """Retracted every few tokens, at every place of its interval: the same tokens in the end.
+
+    A token of this world depends on everything in the row before it, so one other kept set would
+    show.
+    """
+    keys = {"kv_budget": 12, "kv_policy": name, "kv_params": KNOBS}
+    outputs = []
+    for retractions in (0, 12):
+        world = World(overlap=overlap, late=overlap, backup_bytes=1 << 20)
+        # SGLang retracts the shorter output and always keeps one request.
+        long_calls(world, 20)
+        call = world.arrive([5, 6, 7, 21, 22], 120, **keys)
+        for step in range(400):
+            if call in world.running_batch.reqs and world.count["retractions"] < retractions:
+                world.retract_now = step % apart == 0
+            world.step()
+            world.check()
+        assert call.finished() and call.retraction_count >= min(retractions, 5)
+        assert world.count["restored"] == call.retraction_count
+        summary = {**call.skipkv.summary, "mean_kv_tokens": None}  # over steps that were run
+        outputs.append((list(call.output_ids), summary))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["skipkv+", "rkv", "snapkv", "streaming"])
+def test_kernels_keep_what_plain_torch_keeps(name: str) -> None:
+    """From SGLang's batches to its page table, a retraction on the way: the same tokens, each of
+    which depends on everything in the row before it."""
+    keys = {"kv_budget": 14, "kv_policy": name, "kv_params": {**KNOBS, "window": 4}}
+    outputs = []
+    for way in (nullcontext(), on_triton()):
+        world = World(head_dim=16, check_ledger=False, late=True, backup_bytes=1 << 20)
+        launched = Counter[str]()
+        with way, as_one_each(lambda kernel, again, seen=launched: seen.update([kernel])):
+            calls = [world.arrive([5, 6, 7, 20 + i], 60, **keys) for i in range(2)]
+            while not all(call.finished() for call in calls):
+                world.retract_now = world.count["decode steps"] == 40
+                world.step()
+                world.check()
+        assert world.count["restored"] == 1 and world.count["compactions"] >= 8
+        outputs.append([list(call.output_ids) for call in calls])
+    assert outputs[0] == outputs[1]
+    records = name != "streaming"
+    assert launched["_compact_rows_kernel"] >= 4
+    assert launched["_importance_kernel"] >= 4 * records
+    assert launched["_sentence_step_kernel"] >= 60 * records
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["skipkv", "streaming"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_call_that_is_backed_up_before_it_compacts_again(
+    overlap: bool, name: str, steps: int
+) -> None:
+    """It was recomputed, all of its tokens at once, so its compaction is overdue; and it goes again
+    just then. When it comes back it compacts when it would have: its queries are recorded for that.
+
+    Found by fuzzing: it compacted a step too early, on another request's query.
+    """
+    keys = {"kv_budget": 6, "kv_policy": name, "kv_params": KNOBS}
+    world = World(overlap=overlap, backup_bytes=1 << 20)
+    calls = [world.arrive([5, 6, 7, 21, 22, first], 120, **keys) for first in (23, 24)]
+    while min(len(call.output_ids) for call in calls) < 34:
+        world.step()
+    world.pause()  # nobody is backed up
+    while world.waiting_queue:
+        world.step()
+    for _ in range(steps):
+        world.step()
+    world.retract_now = True
+    for _ in range(40):
+        world.step()
+        world.check()
+    assert world.count["restored"] == 1
+    world.drain()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_row_comes_back_behind_the_step_that_runs(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends while a step still writes its next token, and its slots go to one that comes
+    back
+    from host memory: the copy must not be written before that token is, or it is overwritten."""
+    if not waits:
+        monkeypatch.setattr(backup, "_wait_for_forward", lambda pool: None)
+    world = World(late=True, newest_first=True, token_ratio=0.02, backup_bytes=1 << 20)
+    ends, returns = long_calls(world, 26, 26)
+    assert ends.skipkv.evicted_tokens  # or the tree would have its slots
+    world.abort(ends)
+    world.retract_now = True
+    world.step()
+    assert ends.finished() and returns.skipkv.backup is not None
+    if waits:
+        world.step()
+        assert world.count["restored"] == 1
+        world.drain()
+    else:
+        with pytest.raises(AssertionError):
+            world.step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_backup_that_is_forgotten_leaves_nothing_behind(overlap: bool) -> None:
+    """The scheduler had looked at the waiting call, and found no room, before the pause.
+
+    Found by fuzzing: it was recomputed with another token in the middle, since SGLang appends to
+    the input that it finds.
+    """
+    world = World(overlap=overlap, backup_bytes=1 << 20)
+    calls = long_calls(world, 20, 20)
+    world.retract_now = True
+    world.step()
+    (call,) = world.waiting_queue
+    assert call in calls and call.skipkv.backup is not None
+    call.init_next_round_input(world.tree_cache)
+    world.pause()
+    for _ in range(60):
+        world.step()
+        world.check()
+    assert len(call.output_ids) > 60 and not world.count["restored"]
+    world.drain()
+
+
+def test_prompts_of_embeddings_are_not_backed_up() -> None:
+    """SGLang throws away what was generated from embeddings and begins again, so a row that holds
+    it must not come back: there are no tokens left that it could stand for."""
+    world = World(backup_bytes=1 << 20)
+    (call, _) = long_calls(world, 20, 20)
+    for embeddings in ([[0.0]], None):
+        call.input_embeds = embeddings
+        backup.back_up(call.skipkv, call, world.tree_cache)
+        assert (call.skipkv.backup is None) == (embeddings is not None)
+    call.skipkv.backup = None
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
+    """Both traces are longer than the pool: one has to go, and must not wait for ever."""
+    world = World(overlap=overlap)
+    calls = long_calls(world, POOL + 20, POOL + 10)
+    world.retract_now = True
+    for _ in range(3):
+        world.step()
+        world.check()
+    (refused,) = world.aborted
+    assert refused in calls and not world.waiting_queue
+    assert refused.skipkv.summary["compactions"] > 0 and world.runtime.open_requests == 1
+    world.drain()
+
+
+def test_who_needs_no_ring_waits_for_none() -> None:
+    """There is one ring. Requests that need it come one after the other; others run meanwhile."""
+    world = World()
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    ringed = [world.arrive([5, 6, 7, 20 + i], 40, **keys) for i in range(3)]
+    streaming = {**keys, "kv_policy": "streaming"}
+    free = [world.arrive([5, 6, 8, 20], 40, **streaming), world.arrive([5, 6, 8, 21], 40)]
+    world.step()
+    assert world.owners() == [ringed[0], *free] and world.waiting_queue == ringed[1:]
+    begun = [ringed[0]]
+    while len(begun) < 3:
+        world.step()
+        world.check()
+        begun += [call for call in ringed if call in world.owners() and call not in begun]
+    assert begun == ringed
+    world.drain()
+
+
+def test_who_needs_no_slot_waits_for_none() -> None:
+    world = World()
+    keys = {"kv_budget": 8, "kv_policy": "skipkv", "kv_params": KNOBS}
+    slotted = [world.arrive([5, 6, 7, 20 + i], 90, **keys) for i in range(TRACKED + 1)]
+    while len([call for call in slotted if call in world.owners()]) < TRACKED:
+        world.step()
+    plain = world.arrive([5, 6, 8, 20], 10)
+    world.step()
+    assert plain in world.owners() and world.waiting_queue == [slotted[-1]]
+    world.drain()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
+    """With 500 and the reason; its slot, ring and KV come back, its neighbour never notices."""
+    world = World(overlap=overlap)
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    failing, sound = (
+        world.arrive([5, 6, 7, 20 + i], 60, ignore_eos=True, **keys) for i in range(2)
+    )
+    while len(failing.output_ids) < 20:
+        world.step()
+    failing.skipkv.failure = "a score was not finite"
+    before = len(failing.output_ids)
+    while world.owners():
+        world.step()
+    assert len(sound.output_ids) == 60 and sound.finished_reason.to_json()["type"] == "length"
+    ended = failing.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert ended["message"].startswith(f"kv_budget call {failing.rid}: a score was not finite")
+    assert before <= len(failing.output_ids) <= before + 3
+    assert failing.skipkv.summary["compactions"] == 1 and sound.skipkv.summary["compactions"] > 4
+
+
+def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests are due in the same step and planned together; one of them cannot be scored."""
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    right, outputs = RKV.scores, []
+
+    def wrong(policy: RKV, inputs: ScoreInput) -> Any:
+        return right(policy, inputs) if inputs.prompt_tokens == 4 else [][inputs.prompt_tokens]
+
+    for scores in (right, wrong):
+        monkeypatch.setattr(RKV, "scores", scores)
+        world = World()
+        failing, sound = (world.arrive([5, 6, 7, 20, 21][:n], 60, **keys) for n in (5, 4))
+        while world.owners() or world.waiting_queue:
+            world.step()
+        outputs.append(list(sound.output_ids))
+    ended = failing.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert "an error of the plugin, IndexError" in ended["message"]
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 60
+    assert sound.skipkv.summary["compactions"] > 4 and not failing.skipkv.summary["compactions"]
+    world.drain()
+
+
+def test_a_call_that_cannot_be_opened_ends_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(type(world.runtime), "open", lambda *_: {}["planted"])
+    req = world.arrive([5, 6, 7], 10, kv_budget=80, kv_policy="streaming")
+    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
+    assert "an error of the plugin, KeyError" in req.to_finish.message
+
+
+def test_proof_of_corruption_stops_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that a row names twice: nothing that this process serves can be trusted."""
+    world = World()
+    req = world.arrive([5, 6, 7], 60, kv_budget=8, kv_policy="streaming", kv_params=KNOBS)
+    while len(req.output_ids) < 12:
+        world.step()
+    row = world.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+    row[5] = row[6]
+    with pytest.raises(LedgerError, match="the same slot twice"):
+        for _ in range(20):
+            world.step()
+
+
+def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks for memory, finds too little, and lets a request that is about to finish end
+    first.
+
+    Found by fuzzing (seed 102501): the rings' steps went on without a decode step, and the requests
+    that share them were ended.
+    """
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    world = World(overlap=True)
+    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+    call = world.arrive([5, 6, 7, 20], 60, ignore_eos=True, **keys)
+    ending = world.arrive([5, 6, 7, 21], 25, ignore_eos=True)
+    look = ScheduleBatch.check_decode_mem
+
+    def scarce(batch: Any, selected_indices: Any = None) -> bool:
+        enough = look(batch, selected_indices)
+        last = ending not in batch.reqs and ending.next_output_finishes_by_length()
+        return enough and not (last and selected_indices is None)
+
+    monkeypatch.setattr(ScheduleBatch, "check_decode_mem", scarce)
+    while world.owners() or world.waiting_queue:
+        world.step()
+        world.check()
+    assert world.count["decode steps that waited for memory"] == 1
+    assert len(call.output_ids) == 60 and call.skipkv.summary["compactions"] > 4
+
+
+def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
+    """One request waits with a backup, and its trace is longer than the pool: a pause that takes
+    the backup ends it, or it and everybody behind it would never be admitted."""
+    world = World(overlap=True, backup_bytes=1 << 20)
+    keys = {"kv_budget": 6, "kv_policy": "streaming", "kv_params": KNOBS}
+    calls = [world.arrive([5, 6, 7, 21, 22, first], 300, **keys) for first in (23, 24)]
+    while min(len(call.output_ids) for call in calls) < POOL + 10:
+        world.step()
+    world.retract_now = True
+    world.step()
+    (waiting,) = world.waiting_queue
+    assert waiting.skipkv.backup is not None
+    world.pause()
+    assert {id(call) for call in calls} == {id(call) for call in world.aborted}
+    late = world.arrive([9, 9, 8], 4)
+    for _ in range(20):
+        world.step()
+        world.check()
+    assert len(late.output_ids) == 4 and not world.waiting_queue
+    world.drain()
+
+
+def test_the_world_is_small_enough_to_fill() -> None:
+    """Requests without a budget overrun the pool, so the machine meets retraction by need too."""
+    world = World()
+    for i in range(ROWS + 2):
+        world.arrive([5, 6, 7, 8 + i], 60, ignore_eos=False)
+    for _ in range(400):
+        world.step()
+        world.check()
+    assert world.count["retractions, pool full"] > 0 and len(world.finished) == ROWS + 2
+    world.drain()

@@ -1,0 +1,230 @@
+"""Every server that the tests use, and which files share it.
+
+A start costs half a minute of a core. So a server is started once, by the first test that asks; and
+files that share one are for the same worker, where several share the tests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import Addition, steering_factors
+from servers import Server
+from tiny_models import LINE_ENDS, PIECES
+from vector_files import origin
+
+from sgl_skipkv.steering.vector import SteeringVector
+
+REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
+WANDERER = REASONER.parent / "wanderer"
+# Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
+UNSUPPORTED = ("--page-size", "16")
+CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
+WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
+DEFAULTS_BY_FLAG = (
+    *("--kv-budget", "96", "--kv-policy", "rkv", "--kv-interval", "32"),
+    *("--kv-budget-max", "512"),
+)
+# Steering vectors of the random models: see ``tiny_vector``.
+STEERING_GAMMA = 0.1
+STEERING_KEYWORDS = ("a", "b")
+STEERING_PRESET = "any-newline"
+ONE_BATCH = ("--max-running-requests", "64")
+RETRACT_POOL_TOKENS = 4096
+CHECKED: Mapping[str, Any] = {"check_ledger": True, "poison_evicted": True, "kv_interval": 16}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One server.
+
+    Attributes:
+        files: stems of the test files that use it, without their ``test_``.
+        model: family of ``tiny_models``, or a folder.
+        config: written to a file that ``--skipkv-config`` names.
+        options: of ``Server``.
+        steering_layer: of a random vector that the server loads; requests ask for it or do without.
+    """
+
+    files: tuple[str, ...]
+    model: str | Path
+    arguments: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    steering_layer: int | None = None
+
+
+SPECS: dict[str, Spec] = {
+    # Plugin and vector loaded, nothing by default, overlap on, strict checks on: the session's
+    # server.
+    "main": Spec(
+        (
+            *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
+            *("other_apis", "privacy", "ways_in"),
+        ),
+        "qwen2",
+        (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
+        steering_layer=1,
+    ),
+    # The bundled model.
+    "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
+    # The model with optional checks, and its own vector.
+    "wanderer": Spec(
+        ("reasoner",),
+        WANDERER,
+        (
+            *("--max-total-tokens", "40960", *ONE_BATCH),
+            *("--steering-vector", str(WANDERER / "steering.safetensors")),
+        ),
+    ),
+    # As `skipkv steering extract` starts it.
+    "extracting": Spec(
+        ("extract",),
+        REASONER,
+        ("--disable-radix-cache", "--chunked-prefill-size", "64"),
+        {"steering_capture": "captured", "delimiters": "math"},
+        {"trace": False},
+    ),
+    # As main, and SGLang never loads the plugin.
+    "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
+    "qwen2, no overlap": Spec(
+        ("oracle", "oracle_steering"),
+        "qwen2",
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP),
+        steering_layer=2,
+    ),
+    "llama": Spec(("oracle", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0),
+    # Every default by flag; requests that bring their own keys must not notice.
+    "qwen3, no overlap": Spec(
+        ("oracle", "oracle_steering"),
+        "qwen3",
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
+        {"query_rings": 2, "poison_evicted": True},
+        steering_layer=1,
+    ),
+    # A float8 cache.
+    "float8": Spec(
+        ("float8",),
+        "llama",
+        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
+        CHECKED,
+    ),
+    # A small pool in which SGLang's own test switch retracts requests every 200 steps, and nothing
+    # is backed up.
+    "recomputing": Spec(
+        ("retraction",),
+        "llama",
+        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
+        {**CHECKED, "query_rings": 3, "retraction_backup_bytes": 0},
+        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
+        steering_layer=1,
+    ),
+    # The same, every 3 steps, and with backups.
+    "restoring": Spec(
+        ("retraction",),
+        "llama",
+        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
+        CHECKED,
+        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}},
+        steering_layer=1,
+    ),
+    # The same unsupported configuration: nobody asked, and the operator asked.
+    "unavailable": Spec(
+        ("states",), "qwen2", (*UNSUPPORTED, "--enable-metrics"), options={"trace": False}
+    ),
+    "refused": Spec(
+        ("states",),
+        "qwen2",
+        (*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64"),
+    ),
+}
+
+
+def sharing(file: str) -> frozenset[str]:
+    """All files that share a server with this one, perhaps by way of a third; itself included."""
+    found = {file}
+    while more := {f for s in SPECS.values() if found & {*s.files} for f in s.files} - found:
+        found |= more
+    return frozenset(found)
+
+
+def tiny_vector(layer: int) -> SteeringVector:
+    """A vector for the random models, large enough to change what they say."""
+    keywords = ",".join(STEERING_KEYWORDS)
+    whence = origin(hidden_size=64, layer=layer, keywords=keywords, delimiters=STEERING_PRESET)
+    draw = torch.Generator().manual_seed(layer)
+    return SteeringVector(5 * torch.randn(64, generator=draw), whence)
+
+
+def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> Addition | None:
+    """What the definition adds to a call of this server; None for one that is not steered."""
+    layer, alpha_0 = SPECS[name].steering_layer, call.get("steering", False)
+    if alpha_0 is False:
+        return None
+    assert layer is not None
+    delimiters = {PIECES.index(piece) for piece in LINE_ENDS}
+    keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
+    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, delimiters, keywords)
+    return Addition(layer, tiny_vector(layer).values, factors)
+
+
+class Fleet:
+    """Servers by name, each started once.
+
+    Args:
+        model_folder: family -> folder.
+        folder: name -> new folder of a server.
+    """
+
+    def __init__(self, model_folder: Callable[[str], Path], folder: Callable[[str], Path]) -> None:
+        self._model_folder, self._folder = model_folder, folder
+        self._started: dict[str, Server] = {}
+
+    def started(self, name: str) -> Server:
+        """The server, perhaps not ready yet."""
+        if name not in self._started:
+            spec = SPECS[name]
+            folder, arguments = self._folder(name.replace(", ", "-").replace(" ", "-")), []
+            if spec.config is not None:
+                config = folder / "skipkv.json"
+                config.write_text(json.dumps(spec.config))
+                arguments = ["--skipkv-config", str(config)]
+            if spec.steering_layer is not None:
+                tiny_vector(spec.steering_layer).save(folder / "vector.safetensors")
+                arguments += ["--steering-vector", str(folder / "vector.safetensors")]
+                arguments += ["--steering-gamma", str(STEERING_GAMMA)]
+            model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
+            self._started[name] = Server(
+                model, folder, [*spec.arguments, *arguments], **spec.options
+            )
+        return self._started[name]
+
+    def ready(self, name: str) -> Server:
+        """The server, ready."""
+        return self.started(name).wait_ready(400)
+
+    def all_ready(self, *names: str) -> dict[str, Server]:
+        """The servers by name, started side by side."""
+        for name in names:
+            self.started(name)
+        return {name: self.ready(name) for name in names}
+
+    def lent(self, name: str) -> Iterator[Server]:
+        """What a fixture yields from: the server, ready; when its tests end, clean and stopped."""
+        server = self.ready(name)
+        yield server
+        server.assert_clean()
+        self.stop(name)
+
+    def stop(self, *names: str) -> None:
+        """End servers that no later test uses."""
+        for name in names:
+            self._started[name].stop()
+
+    def stop_all(self) -> None:
+        self.stop(*self._started)

@@ -1,0 +1,59 @@
+"""What a policy is asked to score, made up: for tests of the policies without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences
+
+
+def score_input(
+    seed: int,
+    *,
+    n: int = 60,
+    window: int = 8,
+    layers: int = 3,
+    sentences: Sentences | None = None,
+    compaction_seed: int = 11,
+) -> ScoreInput:
+    """Keys in clusters, so that redundancy has something to find; positions with gaps."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = torch.randn(layers, 4, 2, 8, generator=draw)
+    of = torch.randint(4, (n,), generator=draw)
+    keys = centres[:, of] + 0.5 * torch.randn(layers, n, 2, 8, generator=draw)
+    none = torch.zeros(0, dtype=torch.int64)
+    return ScoreInput(
+        positions=torch.randperm(3 * n, generator=draw)[:n].sort().values,
+        prompt_tokens=10,
+        layers=layers,
+        keys=lambda layer: keys[layer],
+        queries=torch.randn(layers, window, 4, 8, generator=draw),
+        scale=0.3,
+        sentences=sentences or Sentences(none, none, torch.zeros(0)),
+        seed=compaction_seed,
+    )
+
+
+def all_keys(inputs: ScoreInput) -> Tensor:
+    """[layers, n, Hkv, d]"""
+    return torch.stack([inputs.keys(layer) for layer in range(inputs.layers)])
+
+
+def some_sentences(*spans: tuple[int, int, float]) -> Sentences:
+    starts, stops, likeness = zip(*spans, strict=True)
+    return Sentences(torch.tensor(starts), torch.tensor(stops), torch.tensor(likeness))
+
+
+def with_statistics(policy: Policy, inputs: ScoreInput) -> ScoreInput:
+    """The same after twenty steps of made-up attention."""
+    n = len(inputs.positions)
+    attention = torch.rand(20, n, generator=torch.Generator().manual_seed(n))
+    attention = attention.pow(4).tril(n - 20)
+    statistics = policy.initial_statistics(inputs.positions)
+    statistics = policy.track(
+        statistics, attention / attention.sum(1, True), inputs.positions[-20:]
+    )
+    return dataclasses.replace(inputs, statistics=statistics)

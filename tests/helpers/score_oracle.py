@@ -1,0 +1,279 @@
+"""The score oracle: which tokens a policy had to keep, from a Hugging Face forward in float64.
+
+The masking oracle takes kept sets as given; this one checks them. Queries, keys and final hidden
+states come from a forward under the trace's own masks, the formulas are spelled out in float64, and
+nothing of the package's recording or scoring is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from oracle import Event, visible_keys
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One compaction as the oracle sees it.
+
+    Attributes:
+        scores: float64 [n], of each token in the row; protected ones infinite.
+        kept: bool [n], what the trace says stayed.
+    """
+
+    scores: Tensor
+    kept: Tensor
+
+    @property
+    def inversion(self) -> float:
+        """How far the best evicted token's score lies above the worst kept one's; <= 0 is right."""
+        return float(self.scores[~self.kept].max() - self.scores[self.kept].min())
+
+
+class ScoreOracle:
+    """One model in float64 that remembers what its attention saw.
+
+    Args:
+        cached: what keys and values are rounded to before anything is computed with them.
+    """
+
+    def __init__(self, model_path: Path | str, cached: torch.dtype = torch.float64) -> None:
+        AttentionInterface.register("remembering", _attend)
+        self.cached = cached
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float64, attn_implementation="remembering"
+        ).eval()
+
+    def choices(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        events: Sequence[Event],
+        is_delimiter: Sequence[bool],
+        policy: Any,
+    ) -> list[Choice]:
+        """Score the row of every compaction of a request that was never recomputed.
+
+        Args:
+            prompt_ids, output_ids: the request's tokens.
+            events: its ``compact`` lines.
+            is_delimiter: of every output token.
+            policy: a scored policy of the package; only its settings are read.
+        """
+        prompt, params = len(prompt_ids), policy.params
+        fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
+        visible = visible_keys(prompt, len(fed), events)
+        queries, keys, hidden = self._forward(fed, visible)
+        attention = _attention(queries, keys, visible)
+        redundancy: dict[int, float] = {}  # by the first token of the sentence
+        row, found = [], []
+        for event in events:
+            first_new = row[-1] + 1 if row else 0
+            row += range(first_new, prompt + event["generated"])
+            positions = torch.tensor(row)
+            window = range(row[-1] + 1 - params.window, row[-1] + 1)
+            scores = _scores(
+                policy.name,
+                params,
+                prompt,
+                positions,
+                queries[:, window],
+                keys[:, positions],
+                attention[prompt : row[-1] + 1, positions],
+            )
+            tail = params.window
+            if policy.name == "h2o":
+                tail = max(tail, (event["after"] - prompt) // 2)
+            if policy.name in ("skipkv", "skipkv+"):
+                spans = _sentences(is_delimiter[: event["generated"]], prompt)
+                live = [span for span in spans if not set(row).isdisjoint(range(*span))]
+                _compare(live, hidden, redundancy)
+                for start, stop in live:
+                    likeness = redundancy.get(start, -1.0)
+                    if likeness > params.tau and stop - start > 1:
+                        scores[(positions >= start) & (positions < stop)] -= likeness
+                if policy.name == "skipkv+":
+                    budget = event["after"] - prompt
+                    tail = max(tail, min(params.recent, budget // 2))
+                    for start, stop in live:
+                        for back in range(1, params.ending + 1):  # tokens before the delimiter
+                            if stop - 1 - back >= start:
+                                scores[positions == stop - 1 - back] += params.ending + 1 - back
+                opened = row[-1] + 1 - (spans[-1][1] if spans else prompt)
+                tail = max(tail, min(opened, (event["after"] - prompt) // 2))
+            scores[: max(prompt, params.sink)] = torch.inf
+            scores[-tail:] = torch.inf
+            found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
+            row = list(event["kept"])
+        return found
+
+    def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], hidden states [T, D]."""
+        mask = torch.zeros(1, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, -1e300)
+        _SEEN.clear()
+        with torch.no_grad():
+            hidden = self.model.model(
+                input_ids=ids[None],
+                attention_mask=mask,
+                position_ids=torch.arange(len(ids))[None],
+                cached=self.cached,
+            ).last_hidden_state[0]
+        queries = torch.stack([q for q, _ in _SEEN])
+        return queries, torch.stack([k for _, k in _SEEN]), hidden
+
+
+_SEEN: list[tuple[Tensor, Tensor]] = []
+
+
+def _attend(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scaling: float,
+    cached: torch.dtype,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Plain attention that remembers what it was given: q [1, Hq, T, d], k and v [1, Hkv, T, d]."""
+    k, v = (each.float().to(cached).double() if cached.itemsize == 1 else each for each in (k, v))
+    _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1)))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    weights = (q @ k.transpose(2, 3) * scaling + mask).softmax(dim=-1)
+    return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+def _attention(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """What each token gave each other, mean over heads and layers: [T, T]."""
+    groups = queries.shape[2] // keys.shape[2]
+    logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
+    logits = (logits / queries.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
+    return logits.softmax(dim=-1).mean(dim=(0, 1))
+
+
+def _scores(
+    name: str,
+    params: Any,
+    prompt: int,
+    positions: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    steps: Tensor,
+) -> Tensor:
+    """Scores of one row.
+
+    Args:
+        queries: [L, W, Hq, d] of the window. keys: [L, n, Hkv, d] of the row. steps: [T, n],
+            attention of every decode step to the row; 0 for what came later.
+    """
+    if name in ("skipkv", "skipkv+", "rkv"):
+        return _importance_and_redundancy(
+            queries, keys, params.kernel, params.sigma, params.threshold
+        )
+    if name == "snapkv":
+        return _importance_and_redundancy(queries, keys, params.kernel, 1.0, 0.5)
+    if name == "rpc":
+        return _selected(queries, keys, prompt, params.kernel)
+    if name == "tova":
+        return steps[-1]
+    if name == "h2o":
+        return steps.sum(dim=0)
+    return _recurrence(name, params, prompt, positions, steps)
+
+
+def _recurrence(name: str, params: Any, prompt: int, positions: Tensor, steps: Tensor) -> Tensor:
+    """The last activation (raas), or whether the next one is overdue (lazy), token by token."""
+    found = []
+    now = prompt + len(steps) - 1
+    for column, position in enumerate(positions.tolist()):
+        active = [
+            prompt + t
+            for t in range(len(steps))
+            if steps[t, column] > params.alpha and prompt + t > position
+        ]
+        last = max([position, *active])
+        if name == "raas":
+            found.append(float(last))
+            continue
+        times = [position, *active]
+        gap = max([b - a for a, b in itertools.pairwise(times)], default=0)
+        likely = 2 / (1 + math.exp((now - last) / max(gap, 1)))
+        found.append(likely + (2 / (1 + math.exp(gap / params.interval)) if gap else 0.0))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _selected(queries: Tensor, keys: Tensor, prompt: int, kernel: int) -> Tensor:
+    """RPC: attention among generated tokens before the window, summed, averaged over neighbours."""
+    layers, window, query_heads, size = queries.shape
+    n, kv_heads = keys.shape[1:3]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer in range(layers):
+        received = torch.zeros(n - window - prompt, dtype=torch.float64)
+        for head in range(query_heads):
+            k = keys[layer, prompt : n - window, head // (query_heads // kv_heads)]
+            logits = queries[layer, :, head] @ k.T / size**0.5
+            received += logits.softmax(dim=1).sum(dim=0) / query_heads
+        padded = F.pad(received, (kernel // 2, kernel // 2))
+        total[prompt : n - window] += padded.unfold(0, kernel, 1).mean(dim=1) / layers
+    return total
+
+
+def _importance_and_redundancy(
+    queries: Tensor, keys: Tensor, kernel: int, sigma: float, threshold: float
+) -> Tensor:
+    """``sigma I - (1 - sigma) R``, mean over KV heads and layers; queries [L, W, Hq, d]."""
+    layers, window, query_heads, size = queries.shape
+    n, kv_heads = keys.shape[1:3]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer in range(layers):
+        for head in range(kv_heads):
+            group = query_heads // kv_heads
+            q = queries[layer, :, head * group : (head + 1) * group]
+            k = keys[layer, :, head]
+            logits = (q @ k[: n - window].T / size**0.5).amax(dim=1)
+            attention = logits.softmax(dim=1).mean(dim=0)
+            pooled = F.max_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)
+            cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
+            for row in range(n):
+                similar = (cosine[row] > threshold).nonzero().flatten()
+                if len(similar):
+                    cosine[row, similar[-1]] = 0.0
+            repeats = cosine.mean(dim=0).softmax(dim=0)
+            total[: n - window] += sigma * pooled[0]
+            total -= (1.0 - sigma) * repeats
+    return total / (layers * kv_heads)
+
+
+def _sentences(is_delimiter: Sequence[bool], offset: int) -> list[Span]:
+    """Closed sentences: up to a delimiter, with the delimiters that follow it at once."""
+    spans: list[Span] = []
+    start = 0
+    for place, closes in enumerate(is_delimiter):
+        if closes:
+            if spans and spans[-1][1] == offset + place:
+                spans[-1] = (spans[-1][0], offset + place + 1)
+            else:
+                spans.append((offset + start, offset + place + 1))
+            start = place + 1
+    return spans
+
+
+def _compare(live: Sequence[Span], hidden: Tensor, redundancy: dict[int, float]) -> None:
+    """Raise each sentence's redundancy to its best cosine with a later live one."""
+    means = [hidden[start:stop].mean(dim=0) for start, stop in live]
+    for i, (start, _) in enumerate(live):
+        for later in means[i + 1 :]:
+            likeness = float(F.cosine_similarity(means[i], later, dim=0))
+            redundancy[start] = max(redundancy.get(start, -1.0), likeness)

@@ -1,0 +1,304 @@
+"""A scheduler's worth of requests without SGLang: real Runtime and Recorder, made-up keys and
+queries.
+
+It keeps its own books in plain lists (slots, logical positions), compares them with what the
+runtime does at every compaction, and replays the order of SGLang's steps: compact, allocate, write
+the row, forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
+from sgl_skipkv.recording.sentences import Delimiters
+from sgl_skipkv.request.settings import resolve_request
+from sgl_skipkv.request.state import RequestState
+from sgl_skipkv.request.trace import TraceWriter
+
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 16, 12
+KV_TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+WORD, DELIMITER, COLON = 0, 1, 2
+TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
+VOCAB = 4
+# What the tests' usual call asks for.
+BUDGET, INTERVAL, PROMPT = 40, 12, 10
+KNOBS: dict[str, Any] = {"interval": INTERVAL, "delimiters": "paper"}
+
+
+@dataclass(eq=False)
+class Call:
+    """One request with all it will ever cache, drawn from its own seed.
+
+    Attributes:
+        tokens: what the request generates, in order.
+        keys, queries: float [layers, tokens, heads, d]; hidden: float [tokens, D]; by position.
+        slots, positions: the test's own books of the row.
+        decoded: decode steps since the last prefill.
+        compactions: kept logical positions after each compaction.
+    """
+
+    rid: str
+    state: RequestState
+    prompt_tokens: int
+    tokens: list[int]
+    keys: Tensor
+    queries: Tensor
+    hidden: Tensor
+    row: int = 0
+    generated: int = 0
+    decoded: int = 0
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    compactions: list[list[int]] = field(default_factory=list)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Sampled so far: every fed token and the next one."""
+        return self.tokens[: self.generated + 1]
+
+
+class SyntheticServer:
+    """One scheduler process: rows, slots of a pool, one runtime."""
+
+    def __init__(
+        self,
+        *,
+        rows: int = 4,
+        slots: int = 4,
+        width: int = 600,
+        pool_tokens: int = 2000,
+        trace: TraceWriter | None = None,
+        device: torch.device | None = None,
+        **config: Any,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.config = ServerConfig(**{"check_ledger": True, "query_window": 16, **config})
+        on = {"device": self.device}
+        self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32, **on)
+        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)
+        self.free_rows = list(range(1, rows + 1))
+        self.free_slots = list(range(1, pool_tokens + 1))
+        delimiters = Delimiters(TEXTS, VOCAB)
+        self.recorder = Recorder(
+            ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
+            slots=slots,
+            rings=self.config.rings(slots),
+            query_window=self.config.query_window,
+            max_sentences=self.config.max_sentences,
+            delimiters=delimiters,
+            dtype=self.pool_keys.dtype,
+            device=self.device,
+        )
+        self.recorder.slots.use_rows(rows + 1)
+        self.runtime = Runtime(
+            self.config,
+            delimiters,
+            recorder=self.recorder,
+            layers=LAYERS,
+            scale=HEAD_DIM**-0.5,
+            pool_tokens=pool_tokens,
+            kv_token_bytes=KV_TOKEN_BYTES,
+            trace=trace,
+        )
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        *,
+        prompt: Sequence[int] = (3,) * PROMPT,
+        rid: str = "call",
+        seed: int = 0,
+        **keys: Any,
+    ) -> Call:
+        """A request arrives; ``keys`` are those of the API."""
+        settings = resolve_request(keys, self.config)
+        assert settings is not None
+        total = len(prompt) + len(tokens)
+        draw = torch.Generator().manual_seed(seed)
+        return Call(
+            rid,
+            self.runtime.open(rid, settings, prompt),
+            len(prompt),
+            list(tokens),
+            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            torch.randn(total, HIDDEN, generator=draw).to(self.device),
+        )
+
+    def prefill(self, call: Call, *, cached: int = 0, chunk: int = 10**9) -> None:
+        """Admission and prefill of the prompt, or of prompt and output after a retraction.
+
+        Args:
+            cached: tokens that the radix cache already has; they are not computed.
+            chunk: tokens of one prefill step.
+        """
+        call.row = call.row or self.free_rows.pop()
+        total = call.prompt_tokens + len(call.output_ids) if call.generated else call.prompt_tokens
+        self._append(call, cached)
+        while len(call.slots) < total:
+            first = len(call.slots)
+            count = min(chunk, total - first)
+            self._append(call, count)
+            self.runtime.admit(call.state, call.row, total)
+            self.runtime.start_recording(call.state)
+            self._record_prefill(call, first, count)
+        call.decoded = 0
+        call.generated = total - call.prompt_tokens
+
+    def decode(self, *calls: Call) -> None:
+        """One step of a batch: compact who is due, then one token each."""
+        for call in calls:
+            self.compact_if_due(call)
+        self.runtime.rings.step()
+        for call in calls:
+            self._append(call, 1)
+            call.decoded += 1
+            call.generated += 1
+        rows = self._tensor([call.row for call in calls])
+        at = [call.positions[-1] for call in calls]
+        recording = self.recorder.decode_recording(rows, self._tensor(at))
+        for layer in range(LAYERS):
+            q = torch.stack([call.queries[layer, p] for call, p in zip(calls, at, strict=True)])
+            self.recorder.record_queries(recording, layer, q)
+        ids = [call.tokens[p - call.prompt_tokens] for call, p in zip(calls, at, strict=True)]
+        hidden = torch.stack([call.hidden[p] for call, p in zip(calls, at, strict=True)])
+        self.recorder.record_hidden(recording, self._tensor(ids), hidden)
+
+    def run(self, call: Call, steps: int) -> None:
+        for _ in range(steps):
+            self.decode(call)
+
+    def compact_if_due(self, call: Call) -> Plan | None:
+        """What happens before a decode step."""
+        self.runtime.observe(call.state, len(call.slots))
+        if call.decoded < 1:
+            return None
+        if not self.runtime.due(call.state, len(call.slots)):
+            if self.runtime.planner.must_track(call.state, len(call.slots)):
+                self.runtime.planner.track(call.state, len(call.slots), self.keys_of(call))
+            return None
+        plan = self.plan(call)
+        freed = self.runtime.commit([(call.state, plan)], self.req_to_token)[0].tolist()
+        kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
+        assert freed == [call.slots[i] for i in evicted]
+        call.slots = [call.slots[i] for i in kept]
+        call.positions = [call.positions[i] for i in kept]
+        call.compactions.append(call.positions.copy())
+        assert call.state.last is not None
+        assert call.state.last.positions.tolist() == call.positions
+        assert self.row_of(call) == call.slots
+        self.free_slots += freed
+        return plan
+
+    def plan(self, call: Call) -> Plan:
+        """What a compaction would do now."""
+        return self.runtime.plan([self.due(call)])[0]
+
+    def due(self, call: Call) -> Due:
+        return Due(
+            *(call.state, len(call.slots), call.output_ids, self.keys_of(call)),
+            PagedCache.of(list(self.pool_keys), self.req_to_token),
+        )
+
+    def keys_of(self, call: Call) -> Callable[[int], Tensor]:
+        """layer -> cached keys in row order."""
+        row = self.req_to_token[call.row, : len(call.slots)].long()
+        return lambda layer: self.pool_keys[layer][row]
+
+    def finish(self, call: Call, reason: str = "length") -> dict[str, Any]:
+        """The request ends; its row and slots go back."""
+        own = len(call.slots)
+        self._give_back(call)
+        self.runtime.close(call.state, own, call.output_ids, reason)
+        assert call.state.summary is not None
+        return call.state.summary
+
+    def retract(self, call: Call) -> None:
+        """The request loses its row and will be prefilled again."""
+        self._give_back(call)
+        self.runtime.retract(call.state, generated=len(call.output_ids))
+
+    def row_of(self, call: Call) -> list[int]:
+        found: list[int] = self.req_to_token[call.row, : len(call.slots)].tolist()
+        return found
+
+    def assert_idle(self) -> None:
+        """Everything was given back."""
+        assert self.runtime.open_requests == 0
+        assert self.recorder.slots.free_slots == len(self.recorder.sentences.vectors) - 1
+        assert self.runtime.rings.free_rings == self.recorder.rings
+        assert not self.recorder.slots.of_row.any()
+        assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
+
+    def _append(self, call: Call, count: int) -> None:
+        """New slots at the end of the row, with the keys of the next positions."""
+        for _ in range(count):
+            position = call.positions[-1] + 1 if call.positions else 0
+            # The pool is shuffled by use; take from the front, as SGLang's allocator does.
+            slot = self.free_slots.pop(0)
+            self.pool_keys[:, slot] = call.keys[:, position]
+            self.req_to_token[call.row, len(call.slots)] = slot
+            call.slots.append(slot)
+            call.positions.append(position)
+
+    def _record_prefill(self, call: Call, first: int, count: int) -> None:
+        state = call.state
+        if not state.slot:
+            return
+        wanted = range(max(first, state.records_from), first + count) if state.ring else range(0)
+        tokens = [position - first for position in wanted]
+        generated_from = max(call.prompt_tokens - first, 0)
+        replay = ((state.slot, generated_from, count),) if generated_from < count else ()
+        recording = Recording(
+            self._tensor([state.ring] * len(tokens)),
+            self._tensor([*wanted]),
+            tokens=self._tensor(tokens),
+            replay=replay,
+        )
+        for layer in range(LAYERS):
+            self.recorder.record_queries(
+                recording, layer, call.queries[layer, first : first + count]
+            )
+        ids = [
+            call.tokens[p - call.prompt_tokens] if p >= call.prompt_tokens else 3
+            for p in range(first, first + count)
+        ]
+        self.recorder.record_hidden(
+            recording, self._tensor(ids), call.hidden[first : first + count]
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _give_back(self, call: Call) -> None:
+        self.free_slots += call.slots
+        self.free_rows.append(call.row)
+        call.row, call.slots, call.positions = 0, [], []
+
+
+def words(*lengths: int) -> list[int]:
+    """Sentences of these lengths, each ending in a delimiter."""
+    return [token for length in lengths for token in [WORD] * (length - 1) + [DELIMITER]]
+
+
+def served(
+    server: SyntheticServer, tokens: list[int] | None = None, *, prefill: bool = True, **call: Any
+) -> Call:
+    """The usual call; ``call`` changes what it asks for."""
+    parameters = {**KNOBS, **call.pop("kv_params", {})}
+    keys = {"kv_budget": BUDGET, "kv_params": parameters, **call}
+    opened = server.open(tokens or words(5, 3, 7, 4, 9) * 10, **keys)
+    if prefill:
+        server.prefill(opened)
+    return opened

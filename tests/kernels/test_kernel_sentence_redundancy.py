@@ -1,0 +1,144 @@
+"""Sentence redundancy by the kernel, in one launch, against ``SentenceTable.compare`` per
+request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_tools import FLOATS, assert_as_close, device_fixture, far_tensor, forbid_launches
+
+from sgl_skipkv.kernels import sentence_redundancy as module
+from sgl_skipkv.kernels.sentence_redundancy import bytes_moved, operations, raise_redundancy
+from sgl_skipkv.recording.sentence_table import SentenceTable
+from sgl_skipkv.recording.sentences import Delimiters
+
+device = device_fixture(module)
+CAPACITY = 75
+
+
+@pytest.fixture(autouse=True)
+def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU ``SentenceTable`` would launch the kernel that it is the truth of."""
+    monkeypatch.setattr("sgl_skipkv.sentence_table.uses_triton", lambda device: False)
+
+
+def table(
+    width: int, slots: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> SentenceTable:
+    """Vectors some of which repeat others nearly, in tables full of NaN; earlier comparisons."""
+    made = SentenceTable(slots, CAPACITY, width, Delimiters([], 4), dtype, device)
+    ideas = torch.randn(12, width, device=device)
+    which = torch.randint(0, 12, (slots + 1, CAPACITY), device=device)
+    vectors = ideas[which] + 0.3 * torch.randn(slots + 1, CAPACITY, width, device=device)
+    made.vectors.copy_(vectors / vectors.norm(dim=-1, keepdim=True))
+    made.redundancy.uniform_(-1.0, 0.9)
+    return made
+
+
+def exact(vectors: Tensor, redundancy: Tensor) -> Tensor:
+    """In float64, pair by pair."""
+    unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp_min(1e-8)
+    found = redundancy.double()
+    for i in range(len(unit) - 1):
+        found[i] = max(found[i], (unit[i + 1 :] @ unit[i]).max())
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("width", [1, 48, 130])
+def test_a_batch_of_calls(device: torch.device, width: int, dtype: torch.dtype) -> None:
+    """Tables of all lengths, slots in any order; what lies beyond a table stays out of it."""
+    torch.manual_seed(width)
+    counts = [33, 0, 2, 75, 1, 32, 64]
+    slots = [3, 8, 1, 6, 2, 7, 4]
+    truth = table(width, 8, device, dtype)
+    for slot, count in zip(slots, counts, strict=True):
+        truth.vectors[slot, count:] = float("nan")
+        truth.redundancy[slot, count:] = -7.0  # below what any comparison could raise it to
+    found = truth.redundancy.clone()
+    raise_redundancy(
+        truth.vectors,
+        found,
+        torch.tensor(slots, device=device),
+        torch.tensor(counts, device=device),
+        max_count=75,
+    )
+    raised = 0
+    for slot, count in zip(slots, counts, strict=True):
+        before = truth.redundancy[slot].clone()
+        expected = truth.compare([slot], [[(0, 1)] * count])[0].redundancy
+        goal = exact(truth.vectors[slot, :count], before[:count])
+        assert_as_close(found[slot, :count], expected, goal)
+        assert torch.equal(found[slot, count:], before[count:])
+        assert torch.equal(found[slot, :count] == before[:count], expected == before[:count])
+        raised += int((expected > before[:count]).sum())
+        truth.redundancy[slot] = found[slot]
+    assert raised > 50
+    assert torch.equal(found, truth.redundancy)  # the slots that nobody named among them
+
+
+def test_the_same_bits_alone_again_and_in_a_batch(device: torch.device) -> None:
+    made = table(100, 4, device)
+    slots, counts = (
+        torch.tensor([2, 4, 1], device=device),
+        torch.tensor([40, 75, 33], device=device),
+    )
+    together, apart = made.redundancy.clone(), made.redundancy.clone()
+    raise_redundancy(made.vectors, together, slots, counts, max_count=75)
+    for b in (1, 2, 0):
+        one = slice(b, b + 1)
+        raise_redundancy(made.vectors, apart, slots[one], counts[one], max_count=int(counts[b]))
+    assert torch.equal(together, apart) and not torch.equal(together, made.redundancy)
+    raise_redundancy(made.vectors, together, slots, counts, max_count=75)
+    assert torch.equal(together, apart)
+
+
+def test_negative_similarities_and_zero_vectors(device: torch.device) -> None:
+    """The maximum is one of signed numbers, and a zero vector is similar to nothing."""
+    vectors = torch.zeros(2, 4, 3, device=device)
+    vectors[1, 1:3] = torch.tensor([[1.0, 0, 0], [-0.6, 0.8, 0]], device=device)
+    redundancy = torch.full((2, 4), -1.0, device=device)
+    slot = torch.tensor([1], device=device)
+    raise_redundancy(vectors, redundancy, slot, torch.tensor([3], device=device), max_count=4)
+    assert redundancy[1].tolist() == pytest.approx([0.0, -0.6, -1.0, -1.0])
+    raise_redundancy(vectors, redundancy, slot, torch.tensor([4], device=device), max_count=4)
+    assert redundancy[1].tolist() == [0.0, 0.0, 0.0, -1.0]
+
+
+def test_offsets_beyond_int32(device: torch.device) -> None:
+    slots = 2**21 + 2
+    vectors = far_tensor((slots, 2, 512), torch.float32, device)
+    redundancy = far_tensor((slots, 2), torch.float32, device)
+    vectors[slots - 1] = 0.5
+    slot, count = torch.tensor([slots - 1], device=device), torch.tensor([2], device=device)
+    raise_redundancy(vectors, redundancy, slot, count, max_count=2)
+    assert redundancy[slots - 1].tolist() == pytest.approx([1.0, 0.0])
+    assert not redundancy[1].any()
+
+
+def test_nothing_to_compare_launches_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_launches(monkeypatch)
+    made, none = table(8, 2, device), torch.zeros(0, dtype=torch.int64, device=device)
+    before = made.redundancy.clone()
+    raise_redundancy(made.vectors, made.redundancy, none, none, max_count=9)
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    raise_redundancy(made.vectors, made.redundancy, one, one, max_count=1)
+    assert torch.equal(made.redundancy, before)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    one, vectors = torch.ones(1, dtype=torch.int64), torch.zeros(3, 5, 8)
+    for shape, most in (((3, 4), 2), ((3, 5), 6), ((3, 5), -1)):
+        with pytest.raises(ValueError, match=r"^redundancy, max_count: expected \[3, 5\]"):
+            raise_redundancy(vectors, torch.zeros(shape), one, one, max_count=most)
+    with pytest.raises(ValueError, match=r"^redundancy: expected a contiguous tensor"):
+        raise_redundancy(vectors, torch.zeros(5, 3).t(), one, one, max_count=2)
+
+
+def test_floors() -> None:
+    moved = bytes_moved([3, 2], hidden_size=100, vector_bytes=2)
+    assert moved == {"vectors": 1000, "redundancy": 40, "slots": 32}
+    assert operations([3, 2], hidden_size=100) == 2 * (3 + 1) * 100

@@ -1,0 +1,73 @@
+"""Load on the real server, with every check of SGLang on: what happens often, together, or rudely.
+
+    python tests/load/load.py L0 L1 L2 L3 L4 L6        # minutes each
+    python tests/load/load.py L5 L7                    # a quarter of an hour each
+    python tests/load/load.py L0 L5 --scale 0.02       # a trial
+
+One line per measured quantity, with its limit; ends with 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
+os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
+os.environ.pop("SGL_SKIPKV_CONFIG", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
+
+from bench_modules import record
+from load_hostile import hostile
+from load_jobs import Job, differential, long_output, pressure, smoke, storms
+from load_rows import Findings, Row, show
+from load_server import FAMILY
+from load_soak import kill, soak
+from tiny_models import save_model
+
+JOBS: dict[str, Job] = {
+    **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
+    **{"L4": hostile, "L5": soak, "L6": long_output, "L7": kill},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("jobs", nargs="+", choices=JOBS, metavar="JOB", help=" ".join(JOBS))
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    parser.add_argument("--record", action="store_true", help="append to bench/rows")
+    arguments = parser.parse_args()
+    # A run that is told to end takes its servers with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    rows: list[Row] = []
+    folder = Path(tempfile.mkdtemp(prefix="load-"))
+    print("logs and traces, kept if anything goes wrong:", folder)
+    model = save_model(FAMILY, folder / "model")
+    for job in arguments.jobs:
+        findings = Findings(job, arguments.scale)
+        JOBS[job](model, folder / job, findings)
+        show(findings.rows)
+        if arguments.record:
+            record("load", findings.rows)
+        rows += findings.rows
+    missed = [row for row in rows if row["ok"] == "no"]
+    if missed:
+        show(missed)
+    else:
+        shutil.rmtree(folder)
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

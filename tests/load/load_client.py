@@ -1,0 +1,162 @@
+"""Clients of a load: requests that finish, are aborted or hang up, so many of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+from tqdm import tqdm
+
+TIMEOUT_S = 900
+# An abort that overtakes its own call is lost: SGLang knows no such call yet. So it is repeated.
+ABORT_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ``POST /generate``, greedy, of exactly ``tokens`` tokens.
+
+    Attributes:
+        keys: further sampling parameters, ours among them.
+        ending: what its client does in the end.
+        abort_after_s: for ``abort``.
+        leave_after_chunks: of the stream, for ``disconnect``.
+    """
+
+    input_ids: tuple[int, ...]
+    tokens: int
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    ending: Literal["finish", "abort", "disconnect"] = "finish"
+    abort_after_s: float = 0.0
+    leave_after_chunks: int = 1
+    logprobs: bool = False
+
+    def body(self, rid: str) -> dict[str, Any]:
+        """As ``/generate`` wants it."""
+        params = {"max_new_tokens": self.tokens, "temperature": 0, "ignore_eos": True, **self.keys}
+        return {
+            **{"rid": rid, "input_ids": list(self.input_ids), "sampling_params": params},
+            **{"return_logprob": self.logprobs, "stream": self.ending == "disconnect"},
+        }
+
+
+@dataclass
+class Outcome:
+    """What became of a request; ``status`` 0 is a connection that broke.
+
+    Attributes:
+        ended: ``left`` is a client that hung up before the answer was complete.
+    """
+
+    call: Call
+    ended: Literal["finished", "aborted", "left", "failed"]
+    seconds: float = 0.0
+    status: int = 200
+    answer: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it ended in one of the ways that its client asked for."""
+        ways = {"finish": ("finished",), "abort": ("finished", "aborted")}
+        return self.ended in ways.get(self.call.ending, ("finished", "left"))
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return list(self.answer["output_ids"])
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Log-probability of each generated token."""
+        return [entry[0] for entry in self.answer["meta_info"]["output_token_logprobs"]]
+
+    def info(self, name: str) -> int:
+        """A count of ``meta_info``; 0 where there was no complete answer."""
+        return int(self.answer.get("meta_info", {}).get(name, 0))
+
+    def summary(self, name: str) -> int:
+        """A count of ``meta_info["skipkv"]``; 0 for a request without a budget."""
+        return int(self.answer.get("meta_info", {}).get("skipkv", {}).get(name, 0))
+
+
+async def send(session: aiohttp.ClientSession, call: Call) -> Outcome:
+    """One call to its end."""
+    rid, start = f"load-{uuid.uuid4().hex}", time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(_ask(session, call, rid))
+            if call.ending == "abort":
+                group.create_task(_abort(session, rid, call.abort_after_s, asking))
+        outcome = asking.result()
+    except* (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as errors:
+        outcome = Outcome(call, "failed", status=0, error=repr(errors.exceptions[0]))
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+async def _ask(session: aiohttp.ClientSession, call: Call, rid: str) -> Outcome:
+    async with session.post("/generate", json=call.body(rid)) as response:
+        if response.status != 200:
+            text = await response.text()
+            return Outcome(call, "failed", status=response.status, error=text[:500])
+        if call.ending == "disconnect":
+            chunks = 0
+            async for line in response.content:
+                chunks += line.startswith(b"data: {")
+                if chunks == call.leave_after_chunks:
+                    response.close()
+                    return Outcome(call, "left")
+            return Outcome(call, "finished")
+        answer = await response.json()
+    reason = answer["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        return Outcome(call, "aborted", answer=answer, error=str(reason))
+    short = len(answer["output_ids"]) != call.tokens
+    return Outcome(call, "failed" if short else "finished", answer=answer, error=str(reason))
+
+
+async def _abort(
+    session: aiohttp.ClientSession, rid: str, after_s: float, asking: asyncio.Task[Outcome]
+) -> None:
+    await asyncio.wait([asking], timeout=after_s)
+    while not asking.done():
+        async with session.post("/abort_request", json={"rid": rid}):
+            pass
+        await asyncio.wait([asking], timeout=ABORT_AGAIN_S)
+
+
+async def _send_all(url: str, calls: Sequence[Call], parallel: int, label: str) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    waiting = iter(enumerate(calls))
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+
+    async def client(session: aiohttp.ClientSession, bar: tqdm[Any]) -> None:
+        for number, call in waiting:
+            outcomes[number] = await send(session, call)
+            bar.update()
+
+    with tqdm(total=len(calls), desc=label, unit="call", mininterval=2) as bar:
+        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(parallel):
+                    group.create_task(client(session, bar))
+    return [outcomes[number] for number in range(len(calls))]
+
+
+def run_load(url: str, calls: Sequence[Call], parallel: int, label: str) -> list[Outcome]:
+    """All requests, ``parallel`` at a time; outcomes in the requests' order."""
+    return asyncio.run(_send_all(url, calls, parallel, label))
+
+
+def percentile_99(outcomes: Sequence[Outcome]) -> float:
+    """Seconds that 99% of the requests take at most."""
+    seconds = sorted(outcome.seconds for outcome in outcomes)
+    return seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]

@@ -1,0 +1,73 @@
+"""What a load job measured, what had to hold, and the table of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench_modules import bench_module
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, str | float]
+#: ends a quantity of a server without the plugin
+PLAIN: str = bench_module("lib.table_text").PLAIN
+
+
+class Findings:
+    """Rows of one job.
+
+    Args:
+        job: its name, in every row.
+        scale: of the number of requests; what has to happen at least so often shrinks with it.
+    """
+
+    def __init__(self, job: str, scale: float) -> None:
+        self.job, self.scale, self.suffix = job, scale, ""
+        self.rows: list[Row] = []
+
+    def plain(self) -> Findings:
+        """What is found of SGLang without the plugin: goes to the same rows, and has no limits."""
+        other = Findings(self.job, self.scale)
+        other.rows, other.suffix = self.rows, PLAIN
+        return other
+
+    def count(self, full: int, least: int = 1) -> int:
+        """How many of something this run does, at its scale."""
+        return max(least, round(full * self.scale))
+
+    def at_most(self, quantity: str, value: float, limit: float) -> None:
+        """A bound from above."""
+        self._add(quantity, value, f"<= {limit:g}", value <= limit)
+
+    def at_least(self, quantity: str, value: float, limit: float) -> None:
+        """A bound from below."""
+        self._add(quantity, value, f">= {limit:g}", value >= limit)
+
+    def happened(self, quantity: str, times: int, full: int) -> None:
+        """A guard against an empty test: ``full`` times at least in a run of full size."""
+        self.at_least(quantity, times, self.count(full))
+
+    def exactly(self, quantity: str, value: float, limit: float) -> None:
+        """One right value."""
+        self._add(quantity, value, f"= {limit:g}", value == limit)
+
+    def note(self, quantity: str, value: float) -> None:
+        """A value without a limit."""
+        self._add(quantity, value, "", True)
+
+    def _add(self, quantity: str, value: float, limit: str, ok: bool) -> None:
+        shown = value if isinstance(value, int) else float(f"{value:.4g}")
+        quantity = quantity + self.suffix
+        if self.suffix:
+            limit, ok = "", True
+        row: Row = {"job": self.job, "quantity": quantity, "value": shown, "limit": limit}
+        self.rows.append({**row, "ok": "yes" if ok else "no"})
+
+
+def show(rows: Sequence[Row]) -> None:
+    """One table of everything."""
+    table = Table(*rows[0], title="load")
+    for row in rows:
+        style = None if row["ok"] == "yes" else "bold red"
+        table.add_row(*(str(value) for value in row.values()), style=style)
+    Console(width=110).print(table)

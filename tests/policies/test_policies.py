@@ -1,0 +1,245 @@
+"""Every policy in one table, and what all promise; their formulas are in test_policy_scores.py.
+
+A new policy is one file, one line in the registry and one line in ``POLICIES`` here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from score_inputs import all_keys, score_input, with_statistics
+from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
+
+import sgl_skipkv.policy
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.policy import Policy, make_policy, names, policy_class
+
+# name, parameters
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("skipkv", {}),
+    ("skipkv", {"tau": 0.0, "window": 3, "sink": 0}),
+    ("skipkv+", {}),
+    ("skipkv+", {"tau": 0.0, "ending": 1, "recent": 0}),
+    ("rkv", {}),
+    ("rkv", {"sigma": 0.9, "kernel": 1, "threshold": 0.0, "window": 16}),
+    ("snapkv", {}),
+    ("snapkv", {"kernel": 1}),
+    ("tova", {}),
+    ("h2o", {}),
+    ("h2o", {"window": 20, "sink": 0}),
+    ("raas", {}),
+    ("raas", {"alpha": 0.02}),
+    ("lazy", {}),
+    ("lazy", {"alpha": 0.02}),
+    ("rpc", {}),
+    ("rpc", {"ratio": 2, "kernel": 1}),
+    ("streaming", {}),
+    ("streaming", {"sink": 0, "window": 1}),
+    ("random", {}),
+    ("random", {"seed": 5}),
+    ("full", {}),
+]
+EVICTING = [case for case in POLICIES if policy_class(case[0]).evicts]
+
+
+def case_id(case: tuple[str, dict[str, Any]]) -> str:
+    return case[0] + "".join(f"-{name}={value}" for name, value in case[1].items())
+
+
+def serve(server: SyntheticServer, case: tuple[str, dict[str, Any]], **call: Any) -> Call:
+    return served(server, kv_policy=case[0], kv_params=case[1], **call)
+
+
+# -- the registry
+
+
+def test_the_table_holds_every_policy_and_every_file_is_registered() -> None:
+    assert set(names()) == {name for name, _ in POLICIES}
+    assert names()[0] == ServerConfig().kv_policy == "skipkv"
+    folder = Path(sgl_skipkv.policy.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {
+        "__init__",
+        "concatenated",
+        "base",
+        "token_scores",
+    }
+    assert files == {name.replace("+", "_plus") for name in names()}
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_policy_knows_its_name_and_what_it_needs(name: str) -> None:
+    policy = make_policy(name)
+    assert isinstance(policy, Policy) and policy.name == name
+    assert policy.min_budget_tokens == policy.params.sink + policy.params.window + 1 == 13
+    assert not policy.needs_sentences or policy.needs_queries
+    with pytest.raises(SettingError, match="a known name"):
+        make_policy(name, no_such_knob=1)
+
+
+@pytest.mark.parametrize("name", ["", "SKIPKV", "nope", None, 3, ["rkv"]])
+def test_unknown_policy(name: Any) -> None:
+    with pytest.raises(SettingError, match=re.escape(", ".join(names()))):
+        make_policy(name)
+
+
+# -- properties of all
+
+
+def repeat(call: Call) -> None:
+    """Overwrite the request's content: every key, query and hidden state the same."""
+    call.keys[:] = call.keys[:, :1].clone()
+    call.queries[:] = call.queries[:, :1].clone()
+    call.hidden[:] = call.hidden[:1].clone()
+
+
+def zero(call: Call) -> None:
+    for table in (call.keys, call.queries, call.hidden):
+        table.zero_()
+
+
+def zero_every_third(call: Call) -> None:
+    call.keys[:, ::3] = 0.0
+    call.hidden[::3] = 0.0
+
+
+def huge(call: Call) -> None:
+    call.keys.mul_(1e4)
+    call.hidden.mul_(1e15)
+
+
+SCENES: dict[str, tuple[list[int], Any]] = {
+    "sentences": (words(5, 3, 7, 4, 9) * 10, lambda call: None),
+    "one giant sentence": ([WORD] * 260, lambda call: None),
+    "delimiters only": ([DELIMITER] * 260, lambda call: None),
+    "one-token sentences": (words(1, 2) * 90, lambda call: None),
+    "all equal": (words(5, 3, 7, 4, 9) * 10, repeat),
+    "all zero": (words(5, 3, 7, 4, 9) * 10, zero),
+    "some zero": (words(5, 3, 7, 4, 9) * 10, zero_every_third),
+    "huge": (words(5, 3, 7, 4, 9) * 10, huge),
+}
+PROMPTS: dict[str, dict[str, Any]] = {
+    "pinned": {},
+    "short prompt": {"prompt": [3]},
+    "evictable": {"protect_prompt": False},
+    "counted": {"protect_prompt": False, "count_prompt": True},
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("case", EVICTING, ids=case_id)
+def test_every_compaction_keeps_its_promises(
+    case: tuple[str, dict[str, Any]], scene: str, prompt: str
+) -> None:
+    """The count is exact, pinned tokens stay, order stays, scores are finite, nothing is lost."""
+    tokens, change = SCENES[scene]
+    parameters = {name: value for name, value in PROMPTS[prompt].items() if name != "prompt"}
+    if case[0] == "rpc" and "count_prompt" in parameters:
+        pytest.skip("its budget counts generated tokens only")
+    server = SyntheticServer()
+    opening = {"prompt": PROMPTS[prompt].get("prompt", [3] * 10), "prefill": False}
+    call = served(server, tokens, kv_policy=case[0], kv_params={**case[1], **parameters}, **opening)
+    change(call)
+    server.prefill(call)
+    params, settings = call.state.settings.policy.params, call.state.settings
+    evicted = 0
+    for _ in range(120):
+        before, compactions = call.positions.copy(), len(call.compactions)
+        server.decode(call)
+        assert (
+            settings.budgeted_tokens(len(call.slots), call.prompt_tokens) <= BUDGET + INTERVAL + 1
+        )
+        if len(call.compactions) == compactions:
+            continue
+        kept = call.compactions[-1]
+        keep = settings.keep_tokens(call.prompt_tokens, len(call.compactions))
+        evicted += len(before) - len(kept)
+        assert len(kept) == keep and kept == sorted(set(kept)) and set(kept) <= set(before)
+        pinned = set(before[-params.window :]) | set(range(params.sink)) & set(before)
+        if params.protect_prompt:
+            pinned |= set(range(call.prompt_tokens))
+        assert pinned <= set(kept)
+    assert len(call.compactions) >= 5 and call.state.failure is None
+    summary = server.finish(call)
+    assert summary["evicted_tokens"] == evicted
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("case", EVICTING, ids=case_id)
+def test_a_call_alone_keeps_what_it_keeps_in_a_batch(case: tuple[str, dict[str, Any]]) -> None:
+    """Neighbours with other lengths, budgets and policies, arriving and leaving in between."""
+    alone_server, crowd = SyntheticServer(), SyntheticServer()
+    alone = serve(alone_server, case, seed=1)
+    alone_server.run(alone, 100)
+
+    first = serve(crowd, ("random", {}), seed=7, kv_budget=20)
+    crowd.run(first, 30)
+    call = serve(crowd, case, seed=1)
+    other = serve(crowd, ("skipkv", {}), seed=9, prompt=[3] * 33, kv_budget=64)
+    for step in range(100):
+        if step == 50:
+            crowd.finish(first)
+        batch = [call, other] if step >= 50 else [first, call, other]
+        crowd.decode(*(batch if step % 3 else batch[::-1]))
+    assert call.compactions == alone.compactions and len(alone.compactions) >= 4
+    assert other.compactions and other.compactions != call.compactions
+
+
+@pytest.mark.parametrize("case", EVICTING, ids=case_id)
+def test_scores_depend_on_the_input_alone(case: tuple[str, dict[str, Any]]) -> None:
+    """Twice the same, and nothing that was handed in is changed."""
+    policy = make_policy(case[0], **case[1])
+    inputs = with_statistics(policy, score_input(seed=3, window=policy.params.window))
+    copies = [table.clone() for table in (inputs.positions, inputs.queries, all_keys(inputs))]
+    first = policy.scores(inputs)
+    assert torch.equal(first, policy.scores(inputs))
+    assert first.dtype == torch.float32 and first.shape == inputs.positions.shape
+    for table, copy in zip(
+        (inputs.positions, inputs.queries, all_keys(inputs)), copies, strict=True
+    ):
+        assert torch.equal(table, copy)
+
+
+def test_full_evicts_nothing_and_needs_nothing() -> None:
+    server = SyntheticServer()
+    call = serve(server, ("full", {}))
+    server.run(call, 120)
+    assert call.compactions == [] and call.state.slot == 0
+    assert server.finish(call)["kv_tokens"] == 120
+
+
+# -- what single policies keep
+
+
+def test_streaming_keeps_the_sinks_and_the_most_recent() -> None:
+    server = SyntheticServer()
+    call = serve(server, ("streaming", {"protect_prompt": False, "count_prompt": True}))
+    server.run(call, 100)
+    for kept in call.compactions:
+        assert kept == [0, 1, 2, 3, *range(kept[-1] + 1 - (BUDGET - 4), kept[-1] + 1)]
+    assert len(call.compactions) >= 4
+
+
+def test_random_keeps_the_same_set_for_the_same_prompt_whoever_asks() -> None:
+    server = SyntheticServer()
+    same = [serve(server, ("random", {}), rid=rid, seed=seed) for rid, seed in (("a", 1), ("b", 2))]
+    other = serve(server, ("random", {}), prompt=[3] * 9 + [2])
+    for call in (*same, other):
+        server.run(call, 80)
+    assert same[0].compactions == same[1].compactions != other.compactions
+
+
+def test_random_draws_anew_at_every_compaction() -> None:
+    server = SyntheticServer()
+    call = serve(server, ("random", {}))
+    drawn = []  # row entries, which the same draw would choose again
+    for _ in range(100):
+        before, done = call.positions.copy(), len(call.compactions)
+        server.decode(call)
+        if len(call.compactions) > done:
+            drawn.append(tuple(before.index(p) for p in call.compactions[-1]))
+    assert len(set(drawn)) == len(drawn) == 4

@@ -1,0 +1,234 @@
+"""The scores of each policy against its formula, written once more as loops over floats."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from loops import attention, importance, redundancy
+from score_inputs import score_input, some_sentences
+
+from sgl_skipkv.policy import make_policy
+from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.skipkv import sentence_penalty
+
+TOLERANCE = 2e-6
+
+
+def rkv_scores(
+    inputs: ScoreInput, sigma: float = 0.1, kernel: int = 7, threshold: float = 0.5
+) -> list[float]:
+    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window."""
+    assert inputs.queries is not None
+    n, window = len(inputs.positions), inputs.queries.shape[1]
+    total = [0.0] * n
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer)
+        important = importance(inputs.queries[layer], keys, kernel, inputs.scale)
+        redundant = redundancy(keys, threshold)
+        heads = len(important)
+        for i in range(n - window):
+            z = sum(sigma * important[h][i] - (1.0 - sigma) * redundant[h][i] for h in range(heads))
+            total[i] += z / heads / inputs.layers
+    return total
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "knobs", [{}, {"sigma": 0.0}, {"sigma": 1.0}, {"kernel": 1, "threshold": 0.2, "sigma": 0.5}]
+)
+def test_rkv_scores(seed: int, parameters: dict[str, Any]) -> None:
+    inputs = score_input(seed)
+    found = make_policy("rkv", **parameters).scores(inputs).double()
+    exact = torch.tensor(rkv_scores(inputs, **parameters), dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+    assert not found[-8:].any()
+
+
+def penalties(inputs: ScoreInput, tau: float) -> list[float]:
+    """lambda of the sentence that holds each token, where it is redundant and longer than one."""
+    assert inputs.sentences is not None
+    found = [0.0] * len(inputs.positions)
+    spans = zip(
+        inputs.sentences.starts.tolist(),
+        inputs.sentences.stops.tolist(),
+        inputs.sentences.redundancy.tolist(),
+        strict=True,
+    )
+    for start, stop, likeness in spans:
+        if likeness > tau and stop - start > 1:
+            for i, position in enumerate(inputs.positions.tolist()):
+                if start <= position < stop:
+                    found[i] = likeness
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tau", [0.95, 0.99, 0.0])
+def test_skipkv_scores(seed: int, tau: float) -> None:
+    sentences = some_sentences(
+        (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 160, -1.0)
+    )
+    inputs = score_input(seed, sentences=sentences)
+    found = make_policy("skipkv", tau=tau).scores(inputs).double()
+    parts = zip(rkv_scores(inputs), penalties(inputs, tau), strict=True)
+    exact = torch.tensor([z - lost for z, lost in parts], dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+    assert any(penalties(inputs, tau))
+
+
+@pytest.mark.parametrize("ending", [0, 1, 4, 30])
+def test_skipkv_plus_scores(ending: int) -> None:
+    """``e`` counts down from the delimiter, in every closed sentence and nowhere else."""
+    spans = (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 150, -1.0)
+    inputs = score_input(1, sentences=some_sentences(*spans))
+    found = make_policy("skipkv+", ending=ending).scores(inputs).double()
+    exact = make_policy("skipkv").scores(inputs).double()
+    for start, stop, _ in spans:
+        for back in range(1, ending + 1):  # tokens before the delimiter
+            if stop - 1 - back >= start:
+                exact[inputs.positions == stop - 1 - back] += ending + 1 - back
+    assert (found - exact).abs().max() <= ending * 2**-23 + TOLERANCE
+
+
+def test_endings_go_after_bodies_and_from_their_far_side() -> None:
+    redundant, other = (10, 30, 0.96), (30, 50, 0.3)
+    inputs = score_input(4, sentences=some_sentences(redundant, other))
+    inputs = dataclasses.replace(inputs, positions=torch.arange(60))
+    scores = make_policy("skipkv+", ending=2).scores(inputs)
+    # Ends of a sentence: ..., far, near, delimiter. Each group is evicted before the next.
+    groups = [
+        [*range(10, 27), 29],
+        [*range(30, 47), 49],
+        *([27], [47], [28], [48]),
+    ]
+    for first, then in itertools.pairwise(groups):
+        assert scores[first].max() < scores[then].min()
+
+
+def test_redundant_sentences_go_whole_and_first() -> None:
+    inputs = score_input(4, sentences=some_sentences((20, 60, 0.96), (60, 100, 0.3)))
+    scores = make_policy("skipkv").scores(inputs)
+    inside = (inputs.positions >= 20) & (inputs.positions < 60)
+    inside[-8:] = False
+    assert inside.any() and scores[inside].max() < -0.9
+    assert scores[~inside].abs().max() < 0.1
+
+
+def test_similarity_at_tau_is_not_redundant() -> None:
+    positions = torch.arange(6)
+    sentences = some_sentences((0, 3, 0.5), (3, 6, 0.75))
+    assert sentence_penalty(positions, sentences, 0.5).tolist() == [0, 0, 0, 0.75, 0.75, 0.75]
+
+
+def test_a_sentence_of_one_token_is_never_penalised() -> None:
+    positions = torch.arange(4)
+    sentences = some_sentences((0, 1, 0.99), (1, 3, 0.98), (3, 4, 0.97))
+    found = sentence_penalty(positions, sentences, 0.9)
+    assert torch.equal(found, torch.tensor([0, 0.98, 0.98, 0]))
+
+
+def test_tokens_outside_every_sentence_are_not_penalised() -> None:
+    positions = torch.tensor([0, 4, 5, 8, 9, 12])
+    sentences = some_sentences((4, 6, 0.99), (9, 11, 0.98))
+    found = sentence_penalty(positions, sentences, 0.9)
+    assert torch.equal(found, torch.tensor([0, 0.99, 0.99, 0, 0.98, 0]))
+
+
+def test_streaming_scores_are_positions() -> None:
+    inputs = score_input(5)
+    found = make_policy("streaming").scores(inputs)
+    assert found.tolist() == [float(p) for p in inputs.positions.tolist()]
+
+
+def test_random_draws() -> None:
+    """By prompt, compaction and seed; not by content, order of requests or the global generator."""
+    first = make_policy("random").scores(score_input(1))
+    torch.manual_seed(99)
+    assert torch.equal(first, make_policy("random").scores(score_input(2)))
+    again = make_policy("random").scores(score_input(1, compaction_seed=12))
+    seeded = make_policy("random", seed=1).scores(score_input(1))
+    assert not torch.equal(first, again) and not torch.equal(first, seeded)
+    assert not torch.equal(again, seeded)
+    assert (first >= 0).all() and (first < 1).all() and first.unique().numel() > 55
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kernel", [1, 7])
+def test_snapkv_scores(seed: int, kernel: int) -> None:
+    """R-KV's score with sigma 1: importance alone."""
+    inputs = score_input(seed)
+    found = make_policy("snapkv", kernel=kernel).scores(inputs).double()
+    exact = torch.tensor(rkv_scores(inputs, sigma=1.0, kernel=kernel), dtype=torch.float64)
+    assert (found - exact).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_tova_scores(seed: int) -> None:
+    inputs = score_input(seed)
+    assert inputs.queries is not None
+    exact = [0.0] * len(inputs.positions)
+    heads = inputs.queries.shape[2]
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double()
+        for head in range(heads):
+            query = inputs.queries[layer, 0, head].double().tolist()  # the newest
+            group = head * keys.shape[1] // heads
+            row = attention(query, keys[:, group].tolist(), inputs.scale)
+            exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
+    found = make_policy("tova").scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("protect_prompt", [True, False])
+@pytest.mark.parametrize("kernel", [1, 5])
+def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
+    """Eq. 2, with the prompt left out of the softmax where it is pinned."""
+    inputs = score_input(6)
+    assert inputs.queries is not None
+    n, heads = len(inputs.positions), inputs.queries.shape[2]
+    first, last = inputs.prompt_tokens if protect_prompt else 0, n - 8
+    exact = [0.0] * n
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double()
+        received = [0.0] * n
+        for w in range(8):
+            for head in range(heads):
+                query = inputs.queries[layer, w, head].double().tolist()
+                columns = keys[first:last, head * keys.shape[1] // heads].tolist()
+                for i, got in enumerate(attention(query, columns, inputs.scale)):
+                    received[first + i] += got / heads
+        reach = kernel // 2
+        for i in range(first, last):
+            near = [received[j] for j in range(i - reach, i + reach + 1) if first <= j < last]
+            exact[i] += sum(near) / kernel / inputs.layers
+    policy = make_policy("rpc", kernel=kernel, protect_prompt=protect_prompt)
+    found = policy.scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= 8 * TOLERANCE
+
+
+def test_rpc_budget_grows_up_to_its_ceiling() -> None:
+    """P = 1024, R = 32, c = 4: the paper's cache after each compaction."""
+    policy = make_policy("rpc", interval=1024, window=32, ratio=4)
+    assert [policy.budget_after(4096, n) for n in range(4)] == [32, 288, 544, 800]
+    assert policy.budget_after(600, 3) == 600
+    assert make_policy("rkv").budget_after(600, 3) == 600
+
+
+def test_lazy_scores() -> None:
+    """H1 falls with overdue tokens, H2 with long gaps and is 0 for a token never active again."""
+    inputs = score_input(1, n=4, window=1)
+    now = inputs.positions[-1].float()
+    statistics = {
+        "last_active": torch.stack([now - 5, now - 5, now - 50, now]),
+        "longest_gap": torch.tensor([0.0, 5.0, 5.0, 0.0]),
+    }
+    inputs = dataclasses.replace(inputs, statistics=statistics)
+    found = make_policy("lazy", interval=10).scores(inputs).tolist()
+    half = 2 / (1 + math.exp(0.5))
+    expected = [2 / (1 + math.exp(5)), 2 / (1 + math.e) + half, 2 / (1 + math.exp(10)) + half, 1.0]
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,95 @@
+"""Every row of the capability matrix that a server is asked about: it refuses what it says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+
+from sgl_skipkv.kernels import on_device
+from sgl_skipkv.patches.engine import model_side
+from sgl_skipkv.patches.startup import capabilities
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting
+
+SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
+SWITCHES = [row for row in CAPABILITIES if getattr(row.check, "__qualname__", "").startswith("_on")]
+
+
+def on_a_server(monkeypatch: pytest.MonkeyPatch, path: str, value: object) -> None:
+    """SGLang's runtime context has this value at this path. Nothing may be imported meanwhile."""
+    bag, *names = path.split(".")
+    found: Any = value
+    for name in reversed(names):
+        found = SimpleNamespace(**{name: found})
+    monkeypatch.setattr(runtime_context, f"get_{bag}", lambda: found)
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.name)
+def test_a_setting_is_refused_unless_it_is_off(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for off in row.check.off:
+        on_a_server(monkeypatch, row.check.path, off)
+        assert row.check(None) is None
+    for other in (2, "something else"):
+        on_a_server(monkeypatch, row.check.path, other)
+        name = row.check.path.split(".")[-1]
+        assert row.check(None) == f"{row.check.reason} ({name}={other})"
+
+
+@pytest.mark.parametrize("row", SWITCHES, ids=lambda row: row.name)
+def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
+    class All:
+        def __init__(self, value: bool) -> None:
+            self.value = value
+
+        def __getattr__(self, name: str) -> bool:
+            return self.value
+
+    assert row.check(All(False)) is None
+    assert isinstance(row.check(All(True)), str)
+
+
+def test_most_rows_are_of_these_kinds() -> None:
+    assert len(SETTINGS) >= 14 and len(SWITCHES) >= 8
+
+
+@pytest.mark.parametrize("captured", ["decode_cuda_graph_runner", "prefill_cuda_graph_runner"])
+def test_graphs_that_do_not_record_are_refused(captured: str) -> None:
+    eager = object()
+    runner = SimpleNamespace(
+        eager_runner=eager, decode_cuda_graph_runner=None, prefill_cuda_graph_runner=eager
+    )
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    assert capabilities._graphs(scheduler) is None
+    setattr(runner, captured, object())
+    reason = capabilities._graphs(scheduler)
+    assert reason is not None and "--kv-policy skipkv" in reason
+    runner.skipkv = object()  # attached before the capture
+    assert capabilities._graphs(scheduler) is None
+
+
+def test_a_prefill_that_records_is_no_replay() -> None:
+    side = SimpleNamespace(records_prefill=True)
+    graphs = SimpleNamespace(model_runner=SimpleNamespace(skipkv=side))
+    asked: list[Any] = []
+
+    def original(graph_runner: Any, forward_batch: Any) -> bool:
+        asked.append(forward_batch)
+        return True
+
+    assert not model_side.run_recorded_prefill_eagerly(original, graphs, 1) and not asked
+    side.records_prefill = False
+    assert model_side.run_recorded_prefill_eagerly(original, graphs, 2)
+    del graphs.model_runner.skipkv
+    assert model_side.run_recorded_prefill_eagerly(original, graphs, 3) and asked == [2, 3]
+
+
+def test_register_limits_are_of_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, device = {80: 168, 90: 128}, torch.device("cuda")
+    assert on_device.register_limit(limits, torch.device("cpu")) == {}
+    for capability, limit in (((9, 0), 128), ((8, 9), 168), ((12, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        expected = {} if limit is None else {"maxnreg": limit}
+        assert on_device.register_limit(limits, device) == expected

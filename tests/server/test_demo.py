@@ -1,0 +1,45 @@
+"""The README's demo command: real, finished by itself, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Processes that carry the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended, or it is not ours
+    return found
+
+
+@pytest.mark.server
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_demo_runs_and_leaves_no_process(clean_folder: Path) -> None:
+    mark = f"demo-{uuid.uuid4()}"
+    demo = subprocess.run(
+        [sys.executable, "-P", str(DEMO), "--problems", "4"],
+        cwd=clean_folder,
+        env={**os.environ, "SKIPKV_TEST_MARK": mark, "COLUMNS": "110"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stderr[-3000:]
+    for part in ("quickstart.py", "of 3 say", "of 4", "struck through", "ran at once"):
+        assert part in demo.stdout, part
+    assert marked_processes(mark) == []

@@ -1,0 +1,186 @@
+"""Invariants 2 and 5: what the server generates is what a masked forward generates, in any company.
+
+One set of requests (every policy, budgets down to the minimum, prompts that share a prefix and are
+prefilled in chunks) runs on three model families, with and without the overlap scheduler.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from servers import HTTPFailure, Server, output_logprobs
+from tiny_models import LINE_ENDS, PIECES, VOCAB_SIZE
+
+from sgl_skipkv.policy import make_policy, names
+
+pytestmark = pytest.mark.server
+
+LOGPROB_TOLERANCE = 2e-3
+SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
+INTERVAL = 16
+TOKENS = 150
+# Random models repeat themselves less than real ones, and attend to everything a little.
+KNOBS: dict[tuple[str, int], dict[str, Any]] = {
+    ("skipkv", 40): {"tau": 0.3},
+    ("skipkv+", 40): {"tau": 0.3, "ending": 2, "recent": 12},
+    ("raas", 40): {"alpha": 0.01},
+    ("lazy", 40): {"alpha": 0.01},
+}
+# (family, overlap) -> name in the fleet
+SERVERS = {
+    ("qwen2", True): "main",
+    ("qwen2", False): "qwen2, no overlap",
+    ("llama", True): "llama",
+    ("qwen3", False): "qwen3, no overlap",
+}
+
+
+def make_calls(tag: str) -> list[dict[str, Any]]:
+    """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared."""
+    rng = random.Random(7)
+    draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
+    prefix = draw(100)
+    calls = []
+    for i, policy in enumerate(names()):
+        for kv_budget in (make_policy(policy).min_budget_tokens, 40):
+            parameters = KNOBS.get((policy, kv_budget), {})
+            calls.append(
+                {
+                    "rid": f"{tag}-{policy}-{kv_budget}",
+                    "input_ids": prefix + draw(20 + i),
+                    "tokens": TOKENS,
+                    "kv_budget": kv_budget,
+                    "kv_policy": policy,
+                    "kv_params": {"interval": INTERVAL, "delimiters": "any-newline", **parameters},
+                }
+            )
+    return calls
+
+
+@pytest.fixture(scope="module")
+def families(fleet: Fleet, server: Server) -> Iterator[dict[tuple[str, bool], Server]]:
+    """(family, overlap) -> server; test_oracle_steering.py goes on with all but the session's."""
+    others = fleet.all_ready(*(name for name in SERVERS.values() if name != "main"))
+    yield {key: others.get(name, server) for key, name in SERVERS.items()}
+    for other in others.values():
+        other.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def answers(families) -> dict[Any, list[dict[str, Any]]]:  # type: ignore[no-untyped-def]
+    """Each server's answers to the same requests, sent all at once (so in batches of up to 24)."""
+    return {key: server.generate_all(make_calls("all")) for key, server in families.items()}
+
+
+@pytest.mark.parametrize("key", SERVERS, ids=str)
+def test_every_greedy_token_is_the_argmax_under_the_trace_masks(families, answers, oracle, key):  # type: ignore[no-untyped-def]
+    server, judge = families[key], oracle(key[0]).judge
+    compactions = 0
+    for call, answer in zip(make_calls("all"), answers[key], strict=True):
+        events = server.events(call["rid"])
+        verdict = judge(call["input_ids"], answer["output_ids"], events)
+        assert verdict.wrong == [], (call["rid"], verdict.wrong[:5])
+        pairs = zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True)
+        assert max(abs(ours - theirs) for ours, theirs in pairs) <= LOGPROB_TOLERANCE, call["rid"]
+        compactions += answer["meta_info"]["skipkv"]["compactions"]
+    assert compactions >= 40  # the test would be empty without them
+
+
+def test_the_masks_matter(server, answers, oracle):  # type: ignore[no-untyped-def]
+    """Without the trace's masks the same oracle must object, or it proves nothing."""
+    call = next(c for c in make_calls("all") if c["kv_policy"] == "streaming")
+    answer = answers["qwen2", True][make_calls("all").index(call)]
+    assert oracle("qwen2").judge(call["input_ids"], answer["output_ids"], []).wrong
+
+
+def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-untyped-def]
+    for key, server in families.items():
+        for call, answer in zip(make_calls("all"), answers[key], strict=True):
+            info, prompt = answer["meta_info"]["skipkv"], len(call["input_ids"])
+            if call["kv_policy"] == "full":
+                assert info["compactions"] == info["evicted_tokens"] == 0
+                continue
+            assert info["peak_kv_tokens"] <= call["kv_budget"] + INTERVAL + 1
+            policy = make_policy(call["kv_policy"], **call["kv_params"])
+            compactions = [e for e in server.events(call["rid"]) if e["event"] == "compact"]
+            for count, event in enumerate(compactions):
+                before, after = (policy.budget_after(call["kv_budget"], count + i) for i in (0, 1))
+                assert event["kept"][:prompt] == list(range(prompt))
+                assert event["kept"] == sorted(set(event["kept"]))
+                assert event["after"] == len(event["kept"]) == prompt + after
+                assert event["before"] == prompt + before + INTERVAL
+            assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+
+
+@pytest.mark.parametrize("key", SERVERS, ids=str)
+def test_every_kept_set_is_the_one_with_the_best_scores(families, answers, score_oracle, key):  # type: ignore[no-untyped-def]
+    """Recorded queries and hidden states, and every step's attention, are the model's own."""
+    exact = penalised = compactions = 0
+    for call, answer in zip(make_calls("all"), answers[key], strict=True):
+        if call["kv_policy"] in ("streaming", "random", "full"):
+            continue
+        events = [e for e in families[key].events(call["rid"]) if e["event"] == "compact"]
+        delimiters = [PIECES[token] in LINE_ENDS for token in answer["output_ids"]]
+        policy = make_policy(call["kv_policy"], **call["kv_params"])
+        sides = call["input_ids"], answer["output_ids"], events, delimiters, policy
+        for choice in score_oracle(key[0]).choices(*sides):
+            # Sums over a hundred steps carry more of float32's error.
+            tolerance = SCORE_TOLERANCE * (10 if call["kv_policy"] in ("h2o", "lazy") else 1)
+            assert choice.inversion < tolerance, call["rid"]
+            exact += choice.inversion <= 0
+            penalised += call["kv_policy"] == "skipkv" and bool((choice.scores < -0.3).any())
+            compactions += 1
+            free = choice.scores[choice.scores.isfinite()]
+            if call["kv_budget"] == 40:  # in the smallest budgets everything may be as recent
+                assert free.std() > 100 * SCORE_TOLERANCE  # any other set would be seen
+    assert exact >= 0.9 * compactions > 80 and penalised >= 3
+
+
+def test_overlap_changes_nothing(families, answers):  # type: ignore[no-untyped-def]
+    """Invariant 5: the same tokens and kept sets with the overlap scheduler and without."""
+    with_overlap, without = answers["qwen2", True], answers["qwen2", False]
+    for call, one, other in zip(make_calls("all"), with_overlap, without, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        kept = [_kept_sets(families["qwen2", on], call["rid"]) for on in (True, False)]
+        assert kept[0] == kept[1]
+
+
+def test_alone_is_as_in_a_batch(server, answers):  # type: ignore[no-untyped-def]
+    """Invariant 5: a request keeps the same set and says the same alone as among all the others."""
+    for call, together in zip(make_calls("all"), answers["qwen2", True], strict=True):
+        alone = server.generate(**{**call, "rid": call["rid"].replace("all", "alone")})
+        assert alone["output_ids"] == together["output_ids"], call["rid"]
+        rid = call["rid"].replace("all", "alone")
+        assert _kept_sets(server, rid) == _kept_sets(server, call["rid"])
+
+
+def test_flags_set_the_default_of_calls_without_keys(families, oracle):  # type: ignore[no-untyped-def]
+    server = families["qwen3", False]
+    prompt = make_calls("all")[0]["input_ids"]
+    answer = server.generate(prompt, TOKENS, rid="default")
+    info = answer["meta_info"]["skipkv"]
+    assert (info["policy"], info["kv_budget"]) == ("rkv", 96)
+    assert info["compactions"] == (TOKENS - 1 - 96) // 32 == 1
+    verdict = oracle("qwen3").judge(prompt, answer["output_ids"], server.events("default"))
+    assert verdict.wrong == []
+    with pytest.raises(HTTPFailure, match=r"kv_budget: expected an integer in \[13, 512\]"):
+        server.generate(prompt, 4, kv_budget=513)
+    assert "skipkv" in server.generate(prompt, 4, kv_policy="full")["meta_info"]
+
+
+def _kept_sets(server: Server, rid: str) -> list[list[int]]:
+    return [event["kept"] for event in server.events(rid) if event["event"] == "compact"]
+
+
+def test_a_null_key_is_a_key_not_set(families) -> None:  # type: ignore[no-untyped-def]
+    """On a server with defaults a request of nulls is one without keys."""
+    server = families["qwen3", False]
+    nulls = dict.fromkeys(("kv_budget", "kv_policy", "kv_params", "steering"))
+    for keys in (nulls, {"custom_params": nulls}, {**nulls, "kv_budget": 64}):
+        params = {"max_new_tokens": 4, **keys}
+        answer = server.post("/generate", {"text": "abc", "sampling_params": params})
+        assert answer["meta_info"]["skipkv"]["kv_budget"] == (keys.get("kv_budget") or 96)

@@ -1,0 +1,139 @@
+"""What callers wrote stays out of metrics and logs: no text, no token ids, whatever came of a
+request.
+
+The trace is the one file with token ids. An operator has to ask for it, as the session's server
+was; it is also what shows that the search below would find something.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from servers import HTTPFailure, Server
+from tiny_models import VOCAB_SIZE
+
+from sgl_skipkv.config import ServerConfig
+
+pytestmark = pytest.mark.server
+
+KEYS: dict[str, Any] = {"kv_budget": 24, "kv_policy": "skipkv", "kv_params": {"interval": 8}}
+SECRET = "zqxjkvbpyg"  # of letters that are tokens of the tiny models
+
+
+def told(text: str, ids: Sequence[int], run: int = 5) -> bool:
+    """Whether a text has so many of these ids one after the other, however they are set apart."""
+    windows = (ids[i : i + run] for i in range(len(ids) - run + 1))
+    # \D{1,3}: "5, 6", "5,6", "5 6", "5\n 6"
+    patterns = (r"(?<!\d)" + r"\D{1,3}".join(map(str, window)) + r"(?!\d)" for window in windows)
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+def secret_ids(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(f"privacy {seed}")
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def after_calls(server: Server) -> Iterator[tuple[str, str, list[list[int]], list[str]]]:
+    """What the server logged and counts after all kinds of requests; their ids and texts."""
+    at, ids, texts = len(server.log), [], []
+
+    def finish(number: int, **keys: Any) -> None:
+        prompt = secret_ids(number, 40)
+        answer = server.generate(prompt, 60, rid=f"private-{number}", **keys)
+        ids.extend((prompt, answer["output_ids"]))
+        texts.append(answer["text"])
+
+    for number, keys in enumerate(({}, KEYS, {**KEYS, "kv_policy": "rkv"}, {"steering": 0.5})):
+        finish(number, **keys)
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        for keys in (KEYS, {**KEYS, "kv_budget": 0}):
+            send_text(server, path, keys)
+    refuse_a_long_prompt(server, ids)
+    abort(server, ids)
+    server.wait_idle()
+    yield server.log[at:], server.get("/metrics"), ids, [SECRET, *texts]
+
+
+def send_text(server: Server, path: str, keys: dict[str, Any]) -> None:
+    body: dict[str, Any] = {"model": "default", "max_tokens": 40, "prompt": SECRET, **keys}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": SECRET}]
+    if path == "/generate":
+        body = {"text": SECRET, "sampling_params": {"max_new_tokens": 40, **keys}}
+    try:
+        server.post(path, body)
+    except HTTPFailure as failure:
+        assert failure.status == 400 and SECRET not in failure.body
+
+
+def refuse_a_long_prompt(server: Server, ids: list[list[int]]) -> None:
+    """Refused for what its prompt is, so the prompt is at hand when the message is written."""
+    ids.append(secret_ids(100, 50))
+    parameters = {"count_prompt": True}
+    with pytest.raises(HTTPFailure) as caught:
+        server.generate(ids[-1], 4, kv_budget=40, kv_params=parameters)
+    assert caught.value.status == 400 and not told(caught.value.body, ids[-1])
+
+
+def abort(server: Server, ids: list[list[int]]) -> None:
+    """In the middle of its compactions."""
+    ids.append(secret_ids(200, 40))
+
+    def run() -> None:
+        try:
+            server.generate(ids[-1], 4000, rid="private-abort", **KEYS)
+        except HTTPFailure as failure:
+            assert not told(failure.body, ids[-1])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not server.events("private-abort"):
+        time.sleep(0.05)
+    server.post("/abort_request", {"rid": "private-abort"})
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_nothing_of_a_call_is_logged_or_counted(after_calls: Any) -> None:
+    log, metrics, ids, texts = after_calls
+    assert len(log.splitlines()) > 100 and "skipkv_compactions_total" in metrics
+    for text in (log, metrics):
+        assert not any(told(text, one) for one in ids)
+        assert not [one for one in texts if len(one) >= 8 and one[:8] in text]
+
+
+def test_no_label_is_made_of_what_a_caller_wrote(after_calls: Any) -> None:
+    """Of ours: which server, which state. A label of a caller's would also be a leak of memory."""
+    _, metrics, _, _ = after_calls
+    ours = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv_")]
+    assert ours
+    labels = {name for line in ours for name in re.findall(r'[{,](\w+)="', line)}
+    assert labels <= {
+        *("state", "model_name", "engine_type", "pid"),
+        *("tp_rank", "pp_rank", "dp_rank", "moe_ep_rank"),
+    }
+
+
+def test_the_trace_is_where_token_ids_are(server: Server, after_calls: Any) -> None:
+    """So the search finds what is there; and no server writes a trace unless it was told to."""
+    _, _, ids, _ = after_calls
+    trace = server.trace_path.read_text()
+    assert told(trace, ids[3]) and not told(trace, ids[2])  # what it generated, not its prompt
+    assert SECRET not in trace
+    assert ServerConfig().trace is None
+    finished = [event for event in map(json.loads, trace.splitlines()) if "output_ids" in event]
+    assert finished
+
+
+def test_the_search_finds_what_is_there() -> None:
+    ids = [3, 14, 15, 92, 65]
+    assert told("[7, 3, 14, 15, 92, 65]", ids) and told("x 3,14,15,92,65", ids)
+    assert not told("3, 14, 15, 92, 655", ids) and not told("13, 14, 15, 92, 65", ids)

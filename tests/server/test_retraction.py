@@ -1,0 +1,147 @@
+"""Retraction, forced every few steps by SGLang's own test switch, while requests compact.
+
+On one server requests are recomputed from their tokens, on the other they come back from host
+memory. Pools are small, settings come from a file, and the ledger is checked at every compaction.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from fleet import RETRACT_POOL_TOKENS, Fleet, addition
+from servers import Server, output_logprobs
+from tiny_models import VOCAB_SIZE
+
+from sgl_skipkv import policy
+
+pytestmark = pytest.mark.server
+
+TOKENS = 1000
+KEYS: dict[str, Any] = {"kv_params": {"interval": 16}}
+
+
+@pytest.fixture(scope="module")
+def small_server(fleet: Fleet) -> Iterator[Server]:
+    yield from fleet.lent("recomputing")
+
+
+@pytest.fixture(scope="module")
+def restoring(fleet: Fleet) -> Iterator[Server]:
+    yield from fleet.lent("restoring")
+
+
+def prompt_ids(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle: Any) -> None:
+    policies = ("skipkv", "rkv", "streaming", "random")
+    calls = [
+        {
+            **{"rid": f"retract-{i}", "input_ids": prompt_ids(i, 60), "tokens": TOKENS},
+            **{"kv_budget": 24 + i, "kv_policy": policies[i % 4], **KEYS},
+            "steering": 1.0 + i / 8,
+        }
+        for i in range(8)
+    ]
+    answers = small_server.generate_all(calls)
+    recomputed = compacted_after = 0
+    for call, answer in zip(calls, answers, strict=True):
+        events = small_server.events(call["rid"])
+        sides = call["input_ids"], answer["output_ids"]
+        added = addition("recomputing", call, answer["output_ids"])
+        verdict = oracle("llama").judge(*sides, events, added)
+        assert verdict.wrong == [], call["rid"]
+        pairs = list(zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True))
+        assert len(pairs) == TOKENS and max(abs(a - b) for a, b in pairs) <= 2e-3
+        kinds = [event["event"] for event in events]
+        recomputed += kinds.count("recompute")
+        if "recompute" in kinds:
+            compacted_after += kinds[kinds.index("recompute") :].count("compact")
+            assert set(events[kinds.index("recompute")]) == {"event", "rid", "generated"}
+        assert kinds.count("recompute") == answer["meta_info"]["num_retractions"]
+        assert kinds[-1] == "finish" and events[-1]["output_ids"] == answer["output_ids"]
+    assert recomputed >= 5 and compacted_after >= 5
+
+
+def test_a_trace_longer_than_the_pool_finishes_in_its_budget(small_server: Server) -> None:
+    """6,000 tokens through a pool of 4,096."""
+    answer = small_server.generate(
+        prompt_ids(50, 60), 6_000, kv_budget=64, kv_policy="streaming", kv_params={"interval": 64}
+    )
+    info = answer["meta_info"]["skipkv"]
+    assert len(answer["output_ids"]) == info["full_kv_tokens"] + 1 == 6_000
+    assert info["peak_kv_tokens"] == 128 and answer["meta_info"]["num_retractions"] == 0
+
+
+LONG_PROMPT = prompt_ids(52, 3900)  # with it, a trace outgrows the pool after 193 tokens
+
+
+def test_without_a_budget_sglang_cuts_the_trace_to_the_pool(small_server: Server) -> None:
+    answer = small_server.generate(LONG_PROMPT, 20_000)
+    assert len(LONG_PROMPT) + len(answer["output_ids"]) <= RETRACT_POOL_TOKENS
+
+
+def test_who_cannot_come_back_never_gives_way(small_server: Server) -> None:
+    """A request past the pool's length runs beside others; only the others are retracted."""
+    keys = {"kv_budget": 48, "kv_policy": "streaming", **KEYS}
+    with ThreadPoolExecutor(1) as pool:
+        long_call = pool.submit(small_server.generate, LONG_PROMPT, 2500, rid="long", **keys)
+        retractions, seed = 0, 60
+        while not long_call.done():
+            seed += 1
+            other = small_server.generate(prompt_ids(seed, 10), 80)
+            retractions += other["meta_info"]["num_retractions"]
+        answer = long_call.result()
+    assert len(answer["output_ids"]) == 2500 and retractions > 0
+    events = [event for event in small_server.events("long") if event["event"] == "recompute"]
+    assert all(len(LONG_PROMPT) + event["generated"] + 2 < RETRACT_POOL_TOKENS for event in events)
+
+
+def test_restored_calls_go_on_as_if_nothing_had_happened(restoring: Server) -> None:
+    """Every policy beside a request that is always further: SGLang retracts the shorter output.
+
+    It never retracts its last request, so a request alone is the run without retractions.
+    """
+    names = [name for name in policy.names() if name != "full"]
+    parameters = {"kv_params": {"interval": 8}}
+    calls = [
+        {
+            **{"input_ids": prompt_ids(90 + i, 20 + 7 * i), "tokens": 240},
+            **{"kv_budget": 24 + i, "kv_policy": name, **parameters},
+            **({"steering": 1.0} if i % 2 else {}),
+        }
+        for i, name in enumerate(names)
+    ]
+    alone = [restoring.generate(**call, rid=f"alone-{i}") for i, call in enumerate(calls)]
+    with ThreadPoolExecutor(1) as pool:
+        companion = pool.submit(
+            *(restoring.generate, prompt_ids(89, 30), 30_000),
+            **{"rid": "further", "kv_budget": 32, "kv_policy": "streaming", **parameters},
+        )
+        time.sleep(2)
+        beside = [restoring.generate(**call, rid=f"beside-{i}") for i, call in enumerate(calls)]
+        restoring.post("/abort_request", {"rid": "further"})
+        retractions, compactions = 0, companion.result()["meta_info"]["skipkv"]["compactions"]
+    for i, (call, undisturbed, answer) in enumerate(zip(calls, alone, beside, strict=True)):
+        assert answer["output_ids"] == undisturbed["output_ids"], call["kv_policy"]
+        logprobs = output_logprobs(answer), output_logprobs(undisturbed)
+        assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) <= 1e-4
+        events = restoring.events(f"beside-{i}"), restoring.events(f"alone-{i}")
+        kept, expected = ([e["kept"] for e in side if e["event"] == "compact"] for side in events)
+        assert kept == expected and len(kept) >= 20, call["kv_policy"]
+        info = answer["meta_info"]
+        # Before its first token a request has nothing to back up.
+        kinds = [event["event"] for event in events[0]]
+        assert kinds.count("restore") + kinds.count("recompute") == info["num_retractions"]
+        assert kinds.count("restore") >= 40 and "recompute" not in kinds[1:]
+        assert undisturbed["meta_info"]["num_retractions"] == 0
+        retractions += info["num_retractions"]
+        compactions += len(kept)
+    assert retractions >= 500 and compactions >= 500

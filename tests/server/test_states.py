@@ -1,0 +1,125 @@
+"""Invariant 6: ready, unavailable, refused: servers that really start, or really do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from hostile_bodies import OLLAMA, OPENAI, plain_body
+from servers import HTTPFailure, Server
+
+pytestmark = pytest.mark.server
+
+
+def test_refused_when_asked(fleet: Fleet) -> None:
+    """The process ends at start, non-zero, with every reason, and leaves no process behind."""
+    refused = fleet.started("refused")
+    assert refused.wait_exit() != 0
+    last = refused.log.strip().splitlines()[-1]
+    assert last.startswith("sgl_skipkv: refused: ")
+    assert "page size 16" in last and "allocator" in last and "--strip-thinking-cache" in last
+    assert "fired up" not in refused.log
+    assert refused.wait_gone(20)
+
+
+def test_unavailable_when_not_asked(fleet: Fleet) -> None:
+    """It starts and serves; a request with one of our keys gets 400 with the reason."""
+    unavailable = fleet.ready("unavailable")
+    assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
+    for keys in ({"kv_budget": 64}, {"kv_policy": "rkv"}, {"kv_params": {}}, {"steering": 1.0}):
+        with pytest.raises(HTTPFailure) as caught:
+            unavailable.generate([3, 4, 5], 8, **keys)
+        assert caught.value.status == 400
+        assert "cannot evict (page size 16" in caught.value.body
+        assert next(iter(keys)) in caught.value.body
+    for path in (*OPENAI, *OLLAMA, "/v1/messages"):
+        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* cannot evict \(page size 16"):
+            unavailable.post(path, plain_body(path, {"kv_budget": 64}))
+        assert unavailable.post(path, plain_body(path, {}))
+    assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
+    assert "sgl_skipkv: unavailable: page size 16" in unavailable.log
+    assert unavailable.get("/server_info")["skipkv"]["reasons"]
+    metrics = unavailable.get("/metrics").splitlines()
+    state = [line for line in metrics if line.startswith("sglang:skipkv_state")]
+    assert any('state="unavailable"' in line and line.endswith(" 1.0") for line in state)
+    unavailable.assert_clean()
+
+
+def test_wrong_settings_stop_the_start_at_once(model_folder: Any, tmp_path: Path) -> None:
+    """The environment is read before anything else; tests/unit/test_config.py has the other
+    values."""
+    settings = {"SGL_SKIPKV_CONFIG": '{"kv_bugdet": 64}'}
+    server = Server(model_folder("qwen2"), tmp_path, trace=False, env=settings)
+    try:
+        assert server.wait_exit() != 0
+        last = server.log.strip().splitlines()[-1]
+        assert last.startswith("sgl_skipkv: kv_bugdet: expected a known name")
+    finally:
+        server.stop()
+
+
+ENGINE_SCRIPT = """
+    import json, sys
+    import sglang as sgl
+
+    def main():
+        engine = sgl.Engine(
+            model_path=sys.argv[1], dtype="float32", max_total_tokens=2048, log_level="error",
+        )
+        params = {"max_new_tokens": 90, "temperature": 0, "ignore_eos": True}
+        prompt = [5, 6, 7, 8, 9, 10, 11, 12]
+        out = {"errors": []}
+        def call(**keys):
+            answer = engine.generate(input_ids=prompt, sampling_params={**params, **keys})
+            return answer["meta_info"].get("skipkv")
+        out["default"] = call()
+        out["own"] = call(kv_budget=20, kv_policy="random")
+        out["off"] = call(kv_policy="full")
+        out["custom"] = call(custom_params={"kv_budget": 48})
+        for keys in ({"kv_budget": 0}, {"kv_budget": 513}, {"kv_policy": "x"}, {"steering": 1.0}):
+            try:
+                call(**keys)
+            except ValueError as error:
+                out["errors"].append(str(error))
+        out["after"] = call()
+        engine.shutdown()
+        print("RESULT " + json.dumps(out))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_engine_takes_its_settings_from_the_environment(model_folder: Any, tmp_path: Path) -> None:
+    """``sgl.Engine`` with a default budget in ``SGL_SKIPKV_CONFIG``: the third way to be ready."""
+    script = tmp_path / "run_engine.py"
+    script.write_text(textwrap.dedent(ENGINE_SCRIPT))
+    settings = {"kv_budget": 32, "kv_policy": "streaming", "kv_interval": 8, "kv_budget_max": 512}
+    run = subprocess.run(
+        [sys.executable, "-P", str(script), str(model_folder("qwen2"))],
+        cwd=tmp_path,
+        env={**os.environ, "SGL_SKIPKV_CONFIG": json.dumps(settings)},
+        text=True,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, run.stdout[-1000:] + run.stderr[-3000:]
+    out = json.loads(lines[0].removeprefix("RESULT "))
+    assert out["default"] == out["after"]
+    assert (out["default"]["policy"], out["default"]["kv_budget"]) == ("streaming", 32)
+    assert out["default"]["compactions"] == (89 - 32) // 8
+    assert (out["own"]["policy"], out["own"]["kv_budget"]) == ("random", 20)
+    assert out["off"]["evicted_tokens"] == 0
+    assert (out["custom"]["policy"], out["custom"]["kv_budget"]) == ("streaming", 48)
+    fields = [message.split(":")[0] for message in out["errors"]]
+    assert fields == ["kv_budget", "kv_budget", "kv_policy", "steering"]
+    assert all("expected" in m and ", got " in m and "choices" in m for m in out["errors"])

@@ -1,0 +1,333 @@
+"""What an operator may set: every wrong value is refused in four parts, and who wins over whom."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_skipkv.config import (
+    BUDGET_LIMIT_TOKENS,
+    CONFIG_FILE_LIMIT_BYTES,
+    ENV_CONFIG,
+    ServerConfig,
+    SettingError,
+    brief,
+    build,
+    load_server_config,
+)
+from sgl_skipkv.request.settings import check_server_defaults
+
+BIG = 10**40
+LONG = "x" * 100_000
+
+
+def assert_four_parts(error: SettingError, field: str) -> None:
+    """Field, what was expected, what came, the valid choices; and no flood of foreign text."""
+    text = str(error)
+    assert error.field == field, text
+    assert text == f"{field}: expected {error.expected}, got {brief(error.got)}; choices: " + (
+        error.choices
+    )
+    assert error.expected.strip() and error.choices.strip()
+    assert "x" * 81 not in text and len(text) < 1000
+
+
+# field, value: each wrong by itself, all else left out
+WRONG: list[tuple[str, Any]] = [
+    ("kv_budget", True),
+    ("kv_budget", "128"),
+    ("kv_budget", 0),
+    ("kv_budget", -5),
+    ("kv_budget", 1.5),
+    ("kv_budget", 128.0),
+    ("kv_budget", math.nan),
+    ("kv_budget", math.inf),
+    ("kv_budget", BIG),
+    ("kv_budget", BUDGET_LIMIT_TOKENS + 1),
+    ("kv_budget", [1, 2]),
+    ("kv_budget", {"tokens": 1}),
+    ("kv_budget", LONG),
+    ("kv_policy", 5),
+    ("kv_policy", None),
+    ("kv_policy", ["skipkv"]),
+    ("kv_params", [["tau", 0.9]]),
+    ("kv_params", "tau=0.9"),
+    ("kv_params", None),
+    ("kv_params", {1: 2}),
+    ("kv_interval", 7),
+    ("kv_interval", 65537),
+    ("kv_interval", True),
+    ("kv_interval", 128.0),
+    ("kv_interval", None),
+    ("kv_interval", -BIG),
+    ("kv_budget_max", 0),
+    ("kv_budget_max", BUDGET_LIMIT_TOKENS + 1),
+    ("kv_budget_max", "2048"),
+    ("kv_budget_max", None),
+    ("protect_prompt", 1),
+    ("protect_prompt", "true"),
+    ("protect_prompt", None),
+    ("count_prompt", 0),
+    ("count_prompt", "no"),
+    ("delimiters", 3),
+    ("delimiters", ["math"]),
+    ("steering_vector", 3),
+    ("steering_vector", Path("v.safetensors")),
+    ("steering", "1"),
+    ("steering", True),
+    ("steering", math.nan),
+    ("steering", 1.0),  # without a vector
+    ("steering_gamma", -0.1),
+    ("steering_gamma", 10.5),
+    ("steering_gamma", None),
+    ("steering_max", -1),
+    ("steering_max", math.inf),
+    ("steering_capture", 3),
+    ("trace", True),
+    ("trace", 5),
+    ("query_window", 0),
+    ("query_window", 1025),
+    ("query_window", 16.0),
+    ("max_sentences", 7),
+    ("max_sentences", 65537),
+    ("max_tracked_requests", 0),
+    ("max_tracked_requests", 65537),
+    ("query_rings", 0),
+    ("query_rings", True),
+    ("compaction_work_bytes", -1),
+    ("retraction_backup_bytes", -1),
+    ("retraction_backup_bytes", 1.5e9),
+    ("stagger", 1),
+    ("check_ledger", "yes"),
+    ("poison_evicted", 1),
+    ("required", 1),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda item: repr(item)[:30])
+def test_wrong_server_setting(field: str, value: Any) -> None:
+    with pytest.raises(SettingError) as caught:
+        build(ServerConfig, {field: value})
+    assert_four_parts(caught.value, field)
+
+
+def test_corpus_covers_every_setting_and_is_large() -> None:
+    assert {field for field, _ in WRONG} == set(ServerConfig.model_fields)
+    assert len(WRONG) >= 40
+
+
+# What pydantic cannot know: it depends on the policy and on other settings.
+WRONG_TOGETHER: list[tuple[str, dict[str, Any]]] = [
+    ("kv_policy", {"kv_policy": "no-such"}),
+    ("kv_policy", {"kv_policy": LONG}),
+    ("kv_policy", {"kv_policy": ""}),
+    ("kv_params.taus", {"kv_params": {"taus": 0.9}}),
+    ("kv_params.tau", {"kv_params": {"tau": 2}}),
+    ("kv_params.tau", {"kv_params": {"tau": math.nan}}),
+    ("kv_params.tau", {"kv_params": {"tau": "0.9"}}),
+    ("kv_params.tau", {"kv_policy": "rkv", "kv_params": {"tau": 0.9}}),
+    ("kv_params.kernel", {"kv_params": {"kernel": 4}}),
+    ("kv_params.kernel", {"kv_params": {"kernel": 7.0}}),
+    ("kv_params.interval", {"kv_params": {"interval": 7}}),
+    ("kv_params.window", {"kv_params": {"window": 17}}),
+    ("kv_params.window", {"kv_params": {"window": True}}),
+    ("kv_params.seed", {"kv_policy": "random", "kv_params": {"seed": -1}}),
+    ("kv_params.delimiters", {"kv_params": {"delimiters": "lines"}}),
+    ("kv_budget", {"kv_budget": 12}),
+    ("kv_budget", {"kv_budget": 20, "kv_params": {"sink": 12}}),
+    ("kv_budget", {"kv_budget": 200, "kv_budget_max": 100}),
+    ("steering", {"steering_vector": "v.safetensors", "steering": 3, "steering_max": 2}),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), WRONG_TOGETHER, ids=lambda item: repr(item)[:40])
+def test_wrong_server_defaults(field: str, values: dict[str, Any]) -> None:
+    with pytest.raises(SettingError) as caught:
+        check_server_defaults(build(ServerConfig, values))
+    assert_four_parts(caught.value, field)
+
+
+@pytest.mark.parametrize("field", ["delimiters", "kv_budget_max"])
+def test_message_names_the_setting_that_the_operator_wrote(field: str) -> None:
+    """Not the parameter or the budget that it becomes on the way."""
+    values: dict[str, Any] = {"delimiters": "lines", "kv_budget_max": 5}
+    with pytest.raises(SettingError) as caught:
+        check_server_defaults(build(ServerConfig, {field: values[field]}))
+    assert_four_parts(caught.value, field)
+
+
+@pytest.mark.parametrize("name", ["kv_bugdet", "KV_BUDGET", "", LONG, "kv-budget"])
+def test_unknown_setting_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        build(ServerConfig, {name: 128})
+    assert caught.value.expected == "a known name"
+    assert set(ServerConfig.model_fields) <= set(caught.value.choices.split(", "))
+    assert "x" * 81 not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"kv_budget": None},
+        {"kv_budget": 13},
+        {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 32, "sink": 0}},
+        {"kv_policy": "full"},
+        {"kv_budget": 128, "kv_budget_max": 128, "kv_interval": 8, "delimiters": "paper"},
+        {"protect_prompt": False, "count_prompt": True, "query_window": 1024},
+        {"kv_params": {"tau": 1, "sigma": 0.5}},
+    ],
+)
+def test_right_settings_are_taken(values: dict[str, Any]) -> None:
+    config = build(ServerConfig, values)
+    check_server_defaults(config)
+    assert {name: getattr(config, name) for name in values} == values
+
+
+def test_defaults_of_the_contract() -> None:
+    config = ServerConfig()
+    assert (config.kv_budget, config.kv_policy, config.kv_interval) == (None, "skipkv", 128)
+    assert (config.protect_prompt, config.count_prompt, config.delimiters) == (True, False, "math")
+
+
+@pytest.mark.parametrize("value", [LONG, list(range(10**6)), {LONG: LONG}, BIG, [[[[[[]]]]]]])
+def test_brief_never_floods(value: Any) -> None:
+    assert 0 < len(brief(value)) <= 80
+
+
+# -- where settings come from
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "settings.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_given_asks_for_nothing() -> None:
+    config = load_server_config(environ={})
+    assert config == ServerConfig() and not config.enabled
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\n"])
+def test_blank_environment_asks_for_nothing(text: str) -> None:
+    assert not load_server_config(environ={ENV_CONFIG: text}).enabled
+
+
+@pytest.mark.parametrize("flags", [{"kv_budget": 64}, {"kv_policy": "skipkv"}, {"trace": "t"}])
+def test_any_flag_asks_even_with_the_default_value(flags: dict[str, Any]) -> None:
+    assert load_server_config(flags, environ={}).enabled
+
+
+@pytest.mark.parametrize("text", ["{}", '{"kv_interval": 128}', ' {"required": false} '])
+def test_any_object_in_the_environment_asks(text: str) -> None:
+    assert load_server_config(environ={ENV_CONFIG: text}).enabled
+
+
+def test_an_empty_file_still_asks(tmp_path: Path) -> None:
+    config = load_server_config(config_file=write(tmp_path, "{}"), environ={})
+    assert config.enabled and config.required
+
+
+def test_environment_holds_json_or_a_path(tmp_path: Path) -> None:
+    inline = load_server_config(environ={ENV_CONFIG: '{"kv_budget": 77}'})
+    path = write(tmp_path, '{"kv_budget": 77}')
+    assert inline.kv_budget == load_server_config(environ={ENV_CONFIG: path}).kv_budget == 77
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_CONFIG, '{"kv_budget": 78}')
+    assert load_server_config().kv_budget == 78
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
+    environ = {ENV_CONFIG: '{"kv_budget": 1000, "kv_interval": 10, "trace": "env"}'}
+    path = write(tmp_path, '{"kv_budget": 2000, "kv_interval": 20}')
+    config = load_server_config({"kv_budget": 3000}, config_file=path, environ=environ)
+    assert (config.kv_budget, config.kv_interval) == (3000, 20)
+    assert config.trace is None, "a file given by flag replaces the environment, it is not merged"
+    assert load_server_config({"kv_budget": 3000}, environ=environ).kv_interval == 10
+
+
+# text of a settings file, and what the message must name
+BAD_TEXT: list[tuple[str, str]] = [
+    ("{", "line 1 column 2"),
+    ('{"kv_budget": 1,}', "line 1"),
+    ("[]", "a JSON object"),
+    ("3", "a JSON object"),
+    ("null", "a JSON object"),
+    ('"kv_budget"', "a JSON object"),
+    ('{"kv_budget": 64, "kv_budget": 65}', "each name once"),
+    ('{"kv_params": {"tau": 0.9, "tau": 0.8}}', "each name once"),
+    ('{"kv_budget": NaN}', "kv_budget"),
+    ('{"kv_budget": 1e400}', "kv_budget"),
+    ('{"kv_bugdet": 64}', "kv_bugdet"),
+    ('{"kv_budget": "64"}', "kv_budget"),
+    ("\ufeff{}", "BOM"),
+    ('{"a":' * 100_000, "a JSON object"),  # deeper than Python's stack
+    ('{"kv_budget": ' + "9" * 5000 + "}", "CONFIG"),  # more digits than Python converts
+    ('["' + LONG + '"]', "a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), BAD_TEXT, ids=lambda item: repr(item)[:30])
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_bad_file_is_refused(text: str, part: str, by_flag: bool, tmp_path: Path) -> None:
+    """As SettingError, whatever is wrong: SGLang swallows every other exception at start."""
+    path = write(tmp_path, text)
+    with pytest.raises(SettingError) as caught:
+        if by_flag:
+            load_server_config(config_file=path, environ={})
+        else:
+            load_server_config(environ={ENV_CONFIG: path})
+    assert part.replace("CONFIG", "--skipkv-config" if by_flag else ENV_CONFIG) in str(caught.value)
+    assert "x" * 81 not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [(text, part) for text, part in BAD_TEXT if text.startswith("{")],
+    ids=lambda item: repr(item)[:30],
+)
+def test_bad_text_in_the_environment_is_refused(text: str, part: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        load_server_config(environ={ENV_CONFIG: text})
+    assert part.replace("CONFIG", ENV_CONFIG) in str(caught.value)
+
+
+def test_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "{}" + " " * CONFIG_FILE_LIMIT_BYTES)
+    with pytest.raises(SettingError, match="at most") as caught:
+        load_server_config(config_file=path, environ={})
+    assert_four_parts(caught.value, "--skipkv-config")
+    exact = write(tmp_path, "{}" + " " * (CONFIG_FILE_LIMIT_BYTES - 2))
+    assert load_server_config(config_file=exact, environ={}).enabled
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1"])
+def test_unreadable_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "latin-1":
+        path.write_bytes(b'{"trace": "\xe9"}')
+    with pytest.raises(SettingError) as caught:
+        load_server_config(config_file=str(path), environ={})
+    assert_four_parts(caught.value, "--skipkv-config")
+
+
+def test_unreadable_file_says_why_even_behind_a_long_path(tmp_path: Path) -> None:
+    path = tmp_path / ("long-folder-name-" * 8) / "settings.json"
+    with pytest.raises(SettingError, match="No such file"):
+        load_server_config(config_file=str(path), environ={})
+
+
+def test_settings_survive_the_trip_to_another_process() -> None:
+    """Only what was given travels, so ``asked`` means the same on the other side."""
+    config = load_server_config({"kv_budget": 64}, environ={})
+    again = load_server_config(json.loads(config.model_dump_json(exclude_unset=True)), environ={})
+    assert again == config and again.enabled

@@ -1,0 +1,123 @@
+"""Requests that are due in the same step: one plan, one commit, and each as if it were alone.
+
+With the Triton kernels, interpreted, and in plain torch. ``SyntheticServer.decode`` compacts a
+request after the other, so what requests share is looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from kernels_on_cpu import on_triton
+from synthetic import PROMPT, Call, SyntheticServer, served, words
+
+#: requests of one launch that ask for different things
+ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("rkv", {}),
+    ("rkv", {"kernel": 1}),
+    ("rkv", {"threshold": -0.1}),
+    ("skipkv", {"threshold": 0.9, "kernel": 15}),
+)
+
+
+def step(server: SyntheticServer, calls: Sequence[Call]) -> int:
+    """Compact who is due together, as a server does, and decode; how many were due."""
+    runtime, due = server.runtime, []
+    for call in calls:
+        runtime.observe(call.state, len(call.slots))
+        if call.decoded >= 1 and runtime.due(call.state, len(call.slots)):
+            due.append(call)
+    plans = runtime.plan([server.due(call) for call in due]) if due else []
+    together = [(call.state, plan) for call, plan in zip(due, plans, strict=True)]
+    freed = runtime.commit(together, server.req_to_token) if due else []
+    for call, plan, slots in zip(due, plans, freed, strict=True):
+        kept = plan.selection.kept.tolist()
+        call.slots = [call.slots[i] for i in kept]
+        call.positions = [call.positions[i] for i in kept]
+        call.compactions.append(call.positions.copy())
+        server.free_slots += slots.tolist()
+    server.decode(*calls)
+    return len(due)
+
+
+def lives(
+    asked: Sequence[tuple[str, dict[str, Any]]],
+    steps: int,
+    prompts: Sequence[int],
+    broken: int = -1,
+) -> tuple[list[Call], int]:
+    """What became of requests that began together, and how many compacted in one step."""
+    server = SyntheticServer(check_ledger=False)
+    calls = [
+        served(
+            *(server, words(*(2 + (i + j) % 7 for j in range(40)))),
+            **{"seed": i, "kv_policy": name, "kv_params": parameters, "prompt": [3] * prompts[i]},
+        )
+        for i, (name, parameters) in enumerate(asked)
+    ]
+    if broken >= 0:
+        calls[broken].keys[:, 20:] = float("nan")
+    return calls, max(step(server, calls) for _ in range(steps))
+
+
+def test_kernels_and_torch_keep_the_same() -> None:
+    """Several compactions of each, so what is known of one comes back to the same call."""
+    prompts = [PROMPT + 3 * i for i in range(len(ASKED))]
+    expected, most = lives(ASKED, 80, prompts)
+    with on_triton():
+        found, _ = lives(ASKED, 80, prompts)
+    assert most == len(ASKED)
+    assert [call.compactions for call in found] == [call.compactions for call in expected]
+    assert all(len(call.compactions) >= 3 for call in found)
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("prompts", [(10, 10, 10), (70, 5, 60)], ids=["alike", "unlike"])
+def test_a_broken_call_ends_alone(broken: int, prompts: tuple[int, ...]) -> None:
+    """Rows of other lengths are laid side by side with its own."""
+    calls, most = lives([("rkv", {})] * 3, 80, prompts, broken)
+    assert most == 3
+    assert [call.state.failure is not None for call in calls] == [i == broken for i in range(3)]
+
+
+def retracted() -> list[list[int]]:
+    """A request that is recomputed between two compactions."""
+    server = SyntheticServer(check_ledger=False)
+    call = served(server, kv_policy="rkv")
+    server.run(call, 70)
+    server.retract(call)
+    server.prefill(call)
+    server.run(call, 40)
+    return call.compactions
+
+
+def taken_back() -> list[list[int]]:
+    """A request whose third compaction is taken back and comes again."""
+    server = SyntheticServer(check_ledger=False)
+    call = served(server, kv_policy="rkv")
+    runtime, tried = server.runtime, False
+    for _ in range(100):
+        if not tried and len(call.compactions) == 2 and runtime.due(call.state, len(call.slots)):
+            tried, row = True, server.req_to_token[call.row].clone()
+            runtime.observe(call.state, len(call.slots))
+            plan = server.plan(call)
+            before = call.state.total_evicted_tokens
+            runtime.commit([(call.state, plan)], server.req_to_token)
+            compacted = server.req_to_token[call.row, : len(plan.selection.kept)]
+            assert runtime.undo(call.state, compacted).tolist() == call.slots
+            assert call.state.total_evicted_tokens == before
+            assert runtime.total_evicted_tokens == before
+            server.req_to_token[call.row] = row
+        server.decode(call)
+    assert tried
+    return call.compactions
+
+
+@pytest.mark.parametrize("life", [retracted, taken_back])
+def test_what_is_known_of_a_row_goes_and_comes_with_it(life: Any) -> None:
+    expected = life()
+    with on_triton():
+        assert life() == expected
+    assert len(expected) >= 4

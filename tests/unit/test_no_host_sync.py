@@ -1,0 +1,141 @@
+"""A compaction never makes the CPU wait: counts come from the CPU, choices stay on the device.
+
+Without a GPU there is nothing to wait for, so two things are looked at: every tensor operation of a
+compaction as it runs, and the source of everything that runs there. With one it refuses to wait.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_ops import NoHostRead
+from kernels_on_cpu import as_one_each, on_triton
+from launches import POLICIES
+from synthetic import KNOBS, SyntheticServer, served
+from triton_tools import DEVICES
+
+from sgl_skipkv import policy
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE_PATH = sorted(
+    [
+        *(ROOT / "kernels").glob("*.py"),
+        *(ROOT / "sgl_skipkv" / "policy").glob("*.py"),
+        *(
+            ROOT / "sgl_skipkv" / f"{name}.py"
+            for name in ("compaction", "host_memory", "page_table", "recorder", "token_scores")
+        ),
+        *(
+            ROOT / "sgl_skipkv" / f"{name}.py"
+            for name in ("planner", "ring_loans", "runtime", "select", "sentence_table", "steering")
+        ),
+        *(
+            ROOT / "patches" / f"{name}.py"
+            for name in ("backup", "batch", "forward", "kv_cache", "poison", "steering")
+        ),
+    ]
+)
+WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchronize"}
+#: function -> why it may
+ALLOWED = {
+    ("compaction.py", "read"): "of a copy that was started many steps ago",
+    ("steering.py", "nonexecution_sentences"): "for tests; says so",
+    ("page_table.py", "check_ledger"): "a debug check; says so",
+}
+
+
+#: the formulas in plain torch, the launches of a GPU server with kernels interpreted, a GPU
+WAYS = {"torch": "cpu", "kernels": "cpu", **({"cuda": "cuda"} if "cuda" in DEVICES else {})}
+
+
+@contextmanager
+def nothing_waits(way: str, launched: Counter[str]) -> Iterator[None]:
+    """On a GPU the driver says so itself, of kernels and copies as well."""
+    with ExitStack() as stack:
+        if way == "kernels":
+            stack.enter_context(on_triton())
+            stack.enter_context(as_one_each(lambda name, again: launched.update([name])))
+        if way == "cuda":
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+            torch.cuda.set_sync_debug_mode("error")
+        stack.enter_context(NoHostRead())
+        yield
+
+
+@pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
+@pytest.mark.parametrize(
+    ("way", "stagger"),
+    # interpreted kernels take their time
+    [(way, stagger) for way in WAYS for stagger in (False, True) if stagger or way != "kernels"],
+)
+def test_no_operation_of_a_compaction_reads_the_device(name: str, stagger: bool, way: str) -> None:
+    device = torch.device(WAYS[way])
+    server = SyntheticServer(check_ledger=False, stagger=stagger, device=device)
+    calls = [served(server, seed=seed, kv_policy=name, kv_params=dict(KNOBS)) for seed in range(2)]
+    compactions, launched = 0, Counter[str]()
+    steps, wanted = (80, 4) if way == "kernels" else (130, 8)
+    for _ in range(steps):
+        server.decode(*calls)
+        due = [call for call in calls if server.runtime.due(call.state, len(call.slots))]
+        for call in due:
+            # What the last compaction kept arrived with its event; here it never left the host.
+            server.runtime._read_back(call.state)
+            with nothing_waits(way, launched):
+                plan = server.runtime.plan([server.due(call)])[0]
+                [freed] = server.runtime.commit([(call.state, plan)], server.req_to_token)
+            kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
+            assert freed.tolist() == [call.slots[i] for i in evicted]
+            call.slots = [call.slots[i] for i in kept]
+            call.positions = [call.positions[i] for i in kept]
+            server.free_slots += freed.tolist()
+            compactions += 1
+    assert compactions >= wanted
+    if way == "kernels":
+        assert launched["_compact_rows_kernel"] == compactions
+        assert launched["_importance_kernel"] == (name in POLICIES) * compactions
+
+
+def waiting_calls(path: Path) -> list[tuple[str, int]]:
+    """(function, line) of every request in the file that waits for a device."""
+    found: list[tuple[str, int]] = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, ast.FunctionDef):
+            function = node.name
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if called and node.func.attr in WAITS:  # type: ignore[attr-defined]
+            found.append((function, node.lineno))  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(path.read_text()), "")
+    return found
+
+
+@pytest.mark.parametrize("path", DEVICE_PATH, ids=lambda path: path.name)
+def test_no_source_of_the_device_path_waits(path: Path) -> None:
+    waits = [at for at in waiting_calls(path) if (path.name, at[0]) not in ALLOWED]
+    assert not waits, f"{path.name}: {waits}"
+
+
+def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
+    source = tmp_path / "bad.py"
+    source.write_text("def f(t):\n    return t.sum().item()\n")
+    assert waiting_calls(source) == [("f", 2)]
+    reads: list[Any] = [
+        lambda t: bool(t.any()),
+        lambda t: t[t > 0],
+        lambda t: int(t[0]),
+        lambda t: t.repeat_interleave(t.long()),
+        torch.unique,
+    ]
+    for read in reads:
+        with pytest.raises(AssertionError, match="waits for the device"), NoHostRead():
+            read(torch.ones(3))

@@ -1,0 +1,372 @@
+"""The recording buffers: rings, sentence tables, slots that come and go, replayed prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
+from torch import Tensor
+
+from sgl_skipkv.recording.recorder import Loan, ModelShape, QueryRings, Recording, SlotTable
+from sgl_skipkv.recording.sentence_table import SentenceTable
+from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
+
+REPEATABLE = settings(deadline=None, derandomize=True)
+CPU = torch.device("cpu")
+
+
+def unit(rows: Tensor) -> Tensor:
+    """The normalised mean, in fp64."""
+    mean = rows.double().mean(dim=0)
+    return mean / mean.norm().clamp_min(1e-8)
+
+
+# -- slots and rings
+
+
+def test_slots_are_lent_once_and_never_slot_zero() -> None:
+    table = SlotTable(slots=4, device=CPU)
+    table.use_rows(3)
+    taken = [table.take() for _ in range(4)]
+    assert sorted(taken) == [1, 2, 3, 4] and table.free_slots == 0
+    table.give_back(3)
+    assert table.free_slots == 1 and table.take() == 3
+    assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
+
+
+def query_rings(
+    layers: int,
+    rings: int,
+    window: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> QueryRings:
+    shape = ModelShape(layers, heads, head_dim, hidden_size=1)
+    return QueryRings(shape, slots=6, rings=rings, window=window, dtype=dtype, device=CPU)
+
+
+@REPEATABLE
+@given(st.integers(1, 9), st.integers(1, 30), st.data())
+def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.DataObject) -> None:
+    """As a set, for every layer; older ones are overwritten."""
+    ring = query_rings(2, 3, window, 2, 3)
+    draw = torch.Generator().manual_seed(count)
+    queries = torch.randn(2, count, 2, 3, generator=draw)
+    for position in range(count):
+        for layer in range(2):
+            ring.write(
+                layer, torch.tensor([2]), torch.tensor([position]), queries[layer, position][None]
+            )
+    asked = data.draw(st.integers(1, min(window, count)))
+    found = ring.read(2, count - 1, asked)
+    newest_first = queries[:, count - asked :].flip(1)
+    assert torch.equal(found, newest_first)
+    assert not ring.data[:, [0, 1, 3]].any(), "other slots are untouched"
+
+
+def test_ring_keeps_the_cache_precision() -> None:
+    ring = query_rings(1, 1, 2, 1, 2, torch.bfloat16)
+    ring.write(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([[[1.0, 1 / 3]]]))
+    assert ring.data.dtype == torch.bfloat16
+    assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
+
+
+def test_ring_takes_a_batch() -> None:
+    ring = query_rings(1, 4, 3, 1, 1)
+    slots, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
+    ring.write(0, slots, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
+    assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
+    assert not ring.data[0, [2, 4]].any()
+
+
+def test_a_loan_says_which_positions_are_recorded() -> None:
+    rings = query_rings(1, 4, 3, 1, 1)
+    rings.lend(2, Loan(ring=3, first=20, interval=10, window=3))
+    rings.lend(5, Loan(ring=1))
+    at = torch.arange(0, 60)
+    found = rings.of_tokens(torch.full((60,), 2), at)
+    assert found[20:].nonzero().flatten().tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32]
+    assert set(found.tolist()) == {0, 3}
+    assert rings.of_tokens(torch.full((60,), 5), at).tolist() == [1] * 60, "all of them"
+    assert not rings.of_tokens(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 3])).any()
+    rings.lend(2, Loan())
+    assert not rings.of_tokens(torch.full((60,), 2), at).any()
+
+
+# -- sentence tables
+
+
+def sentence_table(capacity: int = 8, slots: int = 2) -> SentenceTable:
+    delimiters = Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3)
+    return SentenceTable(slots, capacity, 4, delimiters, torch.float32, CPU)
+
+
+def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
+    for token, row in zip(tokens, hidden, strict=True):
+        table.step(torch.tensor([slot]), torch.tensor([token]), row[None])
+
+
+def rows(count: int, seed: int = 0, width: int = 4) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_slot_has_its_own_preset() -> None:
+    table, hidden = sentence_table(), rows(4)
+    table.reset(1, PRESETS["paper"])
+    table.reset(2, PRESETS["any-newline"])
+    for slot in (1, 2):
+        feed(table, slot, [WORD, 2, WORD, DELIMITER], hidden)
+    assert table.index[1:].tolist() == [0, 1]
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
+    assert torch.allclose(table.vectors[2, 0].double(), unit(hidden[:2]), atol=1e-6)
+
+
+def test_a_slot_without_a_call_closes_nothing() -> None:
+    table = sentence_table()
+    feed(table, 0, [WORD, DELIMITER, DELIMITER], rows(3))
+    assert int(table.index[0]) == 0 and not table.vectors[0].any()
+
+
+def test_reset_forgets_the_last_call() -> None:
+    table = sentence_table()
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2, 3)[:-1], rows(6))
+    table.compare([1], [[(0, 2), (2, 4)]])
+    table.reset(1, PRESETS["code"])
+    assert not table.total[1].any() and not table.length[1].any() and not table.index[1].any()
+    assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
+    hidden = rows(2, seed=5)
+    feed(table, 1, [WORD, DELIMITER], hidden)
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["open", "closed"])
+def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
+    table, hidden = sentence_table(), rows(12)
+    table.reset(1, PRESETS["paper"])
+    tokens = words(2, 2, 2, 2) + ([] if ends == "closed" else [WORD])
+    feed(table, 1, tokens, hidden[: len(tokens)])
+    table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    table.keep_entries([1], [[1, 3]], [ends == "closed"])
+    for entry, first in ((0, 2), (1, 6)):
+        assert torch.allclose(
+            table.vectors[1, entry].double(), unit(hidden[first : first + 2]), atol=1e-6
+        )
+    assert table.redundancy[1].tolist()[:2] == pytest.approx([0.2, 0.4])
+    assert (table.redundancy[1, 2:] == -1).all()
+
+    feed(table, 1, [WORD, DELIMITER], hidden[10:12])
+    first = 10 if ends == "closed" else 8
+    last = torch.cat([hidden[8 : len(tokens)], hidden[10:12]])
+    assert first and torch.allclose(table.vectors[1, 2].double(), unit(last), atol=1e-6)
+
+
+def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a part holds: the end of one table, the beginning of the next."""
+    kept = [[0, 2, 3, 6], [], [1, 5, 6, 7], [4]]
+    found = []
+    for at_once in (100, 3, 1):
+        monkeypatch.setattr("sgl_skipkv.recording.sentence_table._MOVED_AT_ONCE", at_once)
+        table = sentence_table(slots=5)
+        table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
+        table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
+        before = table.vectors.clone(), table.redundancy.clone()
+        table.keep_entries([4, 1, 2, 5], kept, [False] * 4)
+        for slot, entries in zip([4, 1, 2, 5], kept, strict=True):
+            assert torch.equal(table.vectors[slot, : len(entries)], before[0][slot, entries])
+            assert torch.equal(table.redundancy[slot, : len(entries)], before[1][slot, entries])
+            assert (table.redundancy[slot, len(entries) :] == -1).all()
+        assert torch.equal(table.vectors[3], before[0][3])
+        found.append(table.vectors)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
+    table, hidden = sentence_table(), rows(5)
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2), hidden[:4])
+    table.keep_entries([1], [[1]], [True])
+    feed(table, 1, [DELIMITER], hidden[4:])
+    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden[2:5]), atol=1e-6)
+    assert int(table.index[1]) == 0
+
+
+def test_keeping_nothing() -> None:
+    table = sentence_table()
+    table.reset(1, PRESETS["paper"])
+    feed(table, 1, words(2, 2), rows(4))
+    table.keep_entries([1], [[]], [False])
+    found = table.compare([1], [[]])[0]
+    assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
+    assert found.starts.dtype == torch.int64
+
+
+def test_compare_raises_each_entry_to_its_most_similar_later_one() -> None:
+    table = sentence_table()
+    angle = torch.tensor([0.0, 1.0, 0.1, 2.0])
+    table.vectors[1, :4, 0], table.vectors[1, :4, 1] = angle.cos(), angle.sin()
+    found = table.compare([1], [[(10, 12), (12, 15), (15, 18), (18, 19)]])[0]
+    between = [[float(torch.cos(a - b)) for b in angle] for a in angle]
+    expected = [max(between[0][1:]), max(between[1][2:]), between[2][3], -1.0]
+    assert found.redundancy.tolist() == pytest.approx(expected, abs=1e-6)
+    assert found.starts.tolist() == [10, 12, 15, 18] and found.stops.tolist() == [12, 15, 18, 19]
+
+
+def test_redundancy_never_falls() -> None:
+    """The later partner is gone, the flag stays."""
+    table = sentence_table()
+    table.vectors[1, :3] = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0]])
+    assert table.compare([1], [[(0, 2), (2, 4), (4, 6)]])[0].redundancy.tolist() == [1.0, 0.0, -1.0]
+    table.keep_entries([1], [[0, 2]], [False])
+    assert table.compare([1], [[(0, 2), (4, 6)]])[0].redundancy.tolist() == [1.0, -1.0]
+
+
+# -- whole requests
+
+
+def test_nothing_is_allocated_before_a_call_needs_it() -> None:
+    """A server that nobody asked, or only for policies that score nothing, holds no memory."""
+    server = SyntheticServer()
+    for policy in ("streaming", "random", "full"):
+        server.open(words(4), kv_budget=64, kv_policy=policy)
+    assert not {"queries", "sentences"} & vars(server.recorder).keys()
+    server.open(words(4), kv_budget=64)
+    assert {"queries", "sentences"} <= vars(server.recorder).keys()
+
+
+def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
+    table, slot = server.recorder.sentences, call.state.slot
+    parts = {
+        name: getattr(table, name)[slot]
+        for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
+    }
+    return {**parts, "vectors": table.vectors[slot, : len(tracker_of(call).closed)]}
+
+
+def tracker_of(call: Call) -> SentenceTracker:
+    found = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
+    found.feed(call.tokens[: call.generated])
+    return found
+
+
+@pytest.mark.parametrize("chunk", [10**9, 7, 1])
+@pytest.mark.parametrize("cached", [0, 4, 10])
+@pytest.mark.parametrize("generated", [1, 25, 41])
+def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
+    chunk: int, cached: int, generated: int
+) -> None:
+    """Sentence sums to the bit, and the queries that its next compaction asks for."""
+    tokens = words(3, 1, 6, 2, 9, 4) * 3
+    # Where more than a token was generated, the first compaction comes with the next step.
+    parameters = {"delimiters": "paper", "interval": 8, "window": 8}
+    keys = {"kv_budget": max(generated + 2 - 8, 19), "kv_params": parameters}
+    straight, stopped = SyntheticServer(), SyntheticServer()
+    call = straight.open(tokens, **keys)
+    straight.prefill(call)
+    straight.run(call, generated + 1)
+
+    again = stopped.open(tokens, **keys)
+    stopped.prefill(again)
+    stopped.run(again, generated)
+    stopped.retract(again)
+    filler = stopped.open(words(2) * 9, seed=3, **keys)  # dirties the slot in between
+    stopped.prefill(filler)
+    stopped.run(filler, 10)
+    stopped.finish(filler)
+    stopped.prefill(again, cached=cached, chunk=chunk)
+    assert again.generated == call.generated == generated + 1
+
+    expected, found = table_state(straight, call), table_state(stopped, again)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    last = call.positions[-1]
+    count = len(range(again.state.records_from, last + 1))
+    assert again.state.records_from == call.state.records_from
+    assert count == (7 if generated > 1 else 0)
+    for layer in range(LAYERS):
+        for server, owner in ((straight, call), (stopped, again)):
+            ring = server.recorder.queries.read(owner.state.ring, last, count)[layer]
+            assert torch.equal(ring, call.queries[layer, last + 1 - count : last + 1].flip(0))
+
+
+def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
+    server = SyntheticServer(query_window=6)
+    # Counted, it is compacted right after the first decode step, which brings the sixth query.
+    parameters = {"window": 6, "interval": 8, "count_prompt": True, "protect_prompt": False}
+    call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=13, kv_params=parameters)
+    server.prefill(call, chunk=7)
+    ring = server.recorder.queries.read(call.state.ring, 19, 5)
+    assert torch.equal(ring, call.queries[:, 15:20].flip(1))
+    table = server.recorder.sentences
+    assert not table.length[call.state.slot] and not table.after_delimiter[call.state.slot]
+
+
+def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
+    """The step that was in flight when the request ended, and whoever gets the row next."""
+    server = SyntheticServer(slots=1)
+    call = server.open(words(5, 5), kv_budget=64)
+    server.prefill(call)
+    server.run(call, 6)
+    slot, row = call.state.slot, call.row
+    server.finish(call)
+    before = server.recorder.queries.data[:, slot].clone()
+    sums = server.recorder.sentences.total[slot].clone()
+    late = server.recorder.decode_recording(torch.tensor([row]), torch.tensor([16]))
+    assert late.slots is not None and late.slots.tolist() == late.rings.tolist() == [0]
+    server.recorder.record_queries(late, 0, torch.ones(1, 4, 16))
+    server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
+    assert torch.equal(server.recorder.queries.data[:, slot], before)
+    assert torch.equal(server.recorder.sentences.total[slot], sums)
+
+
+def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:
+    server = SyntheticServer()
+    flat = torch.arange(3 * 4 * 16, dtype=torch.float32).view(3, 64)
+    recording = Recording(torch.tensor([2]), torch.tensor([5]), tokens=torch.tensor([1]))
+    server.recorder.record_queries(recording, 1, flat)
+    stored = server.recorder.queries.read(2, 5, 1)
+    assert torch.equal(stored[1, 0], flat[1].view(4, 16)) and not stored[0].any()
+    server.recorder.record_hidden(recording, torch.tensor([WORD] * 3), torch.ones(3, HIDDEN))
+    assert not server.recorder.sentences.length.any(), "a prefill without replay adds no sentence"
+
+
+@settings(REPEATABLE, max_examples=40)
+@given(
+    st.lists(st.sampled_from([WORD, WORD, WORD, DELIMITER]), min_size=150, max_size=150),
+    st.sampled_from([8, 9, 40]),
+    st.integers(0, 1000),
+)
+def test_vectors_and_spans_belong_together_through_compactions(
+    tokens: list[int], capacity: int, seed: int
+) -> None:
+    """Also when more sentences close than the table holds: old ones go, none is mixed up."""
+    server = SyntheticServer(max_sentences=capacity)
+    parameters = {"interval": 30, "tau": 0.0, "delimiters": "paper"}
+    call = server.open(tokens, seed=seed, kv_budget=40, kv_params=parameters)
+    server.prefill(call)
+    table = server.recorder.sentences
+    state, closed = call.state, 0
+    for _ in range(149):
+        compactions = len(call.compactions)
+        server.decode(call)
+        if len(call.compactions) == compactions:
+            continue
+        assert len(state.table) <= capacity - capacity // 4
+        assert state.table == sorted(set(state.table))
+        if len(state.tracker.closed) > closed:
+            closed = len(state.tracker.closed)
+            assert state.table[-1] == closed - 1, "the newest is always there"
+        for entry, sentence in enumerate(state.table):
+            start, stop = state.tracker.closed[sentence]
+            exact = unit(call.hidden[10 + start : 10 + stop])
+            # the step that followed may have merged a delimiter into the newest
+            if sentence == len(state.tracker.closed) - 1 and tokens[stop] == DELIMITER:
+                exact = unit(call.hidden[10 + start : 10 + stop + 1])
+            stored = table.vectors[state.slot, entry].double()
+            assert torch.allclose(stored, exact, atol=1e-5), (entry, sentence)
+    assert len(call.compactions) == 3
+    server.finish(call)
+    server.assert_idle()

@@ -1,0 +1,354 @@
+"""The four keys of one request: wrong values are refused in four parts; defaults and precedence."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
+from sgl_skipkv.policy import names
+from sgl_skipkv.request.settings import (
+    KEYS,
+    RequestSettings,
+    refuse_misspelt,
+    resolve_request,
+    take_keys,
+)
+
+LIMIT = 4096
+SERVER = ServerConfig(kv_budget_max=LIMIT, query_window=16)
+LONG = "x" * 100_000
+ASKED = {"kv_budget": 256}  # what makes the other keys meaningful
+
+# field of the message, the request's keys
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *[
+        ("kv_budget", {"kv_budget": value})
+        for value in (
+            *(True, False, "128", "", LONG, 0, -1, -(10**40), 12, LIMIT + 1, 2**31, 2**64, 10**40),
+            *(1.5, 128.0, math.nan, math.inf, -math.inf, 1e308, b"128", 3j),
+            *([], [1, 2], [[1]], {}, {"tokens": 128}, (128,), {128}, ...),
+        )
+    ],
+    *[
+        ("kv_policy", {**ASKED, "kv_policy": value})
+        for value in (
+            "",
+            "SkipKV",
+            "skipkv ",
+            "no-such",
+            LONG,
+            5,
+            True,
+            ["skipkv"],
+            {"a": 1},
+            b"rkv",
+        )
+    ],
+    *[
+        ("kv_params", {**ASKED, "kv_params": value})
+        for value in ([], ["tau"], [["tau", 0.9]], "tau=0.9", LONG, 5, True, 0.9)
+    ],
+    *[
+        (f"kv_params.{name}", {**ASKED, "kv_params": {name: value}})
+        for name, value in (
+            *(("tau", -0.1), ("tau", 1.1), ("tau", True), ("tau", "0.9"), ("tau", math.nan)),
+            *(("tau", math.inf), ("tau", None), ("tau", [0.9]), ("sigma", 2), ("sigma", "0.1")),
+            *(("kernel", 0), ("kernel", 4), ("kernel", 7.0), ("kernel", 257), ("kernel", True)),
+            *(("threshold", -2), ("interval", 7), ("interval", 70_000), ("interval", "128")),
+            *(("window", 0), ("window", 17), ("window", 8.0), ("window", 10**40), ("sink", -1)),
+            *(("sink", 1025), ("sink", None), ("protect_prompt", 1), ("count_prompt", "yes")),
+            *(("delimiters", "lines"), ("delimiters", 3), ("delimiters", None), ("taus", 0.9)),
+            *(("seed", 0), ("TAU", 0.9), ("kv_budget", 128), ("policy", "rkv")),
+        )
+    ],
+    ("kv_params.tau", {**ASKED, "kv_policy": "rkv", "kv_params": {"tau": 0.9}}),
+    ("kv_params.sigma", {**ASKED, "kv_policy": "streaming", "kv_params": {"sigma": 0.1}}),
+    ("kv_params.seed", {**ASKED, "kv_policy": "random", "kv_params": {"seed": 1.0}}),
+    ("kv_params.tau", {"kv_policy": "full", "kv_params": {"tau": 0.9}}),
+    *[
+        ("steering", {**ASKED, "steering": value})
+        for value in (1, 0, 1.25, -1.0, True, "1", LONG, math.nan, math.inf, [1.0], {"alpha": 1})
+    ],
+    ("steering", {"steering": 1.0}),
+    # a budget that this policy cannot keep
+    ("kv_budget", {"kv_budget": 28, "kv_params": {"sink": 12, "window": 16}}),
+    ("kv_budget", {"kv_budget": 0, "kv_policy": "full"}),
+    ("kv_budget", {"kv_budget": True, "kv_policy": "full"}),
+    # parameters without a budget
+    ("kv_budget", {"kv_policy": "rkv"}),
+    ("kv_budget", {"kv_params": {"tau": 0.9}}),
+    ("kv_budget", {"kv_params": {}}),
+]
+
+
+@pytest.mark.parametrize(("field", "keys"), WRONG, ids=lambda item: repr(item)[:60])
+def test_wrong_key_is_refused_in_four_parts(field: str, keys: dict[str, Any]) -> None:
+    before = repr(keys)
+    with pytest.raises(SettingError) as caught:
+        resolve_request(keys, SERVER)
+    error = caught.value
+    assert error.field == field
+    assert str(error) == (
+        f"{field}: expected {error.expected}, got {brief(error.got)}; choices: {error.choices}"
+    )
+    assert error.expected.strip() and error.choices.strip()
+    assert "x" * 81 not in str(error) and len(str(error)) < 600
+    assert repr(keys) == before
+
+
+def test_more_digits_than_python_prints() -> None:
+    with pytest.raises(SettingError) as caught:
+        resolve_request({"kv_budget": 10**5000}, SERVER)
+    assert caught.value.field == "kv_budget" and len(str(caught.value)) < 600
+
+
+def test_the_corpus_is_large_and_covers_every_key() -> None:
+    assert len(WRONG) >= 80
+    assert {field.split(".")[0] for field, _ in WRONG} == set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        (
+            {"kv_budget": 12},
+            ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"],
+        ),
+        ({"kv_budget": "128"}, ["an integer in [13, 4096]", "got '128'"]),
+        ({**ASKED, "kv_policy": "h2"}, ["a policy name", "'h2'", ", ".join(names())]),
+        ({**ASKED, "kv_params": {"taus": 1}}, ["a known name", "'taus'", "tau", "window"]),
+        ({**ASKED, "kv_params": {"tau": 3}}, ["a finite number in [0.0, 1.0]", "got 3"]),
+        ({**ASKED, "kv_params": {"window": 17}}, ["[1, 16]", "query_window", "got 17"]),
+        ({**ASKED, "kv_params": {"kernel": 4}}, ["an odd integer", "got 4"]),
+        ({**ASKED, "kv_params": {"protect_prompt": 1}}, ["true or false", "got 1"]),
+        ({**ASKED, "kv_params": {"delimiters": "x"}}, ["paper, math, code, any-newline"]),
+        ({**ASKED, "steering": 1.5}, ["no steering vector", "got 1.5", "false, or leave it out"]),
+        ({**ASKED, "steering": "on"}, ["false or a number in [-10, 10]", "got 'on'"]),
+        ({"kv_policy": "rkv"}, ["without a budget", "got None", "--kv-budget"]),
+    ],
+)
+def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(SettingError) as caught:
+        resolve_request(keys, SERVER)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kv_budget": 13},
+        {"kv_budget": LIMIT},
+        {"kv_budget": 5, "kv_params": {"sink": 0, "window": 4}},
+        {"kv_budget": 1, "kv_policy": "full"},
+        {"kv_budget": 13, "steering": False},
+        {"kv_budget": 64, "kv_params": {"tau": 1, "sigma": 0}},  # whole numbers are numbers
+        {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 17}},  # no queries
+    ],
+    ids=repr,
+)
+def test_right_keys_are_taken(keys: dict[str, Any]) -> None:
+    settings = resolve_request(keys, SERVER)
+    assert settings is not None and settings.kv_budget == keys["kv_budget"]
+    assert settings.policy.name == keys.get("kv_policy", "skipkv")
+    for parameter, value in keys.get("kv_params", {}).items():
+        assert getattr(settings.policy.params, parameter) == value
+
+
+# -- steering
+
+STEERED = ServerConfig(steering_vector="v.safetensors", steering_max=2.0)
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.25, -2.0, 2])
+def test_a_number_steers(value: float) -> None:
+    with_budget = resolve_request({**ASKED, "steering": value}, STEERED)
+    alone = resolve_request({"steering": value}, STEERED)
+    assert with_budget is not None and alone is not None
+    assert with_budget.steering == alone.steering == value and with_budget.evicts
+    assert (alone.policy.name, alone.kv_budget, alone.evicts) == ("full", None, False)
+    assert alone.steers and alone.changes_kv
+
+
+@pytest.mark.parametrize(
+    "value", [2.1, -2.1, True, "1", LONG, math.nan, math.inf, [1.0], {"alpha": 1}, 10**400]
+)
+def test_a_wrong_strength_is_refused_beside_a_vector(value: Any) -> None:
+    with pytest.raises(SettingError, match=r"steering: expected false or a number in \[-2, 2\]"):
+        resolve_request({"steering": value}, STEERED)
+
+
+def test_the_server_may_steer_calls_that_say_nothing() -> None:
+    server = ServerConfig(steering_vector="v.safetensors", steering=0.5)
+    default, other = resolve_request({}, server), resolve_request({"steering": 0}, server)
+    assert default is not None and (default.steering, default.policy.name) == (0.5, "full")
+    assert other is not None and other.steering == 0 and other.steers
+    assert resolve_request({"steering": False}, server) is None
+    budgeted = resolve_request({**ASKED, "steering": False}, server)
+    assert budgeted is not None and not budgeted.steers
+    assert server.defaults_apply and not STEERED.defaults_apply
+
+
+# -- not set, defaults, precedence
+
+
+@pytest.mark.parametrize("keys", [{}, {"steering": False}])
+def test_nobody_asked(keys: dict[str, Any]) -> None:
+    assert resolve_request(keys, SERVER) is None
+
+
+def test_null_is_not_set() -> None:
+    holder = {"kv_budget": None, "kv_policy": None, "temperature": 0, "kv_params": {}, "stop": None}
+    before = dict(holder)
+    rest, ours = take_keys(holder)
+    assert rest == {"temperature": 0, "stop": None} and ours == {"kv_params": {}}
+    assert holder == before
+
+
+def test_false_and_zero_are_set() -> None:
+    assert take_keys({"steering": False, "kv_budget": 0})[1] == {"steering": False, "kv_budget": 0}
+
+
+def test_server_default_budget_serves_calls_without_one() -> None:
+    server = ServerConfig(kv_budget=100)
+    default = resolve_request({}, server)
+    own = resolve_request({"kv_budget": 50}, server)
+    knobs_only = resolve_request({"kv_params": {"tau": 0.5}}, server)
+    assert default is not None and own is not None and knobs_only is not None
+    assert (default.kv_budget, own.kv_budget, knobs_only.kv_budget) == (100, 50, 100)
+
+
+def test_server_settings_are_defaults_of_knobs_and_a_call_overrides_them() -> None:
+    server = ServerConfig(
+        kv_interval=32, protect_prompt=False, count_prompt=True, delimiters="paper"
+    )
+    settings = resolve_request({"kv_budget": 64}, server)
+    assert settings is not None
+    params = settings.policy.params
+    assert (params.interval, params.protect_prompt) == (32, False)
+    assert (params.count_prompt, params.delimiters) == (True, "paper")
+    own = {"interval": 16, "protect_prompt": True, "count_prompt": False, "delimiters": "code"}
+    settings = resolve_request({"kv_budget": 64, "kv_params": own}, server)
+    assert settings is not None and own.items() <= settings.policy.params.model_dump().items()
+
+
+def test_server_knobs_belong_to_the_server_policy() -> None:
+    server = ServerConfig(kv_policy="skipkv", kv_params={"tau": 0.5, "window": 4})
+    same = resolve_request({"kv_budget": 64, "kv_params": {"window": 6}}, server)
+    other = resolve_request({"kv_budget": 64, "kv_policy": "rkv"}, server)
+    assert same is not None and other is not None
+    assert (same.policy.params.tau, same.policy.params.window) == (0.5, 6)  # type: ignore[attr-defined]
+    assert other.policy.params.window == 8
+
+
+def test_full_never_evicts_and_needs_no_budget() -> None:
+    for keys in ({"kv_policy": "full"}, {"kv_policy": "full", "kv_budget": 64}):
+        settings = resolve_request(keys, SERVER)
+        assert settings is not None and not settings.evicts
+
+
+def test_full_opts_out_of_a_default_budget() -> None:
+    settings = resolve_request({"kv_policy": "full"}, ServerConfig(kv_budget=64))
+    assert settings is not None and not settings.evicts
+
+
+# -- what a budget counts
+
+
+def settings_for(budget: int, **parameters: Any) -> RequestSettings:
+    settings = resolve_request({"kv_budget": budget, "kv_params": parameters}, ServerConfig())
+    assert settings is not None
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("count", "protect", "kept", "own"),
+    [(False, True, 100 + 30, 200 - 30), (False, False, 130, 170), (True, True, 100, 200)],
+)
+def test_what_counts_against_the_budget(count: bool, protect: bool, kept: int, own: int) -> None:
+    settings = settings_for(100, count_prompt=count, protect_prompt=protect, interval=20)
+    assert settings.keep_tokens(prompt_tokens=30) == kept
+    assert settings.budgeted_tokens(row_tokens=200, prompt_tokens=30) == own
+    assert settings.peak_budgeted_tokens() == 121
+
+
+def test_counted_and_pinned_prompt_must_leave_room() -> None:
+    settings = settings_for(100, count_prompt=True, protect_prompt=True)
+    settings.check_prompt(100 - 13)
+    with pytest.raises(SettingError) as caught:
+        settings.check_prompt(100 - 12)
+    message = str(caught.value)
+    assert f"[101, {BUDGET_LIMIT_TOKENS}]" in message and "88 prompt tokens" in message
+    assert "got 100" in message and "count_prompt: false" in message
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"count_prompt": True, "protect_prompt": False},
+        {"count_prompt": False, "protect_prompt": True},
+        {"count_prompt": False, "protect_prompt": False},
+    ],
+)
+def test_a_long_prompt_is_fine_otherwise(parameters: dict[str, bool]) -> None:
+    settings = settings_for(13, **parameters)
+    settings.check_prompt(10**6)
+    assert settings.evicts
+
+
+def test_full_opts_out_of_a_counted_prompt() -> None:
+    server = ServerConfig(kv_budget=64, count_prompt=True)
+    settings = resolve_request({"kv_policy": "full"}, server)
+    assert settings is not None
+    settings.check_prompt(10_000)
+
+
+def test_full_ignores_the_prompt() -> None:
+    settings = resolve_request({"kv_policy": "full"}, ServerConfig(count_prompt=True))
+    assert settings is not None
+    settings.check_prompt(10**6)
+    assert settings.kv_budget is None
+
+
+@given(st.sampled_from(KEYS), st.integers(0, 10), st.characters(), st.sampled_from("+-~="))
+def test_a_key_that_is_one_slip_off_is_refused(key: str, at: int, char: str, slip: str) -> None:
+    """A character too many, too few, in its neighbour's place, or another one."""
+    at %= len(key)
+    around = key[:at], key[at + 1 :]
+    name = {
+        "+": around[0] + char + key[at:],
+        "-": around[0] + around[1],
+        "~": around[0] + around[1][:1] + key[at] + around[1][1:],
+        "=": around[0] + char + around[1],
+    }[slip]
+    if name in KEYS:
+        return
+    with pytest.raises(SettingError) as caught:
+        refuse_misspelt(["other", name])
+    assert caught.value.choices == ", ".join(KEYS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["skipkv", "skipkv_budget_of_tokens", "kv_interval", "steering_vector"]
+)
+def test_a_name_of_ours_that_is_no_key_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="a key of a request"):
+        refuse_misspelt([name])
+
+
+def test_names_of_others_pass() -> None:
+    """SGLang's own, those of its OpenAI API, and whatever does not look like ours."""
+    protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+    params = pytest.importorskip("sglang.srt.sampling.sampling_params")
+    names = set(inspect.signature(params.SamplingParams.__init__).parameters)
+    names |= set(protocol.ChatCompletionRequest.model_fields)
+    names |= set(protocol.CompletionRequest.model_fields) - set(KEYS)
+    assert len(names) > 60
+    refuse_misspelt(names - set(KEYS))
+    refuse_misspelt([*KEYS, "kv_cache", "kv_transfer_params", "steer", "", 7, None, "x" * 10**6])

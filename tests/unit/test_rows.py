@@ -1,0 +1,41 @@
+"""The documents quote rows and nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_tables_are_the_rows() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.report", "--check"], cwd=ROOT, check=False, timeout=60
+    )
+    assert done.returncode == 0, "run: python -m bench.report"
+
+
+def test_rows_name_no_place_of_the_machine() -> None:
+    sources = [*(ROOT / "bench" / "rows").glob("*.csv"), *(ROOT / "docs").glob("*.md")]
+    places = re.compile(r"[ =\"](/(tmp|home|root|work|mnt|data)/\S*)")
+    found = {
+        f"{path.name}: {match[1]}"
+        for path in sources
+        for match in places.finditer(path.read_text())
+    }
+    assert len(sources) > 20 and not found
+
+
+def test_the_check_sees_a_changed_number() -> None:
+    code = (
+        "import sys; from bench.report import __main__ as tables;"
+        "text = tables.README.read_text();"
+        "changed = text.replace('| hard | `skipkv+` | ', '| hard | `skipkv+` | 9');"
+        "sys.exit(changed == text or tables.rendered(changed) != text)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60).returncode
+        == 0
+    )

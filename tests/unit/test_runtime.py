@@ -1,0 +1,350 @@
+"""When a request compacts and what it keeps, end to end: Runtime and Recorder on made-up
+content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import cosine_matrix, importance, redundancy
+from synthetic import (
+    BUDGET,
+    DELIMITER,
+    HEAD_DIM,
+    INTERVAL,
+    LAYERS,
+    PROMPT,
+    WORD,
+    Call,
+    SyntheticServer,
+    served,
+    words,
+)
+
+from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.policy import Policy
+
+WINDOW = 8
+
+
+# -- when
+
+
+def decoded(server: SyntheticServer, call: Call, steps: int) -> tuple[list[int], list[int]]:
+    """Tokens fed at each compaction, and own KV tokens after each step."""
+    at: list[int] = []
+    own: list[int] = []
+    for _ in range(steps):
+        done, fed = len(call.compactions), call.generated
+        server.decode(call)
+        if len(call.compactions) > done:
+            at.append(fed)
+        own.append(len(call.slots) - PROMPT)
+    return at, own
+
+
+def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() -> None:
+    server = SyntheticServer()
+    call = served(server)
+    at, own = decoded(server, call, 110)
+    assert at == [52, 64, 76, 88, 100]
+    assert max(own) == BUDGET + INTERVAL and min(own[52:]) == BUDGET + 1
+    assert call.state.peak_budgeted_tokens == BUDGET + INTERVAL
+
+
+def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
+    """The first compaction comes early by less than an interval; then the interval holds."""
+    first: set[int] = set()
+    for prompt in ([3] * PROMPT, [4] * PROMPT, [5] * PROMPT):
+        calls = []
+        for _ in range(2):
+            server = SyntheticServer(stagger=True)
+            call = served(server, prompt=prompt)
+            at, own = decoded(server, call, 100)
+            assert BUDGET < at[0] <= BUDGET + INTERVAL
+            assert at == list(range(at[0], 100, INTERVAL))
+            assert max(own) <= BUDGET + INTERVAL + 1
+            calls.append(at)
+        assert calls[0] == calls[1], "the same prompt, the same phase"
+        first.add(calls[0][0])
+    assert len(first) == 3
+
+
+def test_calls_that_are_due_together_share_a_scoring_call() -> None:
+    """One per policy and parameters, and what each keeps is what it keeps alone."""
+    server = SyntheticServer()
+    names = ("rkv", "skipkv", "rkv", "streaming")
+    calls = [
+        served(server, seed=seed, kv_policy=name, kv_params={"sink": 2})
+        for seed, name in enumerate(names)
+    ]
+    for _ in range(BUDGET + INTERVAL):
+        server.decode(*calls)
+    asked: list[list[str]] = []
+    stock = Policy.scores_together
+
+    def scores_together(policy: Policy, together: Any) -> Any:
+        asked.append([policy.name for _ in together])
+        return stock(policy, together)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "scores_together", scores_together)
+        plans = server.runtime.plan([server.due(call) for call in calls])
+    assert sorted(asked) == [["rkv", "rkv"], ["skipkv"], ["streaming"]]
+    for call, plan in zip(calls, plans, strict=True):
+        assert torch.equal(plan.selection.kept, server.plan(call).selection.kept)
+
+
+def test_nothing_is_due_before_the_first_decode_step() -> None:
+    """A counted prompt may be past the budget at once; its prefill may still be running."""
+    server = SyntheticServer()
+    parameters = {"protect_prompt": False, "count_prompt": True}
+    call = served(server, prompt=[3] * 90, kv_params=parameters)
+    assert server.compact_if_due(call) is None
+    server.decode(call)
+    assert call.compactions == [] and len(call.slots) == 91
+    server.decode(call)
+    assert len(call.compactions[0]) == BUDGET and len(call.slots) == BUDGET + 1
+    server.run(call, 60)
+    assert len(call.slots) <= BUDGET + INTERVAL + 1
+
+
+@pytest.mark.parametrize(("budget", "interval"), [(13, 8), (13, 128), (100, 8), (64, 33)])
+def test_own_tokens_never_pass_the_bound_of_the_contract(budget: int, interval: int) -> None:
+    server = SyntheticServer()
+    call = served(server, words(4) * 75, kv_budget=budget, kv_params={"interval": interval})
+    for _ in range(290):
+        server.decode(call)
+        assert len(call.slots) - PROMPT <= budget + interval + 1
+    assert call.compactions
+    assert server.finish(call)["peak_kv_tokens"] <= budget + interval + 1
+
+
+def test_a_budget_above_the_length_changes_nothing() -> None:
+    server = SyntheticServer()
+    call = served(server, kv_budget=500)
+    server.run(call, 200)
+    assert call.positions == list(range(PROMPT + 200)) and call.compactions == []
+    assert server.finish(call)["evicted_tokens"] == 0
+
+
+# -- what
+
+
+def exact_scores(call: Call, positions: list[int], redundant: dict[int, float]) -> list[float]:
+    """Z of each cached token from the request's own content, in fp64 loops; lambda by position."""
+    n = len(positions)
+    last = positions[-1]
+    total = [0.0] * n
+    for layer in range(LAYERS):
+        keys = call.keys[layer, positions]
+        queries = call.queries[layer, last + 1 - WINDOW : last + 1]
+        important = importance(queries, keys, scale=HEAD_DIM**-0.5)
+        repeated = redundancy(keys)
+        for head in range(len(important)):
+            for i in range(n - WINDOW):
+                z = 0.1 * important[head][i] - 0.9 * repeated[head][i]
+                total[i] += z / len(important) / LAYERS
+    return [z - redundant.get(p, 0.0) for z, p in zip(total, positions, strict=True)]
+
+
+def redundant_positions(call: Call, tau: float) -> dict[int, float]:
+    """lambda of every token of a sentence that resembles a sentence closed later."""
+    spans = call.state.tracker.closed
+    means = [call.hidden[PROMPT + a : PROMPT + b].double().mean(dim=0).tolist() for a, b in spans]
+    likeness = cosine_matrix(means) if means else []
+    found = {}
+    for i, (start, stop) in enumerate(spans):
+        best = max((likeness[i][j] for j in range(i + 1, len(spans))), default=-1.0)
+        if best > tau and stop - start > 1:
+            found.update(dict.fromkeys(range(PROMPT + start, PROMPT + stop), best))
+    return found
+
+
+def check_choice(call: Call, before: list[int], pinned: set[int], tau: float) -> None:
+    """The kept set is that of the exact scores, up to ties within rounding."""
+    kept = set(call.compactions[-1])
+    redundant = redundant_positions(call, tau) if tau < 1 else {}
+    scores = dict(zip(before, exact_scores(call, before, redundant), strict=True))
+    free = [p for p in before if p not in pinned]
+    chosen = [scores[p] for p in free if p in kept]
+    dropped = [scores[p] for p in free if p not in kept]
+    assert pinned <= kept
+    assert min(chosen, default=1.0) >= max(dropped, default=-1.0) - 1e-6
+    assert len(dropped) == INTERVAL
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("policy", "tau"), [("rkv", 1.0), ("skipkv", 0.95), ("skipkv", 0.5)])
+def test_the_kept_set_is_that_of_the_exact_scores(policy: str, tau: float, seed: int) -> None:
+    """End to end: right keys in row order, right queries, right sentences."""
+    server = SyntheticServer()
+    params = {"tau": tau} if policy == "skipkv" else {}
+    call = served(server, kv_policy=policy, kv_params=params, seed=seed)
+    topics = torch.randn(3, call.hidden.shape[1], generator=torch.Generator().manual_seed(seed))
+    for i, (start, stop) in enumerate(sentences_of(call.tokens)):
+        call.hidden[PROMPT + start : PROMPT + stop] *= 0.2
+        call.hidden[PROMPT + start : PROMPT + stop] += topics[i % 3]
+    for _ in range(100):
+        before, done = call.positions.copy(), len(call.compactions)
+        open_tokens = call.state.tracker
+        server.decode(call)
+        if len(call.compactions) > done:
+            tail = WINDOW
+            if policy == "skipkv":
+                tail = max(WINDOW, min(open_tokens.open_tokens, BUDGET // 2))
+            pinned = set(range(PROMPT)) | set(before[-tail:])
+            check_choice(call, before, pinned, tau)
+    assert len(call.compactions) == 4
+
+
+def sentences_of(tokens: list[int]) -> list[tuple[int, int]]:
+    stops = [i + 1 for i, token in enumerate(tokens) if token == DELIMITER]
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def test_a_redundant_sentence_goes_whole_and_is_counted() -> None:
+    """Sentences 0 and 2 say the same; the earlier one goes first, and the trace names it."""
+    server = SyntheticServer()
+    call = served(server, words(12, 15, 12, 13, 30))
+    same = torch.ones(call.hidden.shape[1])
+    call.hidden[PROMPT : PROMPT + 12] = call.hidden[PROMPT + 27 : PROMPT + 39] = same
+    server.run(call, 60)
+    assert [p for p in call.compactions[0] if PROMPT <= p < PROMPT + 12] == []
+    server.run(call, 10)
+    summary = server.finish(call)
+    assert summary["evicted_sentences"] >= 1
+
+
+def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
+    """1 repeats 0, then goes; 0 is still redundant at the next compaction."""
+    server = SyntheticServer()
+    call = served(server, words(6, 10, 40, 40), kv_params={"tau": 0.9})
+    state, table = call.state, server.recorder.sentences
+    call.hidden[PROMPT : PROMPT + 16] = torch.ones(call.hidden.shape[1])
+    server.run(call, 52)
+    plan = server.plan(call)
+    assert state.table == [0, 1] and float(table.redundancy[state.slot, 0]) > 0.99
+    # keep sentence 0, drop sentence 1 whole: as some other policy or budget might have
+    drop = [call.positions.index(p) for p in range(PROMPT + 6, PROMPT + 16)]
+    drop += [call.positions.index(p) for p in range(PROMPT + 20, PROMPT + 22)]
+    commit_dropping(server, call, plan, drop)
+    server.run(call, 12)
+    server.plan(call)
+    assert state.table[0] == 0 and 1 not in state.table
+    assert float(table.redundancy[state.slot, 0]) > 0.99
+
+
+def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[int]) -> None:
+    """Commit a plan with another selection, and keep the books."""
+    kept = [i for i in range(len(call.slots)) if i not in drop]
+    selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
+    changed = plan._replace(selection=selection)
+    [freed] = server.runtime.commit([(call.state, changed)], server.req_to_token)
+    server.free_slots += freed.tolist()
+    call.slots = [call.slots[i] for i in kept]
+    call.positions = [call.positions[i] for i in kept]
+    call.compactions.append(call.positions)
+
+
+def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
+    """A policy without sentences drops some of it."""
+    stayed = {}
+    for policy in ("skipkv", "rkv"):
+        server = SyntheticServer()
+        call = served(server, words(20) + [WORD] * 200, kv_policy=policy)
+        tails = []
+        for _ in range(150):
+            before, done = call.positions.copy(), len(call.compactions)
+            server.decode(call)
+            if len(call.compactions) > done:
+                tails.append(set(before[-BUDGET // 2 :]) <= set(call.compactions[-1]))
+        stayed[policy] = tails
+    assert all(stayed["skipkv"]) and len(stayed["skipkv"]) > 5 and not all(stayed["rkv"])
+
+
+def test_dead_sentences_leave_the_table() -> None:
+    server = SyntheticServer()
+    call = served(server, words(6) * 20, kv_policy="streaming")
+    server.run(call, 110)
+    server.compact_if_due(call)
+    state, read_back = call.state, call.compactions[-2]
+    known = {*read_back, *range(read_back[-1] + 1, PROMPT + 111)}
+    assert len(state.live) < len(state.tracker.closed)
+    for sentence in state.live:
+        start, stop = state.tracker.closed[sentence]
+        # What the last compaction kept is read at the next one.
+        assert any(PROMPT + start <= p < PROMPT + stop for p in known)
+    summary = server.finish(call)
+    spans = [(PROMPT + 6 * i, PROMPT + 6 * i + 6) for i in range(summary["sentences"])]
+    gone = [s for s in spans if not any(s[0] <= p < s[1] for p in call.compactions[-1])]
+    newer = [s for s in gone if s[0] > call.compactions[-1][-1]]
+    assert summary["evicted_sentences"] == len(gone) - len(newer) > 0
+
+
+@pytest.mark.parametrize(
+    ("sink", "budget", "knobs"),
+    [
+        (20, 29, {}),
+        (100, 109, {}),
+        (100, 150, {}),
+        (20, 29, {"protect_prompt": False}),
+        (100, 109, {"protect_prompt": False, "count_prompt": True}),
+    ],
+)
+def test_many_sinks_and_a_long_open_sentence_share_the_budget(
+    sink: int, budget: int, parameters: dict[str, Any]
+) -> None:
+    """Every budget that is accepted can be kept; an error here would end the scheduler."""
+    server = SyntheticServer()
+    call = served(
+        server, [WORD] * 290, prompt=[3], kv_budget=budget, kv_params={"sink": sink, **parameters}
+    )
+    server.run(call, 280)
+    assert call.compactions
+    for kept in call.compactions:
+        assert set(range(sink)) <= set(kept)
+
+
+# -- broken content
+
+
+@pytest.mark.parametrize("policy", ["skipkv", "rkv"])
+@pytest.mark.parametrize("broken", ["keys", "queries"])
+def test_scores_that_are_no_numbers_stop_the_compactions(policy: str, broken: str) -> None:
+    """The prompt stays whole (others share it), and a known failure is the end of it."""
+    server = SyntheticServer()
+    call = served(server, kv_policy=policy)
+    getattr(call, broken)[:, PROMPT + 30 :] = float("nan")
+    known_at = None
+    for _ in range(120):
+        server.decode(call)
+        assert call.positions[:PROMPT] == list(range(PROMPT))
+        if call.state.failure is not None and known_at is None:
+            known_at = len(call.compactions)
+    assert known_at is not None and len(call.compactions) == known_at <= 2
+    server.finish(call)
+    server.assert_idle()
+
+
+def test_a_sentence_that_is_no_number_is_like_no_other() -> None:
+    server = SyntheticServer()
+    call = served(server, kv_params={"tau": 0.0})
+    call.hidden[PROMPT + 5 : PROMPT + 8] = float("nan")
+    server.run(call, 100)
+    server.finish(call)
+    assert call.state.failure is None and len(call.compactions) == 4
+
+
+def test_a_broken_call_does_not_touch_its_neighbour() -> None:
+    alone, pair = SyntheticServer(), SyntheticServer()
+    reference = served(alone, seed=1)
+    alone.run(reference, 100)
+    broken, sound = served(pair, seed=2), served(pair, seed=1)
+    broken.keys[:] = float("nan")
+    broken.hidden[:] = float("nan")
+    for _ in range(100):
+        pair.decode(broken, sound)
+    assert sound.compactions == reference.compactions
+    assert broken.state.failure is not None and sound.state.failure is None

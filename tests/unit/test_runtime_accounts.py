@@ -1,0 +1,277 @@
+"""What a request reports, traces, gives back and reserves, whichever way it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import BUDGET, PROMPT, SyntheticServer, served, words
+
+from sgl_skipkv.request.trace import TraceWriter, read_trace
+
+REPEATABLE = settings(deadline=None, derandomize=True)
+
+
+# -- what comes back
+
+
+def test_summary_counts() -> None:
+    server = SyntheticServer()
+    call = served(server, words(5) * 25, kv_policy="rkv")
+    server.run(call, 100)
+    summary = server.finish(call)
+    # Before each of 100 steps: 0 to 52, three times 41 to 52, and up to 51 again at the end.
+    held = [*range(53), *3 * [*range(41, 53)], *range(41, 52)]
+    assert summary == {
+        "policy": "rkv",
+        "kv_budget": BUDGET,
+        "compactions": 4,
+        "evicted_tokens": 48,
+        "kv_tokens": 52,
+        "peak_kv_tokens": 52,
+        "mean_kv_tokens": round(sum(held) / 100, 1),
+        "full_kv_tokens": 100,
+        "sentences": 20,
+        "evicted_sentences": summary["evicted_sentences"],
+    }
+    runtime = server.runtime
+    assert (runtime.total_compactions, runtime.total_evicted_tokens) == (4, 48)
+
+
+def test_summary_counts_the_prompt_where_the_budget_does() -> None:
+    server = SyntheticServer()
+    parameters = {"count_prompt": True, "protect_prompt": False}
+    call = served(server, kv_policy="streaming", kv_params=parameters)
+    server.run(call, 100)
+    summary = server.finish(call)
+    assert (summary["full_kv_tokens"], summary["peak_kv_tokens"]) == (110, 52)
+    assert summary["kv_tokens"] == 110 - summary["evicted_tokens"] == len(call.compactions[-1]) + 10
+
+
+def test_summary_of_a_call_without_a_budget() -> None:
+    server = SyntheticServer()
+    call = server.open(words(5) * 10, kv_policy="full")
+    server.prefill(call)
+    server.run(call, 30)
+    summary = server.finish(call)
+    assert "kv_budget" not in summary
+    assert (summary["compactions"], summary["kv_tokens"], summary["full_kv_tokens"]) == (0, 30, 30)
+
+
+def test_summary_of_a_call_that_ends_at_its_prefill() -> None:
+    server = SyntheticServer()
+    call = served(server)
+    summary = server.finish(call)
+    assert (summary["kv_tokens"], summary["full_kv_tokens"], summary["peak_kv_tokens"]) == (0, 0, 0)
+    server.assert_idle()
+
+
+def traced(tmp_path: Path) -> tuple[SyntheticServer, Path]:
+    path = tmp_path / "trace.jsonl"
+    return SyntheticServer(trace=TraceWriter(str(path))), path
+
+
+def test_trace_of_a_call(tmp_path: Path) -> None:
+    server, path = traced(tmp_path)
+    call = served(server, words(5) * 25, kv_policy="streaming", rid="r-1")
+    server.run(call, 60)
+    assert read_trace(path) == [], "a compaction is written once its positions are on the CPU"
+    server.run(call, 40)
+    summary = server.finish(call, reason="stop")
+    *compactions, finish = read_trace(path)
+    for i, (event, kept) in enumerate(zip(compactions, call.compactions, strict=True)):
+        spans = [[PROMPT + 5 * s, PROMPT + 5 * s + 5] for s in range(20)]
+        earlier = call.compactions[i - 1] if i else list(range(PROMPT + 52))
+        fed = PROMPT + 52 + 12 * i
+        gone = [
+            s
+            for s in spans
+            if s[1] <= fed
+            and not any(s[0] <= p < s[1] for p in kept)
+            and (any(s[0] <= p < s[1] for p in earlier) or s[0] > earlier[-1])
+        ]
+        assert event == {
+            "event": "compact",
+            "rid": "r-1",
+            "policy": "streaming",
+            "prompt_tokens": PROMPT,
+            "generated": 52 + 12 * i,
+            "before": 62,
+            "after": 50,
+            "kept": kept,
+            "evicted_sentences": gone,
+        }
+    assert (
+        sum(len(event["evicted_sentences"]) for event in compactions)
+        == (summary["evicted_sentences"])
+    )
+    assert finish == {
+        "event": "finish",
+        "rid": "r-1",
+        "prompt_tokens": PROMPT,
+        "output_ids": call.tokens[:101],
+        "finish_reason": "stop",
+        **summary,
+    }
+
+
+def test_trace_of_a_retracted_call(tmp_path: Path) -> None:
+    """The last compaction is written before the recomputation that undoes it."""
+    server, path = traced(tmp_path)
+    call = served(server, rid="r-2")
+    server.run(call, 55)
+    server.retract(call)
+    server.prefill(call)
+    server.run(call, 20)
+    server.finish(call)
+    events = read_trace(path)
+    assert [event["event"] for event in events] == [
+        *("compact", "recompute", "compact", "compact", "finish")
+    ]
+    assert events[1] == {"event": "recompute", "rid": "r-2", "generated": 56}
+    # after the recomputation the row is whole again: 56 tokens, due one step later
+    assert (events[2]["generated"], events[2]["before"], events[2]["after"]) == (57, 67, 50)
+    assert events[2]["kept"] == call.compactions[1]
+    assert events[4]["evicted_tokens"] == sum(
+        e["before"] - e["after"] for e in events if "kept" in e
+    )
+
+
+# -- starting anew, and giving back
+
+
+def test_retraction_starts_eviction_anew() -> None:
+    server = SyntheticServer()
+    call = served(server)
+    server.run(call, 70)
+    assert call.state.evicted_tokens == 24 and call.state.slot
+    server.retract(call)
+    state = call.state
+    assert (state.evicted_tokens, state.last, state.slot, state.row) == (0, None, 0, None)
+    assert (state.live, state.table, state.tracker.closed) == ([], [], [])
+    server.assert_idle()
+    server.prefill(call)
+    assert call.positions == list(range(PROMPT + 71)) and state.slot
+    server.run(call, 30)
+    assert [len(kept) for kept in call.compactions[2:]] == [PROMPT + BUDGET] * 3
+    summary = server.finish(call)
+    assert (summary["compactions"], summary["evicted_tokens"]) == (5, 24 + 32 + 2 * 12)
+    assert summary["kv_tokens"] == 101 - (32 + 24) and summary["peak_kv_tokens"] == 72
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("generated", [0, 1, 30, 52, 55])
+def test_retraction_at_any_time_and_twice(generated: int) -> None:
+    server = SyntheticServer()
+    call = served(server)
+    for _ in range(2):
+        server.run(call, generated)
+        server.retract(call)
+        server.assert_idle()
+        server.prefill(call)
+    server.run(call, 20)
+    server.finish(call, reason="abort")
+    server.assert_idle()
+
+
+def test_a_call_that_never_got_a_row_holds_nothing() -> None:
+    server = SyntheticServer()
+    call = served(server, prefill=False)
+    assert server.runtime.open_requests == 0 and server.runtime.opened_requests == 1
+    server.runtime.close(call.state, 0, [], "abort")
+    assert call.state.summary is not None and call.state.summary["kv_tokens"] == 0
+    server.assert_idle()
+
+
+def test_a_call_closed_after_its_retraction_gives_back_once() -> None:
+    server = SyntheticServer(slots=2)
+    call = served(server)
+    server.run(call, 60)
+    server.retract(call)
+    server.runtime.close(call.state, 0, call.output_ids, "abort")
+    assert server.recorder.slots.free_slots == 2
+    server.assert_idle()
+
+
+def test_chunks_of_a_prompt_admit_once() -> None:
+    server = SyntheticServer(slots=2)
+    call = served(server, prompt=[3] * 50, prefill=False)
+    server.prefill(call, chunk=9)
+    assert server.recorder.slots.free_slots == 1 and server.runtime.open_requests == 1
+    server.finish(call)
+    server.assert_idle()
+
+
+def test_slots_bound_admission() -> None:
+    """A slot is counted as soon as a request of the same step will take it."""
+    server = SyntheticServer(slots=2)
+    first, waiting = served(server), served(server, prefill=False)
+    streaming = served(server, prefill=False, kv_policy="streaming")
+    runtime = server.runtime
+    ahead = served(server, prefill=False).state
+    assert runtime.has_slot(waiting.state) and not runtime.has_slot(waiting.state, [ahead])
+    assert runtime.has_slot(streaming.state, [ahead]), "nothing is recorded for it"
+    assert runtime.has_slot(first.state, [ahead]), "it holds its slot"
+    assert runtime.has_slot(waiting.state, [first.state, streaming.state]), "neither takes one"
+    server.prefill(waiting)
+    third = served(server, prefill=False)
+    assert not runtime.has_slot(third.state)
+    server.finish(first)
+    assert runtime.has_slot(third.state)
+
+
+def test_policies_that_record_nothing_take_no_slot() -> None:
+    server = SyntheticServer(slots=1)
+    calls = [served(server, kv_policy=name) for name in ("streaming", "random", "skipkv")]
+    assert [bool(call.state.slot) for call in calls] == [False, False, True]
+    server.decode(*calls)
+    for call in calls:
+        server.finish(call)
+    server.assert_idle()
+
+
+# -- what admission reserves
+
+
+@pytest.mark.parametrize(("row", "left", "future"), [(10, 500, 53), (10, 20, 20), (62, 500, 1)])
+def test_future_tokens(row: int, left: int, future: int) -> None:
+    call = served(SyntheticServer())
+    assert call.state.future_tokens(row, left) == future
+
+
+def test_future_tokens_of_a_recomputed_call_past_its_bound() -> None:
+    call = served(SyntheticServer())
+    assert call.state.future_tokens(PROMPT + 200, 500) == 1
+    assert call.state.future_tokens(PROMPT + 200, 0) == 0
+
+
+@settings(REPEATABLE, max_examples=30)
+@given(st.integers(13, 60), st.integers(8, 40), st.integers(1, 250), st.integers(0, 249))
+def test_no_call_ever_grows_past_what_was_reserved(
+    budget: int, interval: int, steps: int, at: int
+) -> None:
+    """At any moment, row + reserve covers every later length of the row."""
+    server = SyntheticServer()
+    call = served(
+        server,
+        words(5) * 51,
+        kv_budget=budget,
+        kv_params={"interval": interval},
+        kv_policy="random",
+    )
+    at = min(at, steps)
+    server.run(call, at)
+    reserved = len(call.slots) + call.state.future_tokens(len(call.slots), steps - at)
+    for _ in range(steps - at):
+        server.decode(call)
+        assert len(call.slots) <= reserved
+
+
+def test_what_fits_the_pool() -> None:
+    server = SyntheticServer(pool_tokens=100)
+    call = served(server)
+    assert server.runtime.fits_pool(97) and not server.runtime.fits_pool(98)
+    assert server.runtime.can_recompute(call.state, 87)
+    assert not server.runtime.can_recompute(call.state, 88)

@@ -1,0 +1,217 @@
+"""The runtime with its Triton kernels, interpreted: the same kept sets and tables as in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels_on_cpu import KERNELS, on_triton
+from pool_steering import make_steerer
+from synthetic import HIDDEN, PROMPT, TEXTS, SyntheticServer, served
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+from triton_tools import triton_type, variant
+
+import sgl_skipkv.kernels.key_redundancy as key_redundancy
+import sgl_skipkv.kernels.row_compaction as row_compaction
+import sgl_skipkv.kernels.window_attention as window_attention
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.warm_up import warm_up, windows_of
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recording.recorder import Recording
+from sgl_skipkv.recording.sentences import Delimiters
+
+FUNCTIONS = {
+    value.fn.__name__: value
+    for module in KERNELS
+    for value in vars(module).values()
+    if isinstance(value, JITFunction)
+}
+
+
+def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
+    """Kept positions of every compaction of every request, and what was recorded."""
+    server = SyntheticServer(check_ledger=False, **config)
+    calls = [
+        served(
+            server,
+            seed=seed,
+            kv_policy=name,
+            kv_params={"interval": 12, "window": 4 + 4 * (seed % 2), "delimiters": "paper"},
+        )
+        for seed, name in enumerate(("skipkv", "rkv", "snapkv", "skipkv+"))
+    ]
+    for _ in range(steps):
+        server.decode(*calls)
+    sentences = server.recorder.sentences
+    tables = {
+        "queries": server.recorder.queries.data[:, 1:],
+        **{name: getattr(sentences, name)[1:] for name in ("total", "length", "index", "vectors")},
+        "redundancy": sentences.redundancy[1:],
+    }
+    return [call.compactions for call in calls], tables
+
+
+def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, tables = history(80)
+    original, known = key_redundancy.key_redundancy, []
+
+    def spied(paged: Any, thresholds: Any, carried: Any = None) -> Any:
+        known.append(carried is not None)
+        return original(paged, thresholds, carried)
+
+    with on_triton():
+        monkeypatch.setattr(key_redundancy, "key_redundancy", spied)
+        found, recorded = history(80)
+    assert known.count(False) == 3, "each of the three from scratch, once"
+    assert known.count(True) >= 6
+    assert found == expected and all(len(one) >= 3 for one in found)
+    for name in ("queries", "length", "index"):
+        assert torch.equal(recorded[name], tables[name]), name
+    for name in ("total", "vectors", "redundancy"):
+        torch.testing.assert_close(recorded[name], tables[name], atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types of all arguments, None and other constants among them, are those of a compiled variant.
+
+    A type that no variant has would be compiled in a server, with spills that no test has seen.
+    """
+    variants = [case for module in KERNELS for case in module.compile_cases()]
+    launched: dict[tuple[Any, ...], str] = {}
+    run = InterpretedFunction.run
+
+    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = {**dict(zip(self.arg_names, arguments, strict=False)), **options}
+        types = {name: triton_type(given[name]) for name in self.arg_names if name in given}
+        launched[self.fn.__name__, *types.items()] = self.fn.__name__
+        return run(self, *arguments, **options)
+
+    with on_triton():
+        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        history(80)
+    compiled = {case.function.fn.__name__ for case in variants}
+    assert set(launched.values()) == compiled - {"_steering_add_kernel"}
+    for name, *types in launched:
+        of_kernel = [case for case in variants if case.function.fn.__name__ == name]
+        assert any(all(has(case, *one) for one in types) for case in of_kernel), (name, types)
+
+
+def launched_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """What Triton would compile for all launches from here on."""
+    launched: set[tuple[Any, ...]] = set()
+    run = InterpretedFunction.run
+
+    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
+        launched.add(variant(FUNCTIONS[self.fn.__name__], arguments, options))
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", spied)
+    return launched
+
+
+def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``warm_up`` no step and no compaction launches a variant that was not launched before:
+    requests alone and together, rows of any length, prompts and windows that differ."""
+    with on_triton():
+        launched = launched_variants(monkeypatch)
+        server = SyntheticServer(check_ledger=False)
+        recorder = server.recorder
+        before = [table.clone() for table in recorder.sentences.tables().values()]
+        cache = PagedCache.of(list(server.pool_keys), server.req_to_token)
+        assert cache is not None
+        steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, rows=4)
+        warm_up(recorder, cache, windows_of(server.config), steerer)
+        for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
+            assert torch.equal(was[1:], now[1:]), "more than scratch"
+        assert not recorder.queries.data.any() and not server.req_to_token.any()
+        warm, compactions = set(launched), 0
+        for seed in range(4):
+            prompts = [(3,) * (PROMPT + 7 * i + seed) for i in range(seed + 1)]
+            names, windows = ("skipkv", "rkv", "snapkv", "skipkv+"), (4, 3 + seed, 7, 4)
+            calls = [
+                served(
+                    server,
+                    seed=seed,
+                    prompt=prompt,
+                    kv_policy=name,
+                    kv_params={"window": window},
+                )
+                for prompt, name, window in zip(prompts, names, windows, strict=False)
+            ]
+            for _ in range(90):
+                server.decode(*calls)
+            compactions += sum(len(call.compactions) for call in calls)
+            for call in calls:
+                server.finish(call)
+        steerer.start(2, steerer.schedule(1.0, []))
+        steerer.decode(torch.zeros(3, HIDDEN), torch.arange(3), torch.tensor([4, 21, 5]))
+        assert steerer.nonexecution_sentences(0) == 0
+    assert compactions > 20
+    assert launched == warm
+    called_by_kernels = {"_last_similar", "widened"}
+    assert {name for name, *_ in warm} == set(FUNCTIONS) - called_by_kernels
+
+
+def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill's tokens are fed one by one, and every other one lies between multiples of 16."""
+    recorder = SyntheticServer(check_ledger=False).recorder
+    none, hidden = (
+        torch.zeros(0, dtype=torch.int64),
+        torch.randn(9, recorder.sentences.total.shape[1]),
+    )
+    with on_triton():
+        launched = launched_variants(monkeypatch)
+        replay = Recording(none, none, tokens=none, replay=((1, 2, 9),))
+        recorder.record_hidden(replay, torch.arange(9), hidden)
+        assert recorder.sentences.length[1] + recorder.sentences.index[1] > 0
+        recorder.record_hidden(
+            Recording(none, none, torch.ones(1, dtype=torch.int64)), torch.arange(1), hidden[:1]
+        )
+    assert len(launched) == 1
+
+
+def test_windows_that_are_compiled_at_the_start() -> None:
+    assert windows_of(ServerConfig(kv_policy="rkv")) == {1, 2, 3, 4, 5, 6, 7, 8}
+    large = ServerConfig(kv_params={"window": 64}, query_window=128)
+    assert windows_of(large) == {*range(1, 33), 64}
+
+
+def has(case: Any, name: str, type_: str) -> bool:
+    """Whether a compiled variant takes this argument as it is passed."""
+    if name in case.constexprs:
+        return triton_type(case.constexprs[name]) == type_
+    return case.signature[name] == type_ or (case.signature[name], type_) == ("i64", "i32")
+
+
+def test_due_calls_share_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two scoring launches for any number of requests, and one that rewrites all of their rows."""
+    launches: list[tuple[str, int]] = []
+
+    def counted(module: Any, name: str, calls_of: Any) -> None:
+        original = getattr(module, name)
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            launches.append((name, calls_of(*arguments)))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, run)
+
+    with on_triton():
+        counted(window_attention, "window_attention", lambda paged, *_: len(paged.row_tokens))
+        counted(key_redundancy, "key_redundancy", lambda paged, *_: len(paged.row_tokens))
+        counted(row_compaction, "compact_rows", lambda table, rows, *_: len(rows))
+        server = SyntheticServer(check_ledger=False)
+        calls = [
+            served(server, seed=seed, kv_policy=name)
+            for seed, name in enumerate(("skipkv", "rkv", "snapkv"))
+        ]
+        while not server.runtime.due(calls[0].state, len(calls[0].slots)):
+            server.decode(*calls)
+        plans = server.runtime.plan([server.due(call) for call in calls])
+        server.runtime.commit(
+            [(call.state, plan) for call, plan in zip(calls, plans, strict=True)],
+            server.req_to_token,
+        )
+    assert launches == [("window_attention", 3), ("key_redundancy", 2), ("compact_rows", 3)]

@@ -1,0 +1,137 @@
+"""Selection: how many is exact, ties go to the later position, protected tokens stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_skipkv.eviction.select import select
+
+REPEATABLE = settings(deadline=None, derandomize=True)
+Ranges = list[tuple[int, int]]
+# Few distinct values make many ties; the others are what arithmetic can produce.
+VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 1e30, -math.inf, math.inf])
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, values: st.SearchStrategy[float] = VALUES
+) -> tuple[list[float], Ranges, int]:
+    """Scores, protected ranges (overlapping, empty, sticking out), and a count that can be met."""
+    n = draw(st.integers(1, 40))
+    scores = draw(st.lists(values, min_size=n, max_size=n))
+    edges = st.tuples(st.integers(0, n + 3), st.integers(0, n + 3)).map(sorted).map(tuple)
+    protected = draw(st.lists(edges, max_size=4))
+    covered = len(covered_positions(protected, n))
+    return scores, protected, draw(st.just(covered) | st.integers(covered, n))
+
+
+def covered_positions(protected: Sequence[Sequence[int]], n: int) -> set[int]:
+    return {i for start, stop in protected for i in range(start, min(stop, n))}
+
+
+def sort_oracle(scores: Sequence[float], protected: Ranges, keep: int) -> list[int]:
+    """Sort by (protected, score, position), best last; Python's floats compare -0.0 == 0.0."""
+    pinned = covered_positions(protected, len(scores))
+    ranked = sorted(range(len(scores)), key=lambda i: (i in pinned, scores[i], i))
+    return sorted(ranked[len(scores) - keep :])
+
+
+@REPEATABLE
+@given(problems())
+def test_kept_and_evicted_are_a_partition_in_order(
+    problem: tuple[list[float], Ranges, int],
+) -> None:
+    scores, protected, keep = problem
+    kept, evicted = select(torch.tensor(scores), protected, keep)
+    assert kept.dtype == evicted.dtype == torch.int64
+    assert len(kept) == keep and len(evicted) == len(scores) - keep
+    for half in (kept.tolist(), evicted.tolist()):
+        assert half == sorted(set(half))
+    assert sorted(kept.tolist() + evicted.tolist()) == list(range(len(scores)))
+
+
+@REPEATABLE
+@given(problems(VALUES | st.just(math.nan)))
+def test_protected_tokens_are_kept_whatever_any_score_is(
+    problem: tuple[list[float], Ranges, int],
+) -> None:
+    """NaN and infinity included: what is protected may belong to somebody else."""
+    scores, protected, keep = problem
+    kept, evicted = select(torch.tensor(scores), protected, keep)
+    assert covered_positions(protected, len(scores)) <= set(kept.tolist())
+    assert len(kept) == keep and len(kept) + len(evicted) == len(scores)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_score_does_not_push_out_what_is_protected(value: float) -> None:
+    scores = torch.full((12,), value)
+    kept = select(scores, [(0, 4), (10, 12)], 6).kept.tolist()
+    assert kept == [0, 1, 2, 3, 10, 11]
+
+
+@settings(REPEATABLE, max_examples=300)
+@given(problems())
+def test_equals_a_sort_by_score_and_position(problem: tuple[list[float], Ranges, int]) -> None:
+    scores, protected, keep = problem
+    scores = [min(score, 3e38) for score in scores]
+    kept = select(torch.tensor(scores), protected, keep).kept.tolist()
+    assert kept == sort_oracle(scores, protected, keep)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 7])
+@pytest.mark.parametrize("value", [0.0, -1.5, 1e30])
+def test_equal_scores_keep_the_latest(value: float, keep: int) -> None:
+    kept = select(torch.full((7,), value), [], keep).kept.tolist()
+    assert kept == list(range(7 - keep, 7))
+
+
+def test_minus_zero_is_zero() -> None:
+    assert select(torch.tensor([0.0, -0.0, 0.0, -0.0]), [], 2).kept.tolist() == [2, 3]
+    assert select(torch.tensor([-0.0, 0.0, -0.0, 0.0]), [], 1).kept.tolist() == [3]
+
+
+def test_a_tie_across_the_cut_is_broken_by_position_alone() -> None:
+    scores = torch.tensor([2.0, 1.0, 1.0, 3.0, 1.0])
+    assert select(scores, [], 3).kept.tolist() == [0, 3, 4]
+    assert select(scores, [(1, 2)], 3).kept.tolist() == [0, 1, 3]
+
+
+@REPEATABLE
+@given(problems(), st.integers(1, 5))
+def test_the_same_scores_give_the_same_set(
+    problem: tuple[list[float], Ranges, int], times: int
+) -> None:
+    """Again, as a view with strides, in half the precision that holds the values exactly."""
+    scores, protected, keep = problem
+    first = select(torch.tensor(scores), protected, keep).kept
+    strided = torch.tensor(scores).repeat_interleave(times)[::times]
+    assert torch.equal(select(strided, protected, keep).kept, first)
+    assert torch.equal(select(torch.tensor(scores), [*protected, *protected], keep).kept, first)
+    doubled = torch.tensor(scores, dtype=torch.float64)
+    assert torch.equal(select(doubled, protected, keep).kept, first)
+
+
+def test_scores_are_not_changed() -> None:
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    select(scores, [(1, 2)], 2)
+    assert scores.tolist() == [3.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("protected", "keep"),
+    [([], -1), ([], 6), ([(0, 3)], 2), ([(0, 2), (1, 3), (4, 5)], 3), ([(0, 99)], 4)],
+)
+def test_a_count_that_cannot_be_met(protected: Ranges, keep: int) -> None:
+    with pytest.raises(ValueError, match=rf"keep_tokens: .*got {keep}$"):
+        select(torch.zeros(5), protected, keep)
+
+
+def test_nothing_cached() -> None:
+    kept, evicted = select(torch.zeros(0), [(0, 4)], 0)
+    assert kept.tolist() == evicted.tolist() == []
