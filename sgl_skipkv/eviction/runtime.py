@@ -312,8 +312,8 @@ class Runtime:
         last, sentences = state.kv.last, state.sentences
         if last is None or state.kv.last_is_read:
             return
-        state.kv.last_is_read = True
         kept, finite = last.read()
+        state.kv.last_is_read = True
         if not finite:
             state.failure = "a score was not finite, so the kept set means nothing"
         spans = {i: state.span(i) for i in sentences.live}
