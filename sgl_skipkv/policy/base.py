@@ -105,7 +105,10 @@ class PagedCache:
 
     def scratch(self) -> PagedCache:
         """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
-        layer = torch.zeros_like(self.layer[:1])
+        slot, strides = self.layer[:1], self.layer.stride()  # strides are compiled in
+        layer = torch.empty_strided(
+            slot.shape, strides, dtype=slot.dtype, device=slot.device
+        ).zero_()
         return replace(self, layer=layer, k_ptrs=torch.full_like(self.k_ptrs, layer.data_ptr()))
 
 
