@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_skipkv.eviction.page_table import LedgerError
 from sgl_skipkv.eviction.error_boundary import attempt, is_fatal
+from sgl_skipkv.eviction.page_table import LedgerError
 
 DRIVER = "Triton Error [CUDA]: "
 

@@ -41,6 +41,12 @@ class HeldCompilation:
         if self._error is not None:
             raise self._error
 
+    def __enter__(self) -> HeldCompilation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finish()
+
     def finish(self) -> None:
         self._released.set()
         for thread in compiling():
@@ -72,16 +78,18 @@ def assert_served(world: World, *requests: Any) -> None:
 
 def test_who_evicts_is_refused_while_a_thread_compiles(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    world, held = World(), HeldCompilation()
-    world.skipkv.compilation.start(held)
-    plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
-    refused = world.arrive([5, 6, 9], 40, **KEYS)
-    assert_refused(refused, "compiling kernels", "not configured for eviction", "retry in a moment")
-    wrong = world.arrive([5, 6, 9], 40, kv_budget=-1)
-    assert wrong.to_finish.status_code == HTTPStatus.BAD_REQUEST, "what is wrong stays wrong"
-    assert_served(world, plain, full)
-    assert compiling() and world.runtime.opened_requests == 1
-    held.finish()
+    world = World()
+    with HeldCompilation() as held:
+        world.skipkv.compilation.start(held)
+        plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
+        refused = world.arrive([5, 6, 9], 40, **KEYS)
+        assert_refused(
+            refused, "compiling kernels", "not configured for eviction", "retry in a moment"
+        )
+        wrong = world.arrive([5, 6, 9], 40, kv_budget=-1)
+        assert wrong.to_finish.status_code == HTTPStatus.BAD_REQUEST, "what is wrong stays wrong"
+        assert_served(world, plain, full)
+        assert compiling() and world.runtime.opened_requests == 1
     budgeted = world.arrive([5, 6, 9], 40, **KEYS)
     assert_served(world, budgeted)
     assert budgeted.skipkv.summary["compactions"] > 2
@@ -123,7 +131,7 @@ def test_when_a_server_with_kernels_compiles(
 ) -> None:
     """Before it is ready where it was configured, else in a thread, in scratch memory."""
     launched: list[tuple[Any, bool]] = []
-    held, warm_up = HeldCompilation(), bind.warm_up
+    warm_up = bind.warm_up
 
     def spied(recorder: Any, cache: Any, windows: Any, steerer: Any = None) -> None:
         beside = threading.current_thread().name == "skipkv-compile"
@@ -133,7 +141,7 @@ def test_when_a_server_with_kernels_compiles(
         launched.append((recorder, beside))
 
     monkeypatch.setattr(bind, "warm_up", spied)
-    with on_triton():
+    with on_triton(), HeldCompilation() as held:
         world = World(head_dim=16, check_ledger=False)
         config = world.runtime.config if enabled else ServerConfig()
         assert config.enabled == enabled
