@@ -26,12 +26,12 @@ _DRIVER_ERRORS = ("Triton Error [CUDA]: ", "Triton Error [HIP]: ")
 def is_fatal(error: Exception) -> bool:
     """Whether an error stops the worker wherever it happens.
 
-    A kernel that found no memory to be loaded into leaves the device as it was.
+    Whoever found no memory, for a pinned tensor or a kernel, left the device as it was.
     """
-    if isinstance(error, (LedgerError, torch.AcceleratorError)):
-        return True
-    of_driver = type(error) is RuntimeError and str(error).startswith(_DRIVER_ERRORS)
-    return of_driver and not str(error).endswith(": out of memory")
+    message = str(error).partition("\n")[0]
+    of_driver = type(error) is RuntimeError and message.startswith(_DRIVER_ERRORS)
+    of_device = of_driver or isinstance(error, torch.AcceleratorError)
+    return isinstance(error, LedgerError) or (of_device and not message.endswith("out of memory"))
 
 
 def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:

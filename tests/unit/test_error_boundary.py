@@ -40,6 +40,7 @@ def test_a_fault_of_the_device_or_the_memory_is_not_caught(error: Exception) -> 
     "error",
     [
         RuntimeError(DRIVER + "out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory\nCompile with ..."),  # pinned memory
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("a shape does not fit"),
         RuntimeError("after " + DRIVER + "an illegal memory access was encountered"),

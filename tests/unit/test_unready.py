@@ -92,7 +92,7 @@ def test_who_evicts_is_refused_while_a_thread_compiles(caplog: pytest.LogCapture
         assert compiling() and world.runtime.opened_requests == 1
     budgeted = world.arrive([5, 6, 9], 40, **KEYS)
     assert_served(world, budgeted)
-    assert budgeted.skipkv.summary["compactions"] > 2
+    assert budgeted.skipkv.report.summary["compactions"] > 2
     world.drain()
     own = [record.message for record in caplog.records if "skipkv" in record.name]
     first, last = (message for message in own if "compil" in message)
