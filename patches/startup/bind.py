@@ -10,7 +10,7 @@ import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.eviction.warm_up import warm_up, windows_of
+from sgl_skipkv.eviction.warm_up import warm_up, warm_up_without_scores, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
@@ -27,6 +27,8 @@ from sgl_skipkv.patches.engine.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities
 from sgl_skipkv.patches.startup.flags import config_of
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.vector import SteeringVector
@@ -139,18 +141,24 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
     ready if it was configured for eviction, else while it serves."""
     pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
     cache = paged_cache(pool, binding.scheduler.token_to_kv_pool_allocator)
-    windows = windows_of(binding.config)
-    if cache is None:
-        return
-    if binding.config.enabled:
-        warm_up(recorder, cache, windows, runtime.steerer)
-        return
+    windows, width = windows_of(binding.config), pool.req_to_token.shape[1]
+
+    def launch(recorder: Recorder, cache: PagedCache | None) -> None:
+        if cache is None:
+            warm_up_without_scores(recorder, width, runtime.steerer)
+        else:
+            warm_up(recorder, cache, windows, runtime.steerer)
 
     def compile_kernels() -> None:
         with own_stream(recorder.device):
-            warm_up(recorder.scratch(), cache.scratch(), windows)
+            launch(recorder.scratch(), None if cache is None else cache.scratch())
 
-    binding.compilation.start(compile_kernels)
+    if not uses_triton(recorder.device):
+        return
+    if binding.config.enabled:
+        launch(recorder, cache)
+    else:
+        binding.compilation.start(compile_kernels)
 
 
 def _build_runtime(

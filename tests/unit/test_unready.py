@@ -141,6 +141,7 @@ def test_when_a_server_with_kernels_compiles(
         launched.append((recorder, beside))
 
     monkeypatch.setattr(bind, "warm_up", spied)
+    monkeypatch.setattr(bind, "uses_triton", lambda device: True)
     with on_triton(), HeldCompilation() as held:
         world = World(head_dim=16, check_ledger=False)
         config = world.runtime.config if enabled else ServerConfig()
@@ -157,6 +158,28 @@ def test_when_a_server_with_kernels_compiles(
         assert (recorder is world.recorder, beside) == (enabled, not enabled)
         assert ("queries" in vars(world.recorder)) == enabled
         world.skipkv.compilation.check()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_heads_that_no_kernel_reads(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scores are plain torch; recording and the rewrite of rows are compiled all the same."""
+    launched: list[Any] = []
+    warm_up = bind.warm_up_without_scores
+
+    def spied(recorder: Any, width: int, steerer: Any) -> None:
+        warm_up(recorder, width, steerer)
+        launched.append(recorder)
+
+    monkeypatch.setattr(bind, "warm_up_without_scores", spied)
+    monkeypatch.setattr(bind, "uses_triton", lambda device: True)
+    with on_triton(), HeldCompilation() as held:
+        world = World(head_dim=4, check_ledger=False)
+        config = world.runtime.config if enabled else ServerConfig()
+        world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=config)
+        bind._warm_up(world.skipkv, world.runtime)
+        held.finish()
+        world.skipkv.compilation.check()
+    assert [one is world.recorder for one in launched] == [enabled]
 
 
 def test_a_server_without_kernels_compiles_nothing() -> None:
