@@ -79,6 +79,7 @@ class Runtime:
 
         Raises:
             torch.OutOfMemoryError: the first such request, and no room for the recording buffers.
+            MemoryError: the first one that evicts, and no room for backups in the host's memory.
         """
         prompt_tokens = len(prompt_ids)
         state = RequestState(
@@ -94,6 +95,8 @@ class Runtime:
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
+        if settings.evicts:
+            self.host_memory.reserve()
         if state.needs_track:
             self.recorder.reserve()
         return state
