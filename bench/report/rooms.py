@@ -2,9 +2,9 @@
 
     python -m bench.report.rooms
 
-A room is a folder (or a module at the top) that owns one thing. An arrow says "imports". Arrows that
-follow from others are left out: whoever imports a room may import every room below that it stands
-on. ``tests/unit/test_layout.py`` holds the imports to this order, and the picture to the imports.
+A room is a folder, or a module at the top, that owns one thing. An arrow says "imports"; arrows
+that follow from others are left out. ``tests/unit/test_layout.py`` holds the imports to the order of the
+rooms, and the picture to the imports.
 """
 
 from __future__ import annotations
