@@ -3,8 +3,8 @@
     python -m bench.report.rooms
 
 A room is a folder, or a module at the top, that owns one thing. An arrow says "imports"; arrows
-that follow from others are left out. ``tests/unit/test_layout.py`` holds the imports to the order of the
-rooms, and the picture to the imports.
+that follow from others are left out. ``tests/unit/test_layout.py`` holds the imports to the order
+of the rooms, and the picture to the imports.
 """
 
 from __future__ import annotations
