@@ -21,8 +21,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.lib.record import recorded
 from bench.lib.serving import BUNDLED_PARAMS, add_arguments, is_bundled, sweep_over
-from bench.lib.sweep import Cell, existing_rows
+from bench.lib.sweep import Cell
 from sgl_skipkv import policy
 
 #: the first are the ones that a figure needs most, should the sweep be stopped
@@ -90,7 +91,7 @@ def show(name: str, labels: Mapping[str, str | int]) -> None:
         table.add_column(heading, no_wrap=True)
     policies = ("full", *ORDER)
     for row in sorted(
-        existing_rows(name),
+        recorded(name),
         key=lambda row: (
             *(row["sampling"], row["level"], policies.index(row["policy"])),
             int(row["kv_budget"] or 0),

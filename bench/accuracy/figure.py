@@ -2,7 +2,7 @@
 
     python -m bench.accuracy.figure                          # bench/rows/accuracy.csv
     python -m bench.accuracy.figure --rows quick --model M   # another sweep of
-    bench/accuracy/__main__.py
+    python -m bench.accuracy
 
 Three figures, a panel per level: accuracy against KV budget, output length against KV budget, and
 accuracy against the KV memory of a request at its peak. Nothing is drawn that is not in a row.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 
-from bench.lib.sweep import existing_rows
+from bench.lib.record import recorded
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -49,9 +49,7 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    found = [
-        row for row in existing_rows(name) if row["model"] == model and row["sampling"] == sampling
-    ]
+    found = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
     if not found:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
     most = max(int(row["problems"]) for row in found)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "bench" / "rows"
 Row = dict[str, str]
 #: ends a quantity of bench/rows/load.csv that was measured without the plugin
 PLAIN = ", plain SGLang"
-
-
-def rows(name: str) -> list[Row]:
-    with (ROWS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def table(header: list[str], lines: list[list[str]], source: list[Row], name: str) -> str:

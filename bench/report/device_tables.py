@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bench.lib.table_text import ROWS, Row, budget, rows, table
+from bench.lib.record import recorded
+from bench.lib.table_text import Row, budget, table
 
 
 def on_gpu(name: str) -> list[Row]:
     """A GPU's rows of a file; none where the file is not there yet."""
-    found = rows(name) if (ROWS / f"{name}.csv").exists() else []
-    return [row for row in found if "CPU" not in row["device"]]
+    return [row for row in recorded(name) if "CPU" not in row["device"]]
 
 
 def kernels(found: list[Row] | None = None) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, band, percent, plt, quiet, save, share
-from bench.lib.sweep import existing_rows
+from bench.lib.record import recorded
 
 Row = dict[str, str]
 #: gamma -> colour, marker
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     arguments = parser.parse_args()
     plt.rcParams.update(STYLE_PARAMETERS)
-    rows = [row for row in existing_rows("steering") if row["model"] == arguments.model]
+    rows = [row for row in recorded("steering") if row["model"] == arguments.model]
     strengths = [row for row in rows if not row["kv_budget"]]
     problems = max(int(row["problems"]) for row in strengths if row["steering"])
     chosen = [row for row in strengths if int(row["problems"]) == problems]

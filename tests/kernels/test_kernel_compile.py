@@ -11,9 +11,9 @@ import re
 from types import ModuleType
 
 import pytest
-from bench_modules import bench_module
 from triton_tools import KERNELS, compile_report
 
+from bench.kernels import compile as compiler
 from sgl_skipkv.kernels import (
     key_redundancy,
     row_compaction,
@@ -24,12 +24,6 @@ from sgl_skipkv.kernels import (
     window_attention,
 )
 from sgl_skipkv.kernels.paged_keys import COMPILED
-
-
-@pytest.fixture(scope="module")
-def compiler() -> ModuleType:
-    """``bench/kernels/compile.py``."""
-    return bench_module("kernels.compile")
 
 
 def test_no_variant_spills() -> None:
@@ -58,7 +52,7 @@ def test_the_recorded_rows_are_of_these_kernels() -> None:
     }
 
 
-def test_a_spill_is_seen(compiler: ModuleType) -> None:
+def test_a_spill_is_seen() -> None:
     case = sentence_redundancy.compile_cases()[0]
     cramped = dataclasses.replace(case, options={"maxnreg": 32})
     assert compiler.resources("sentence_redundancy", cramped, 90)["spilled_bytes"] > 0
@@ -91,7 +85,7 @@ def test_two_programs_share_a_multiprocessor_of_an_h100(kernel: str, variants: i
         assert 2 * row["shared_bytes"] <= 227 * 1024
 
 
-def test_logits_are_stored_to_stay_in_l2(compiler: ModuleType) -> None:
+def test_logits_are_stored_to_stay_in_l2() -> None:
     """Else the keys of all programs, which stream by before they are read, push them out."""
     for case in window_attention.compile_cases():
         if case.name != "pool":
@@ -103,9 +97,7 @@ def test_logits_are_stored_to_stay_in_l2(compiler: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kernel", [spared_columns, window_attention], ids=lambda m: m.__name__)
-def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(
-    compiler: ModuleType, kernel: ModuleType
-) -> None:
+def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(kernel: ModuleType) -> None:
     """16-bit keys: their loads are in flight while others are multiplied, and no thread waits."""
     cases = [case for case in kernel.compile_cases() if case.name.startswith(("fp16", "bf16"))]
     assert cases
@@ -115,23 +107,21 @@ def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(
         assert product and "cp.async.cg.shared.global" in after
 
 
-def test_the_search_uses_the_tensor_cores_as_hopper_means_it(compiler: ModuleType) -> None:
+def test_the_search_uses_the_tensor_cores_as_hopper_means_it() -> None:
     """The one kernel that they bind."""
     cases = [one for one in spared_columns.compile_cases() if not one.name.startswith("fp32")]
     assert all("wgmma.mma_async" in compiler.compiled(one, 90).asm["ptx"] for one in cases)
 
 
 @pytest.mark.parametrize("kernel", [steering_add, sentence_step], ids=lambda m: m.__name__)
-def test_a_row_is_read_by_all_before_one_writes_it(
-    compiler: ModuleType, kernel: ModuleType
-) -> None:
+def test_a_row_is_read_by_all_before_one_writes_it(kernel: ModuleType) -> None:
     """All warps read the row's entries, one thread writes them."""
     code = compiler.compiled(kernel.compile_cases()[0], 90).asm["ptx"]
     loads, _, rest = code.partition("bar.sync")
     assert "ld.global" in loads and "st.global" not in loads and "st.global" in rest
 
 
-def test_a_block_is_read_by_all_before_one_writes_it(compiler: ModuleType) -> None:
+def test_a_block_is_read_by_all_before_one_writes_it() -> None:
     """Loads and stores of page-table entries, which are the 4-byte ones, and barriers: evicted
     entries, kept entries, then the stores."""
     (case,) = row_compaction.compile_cases()
@@ -145,9 +135,7 @@ def test_a_block_is_read_by_all_before_one_writes_it(compiler: ModuleType) -> No
                           (key_redundancy, "add add barrier load store")],
     ids=["window_attention", "key_redundancy"],
 )  # fmt: skip
-def test_a_program_reads_what_its_other_threads_wrote(
-    compiler: ModuleType, kernel: ModuleType, order: str
-) -> None:
+def test_a_program_reads_what_its_other_threads_wrote(kernel: ModuleType, order: str) -> None:
     """Scratch goes through memory: it is complete before it is read, past the cache of one
     multiprocessor, and is read to its end before the next task overwrites it."""
     names = {"tt.store": "store", "tt.atomic_rmw": "add", "cg": "load", ".barrier": "barrier"}
@@ -161,7 +149,7 @@ def test_a_program_reads_what_its_other_threads_wrote(
     assert through_memory >= len(COMPILED)
 
 
-def test_steering_rounds_like_torch(compiler: ModuleType) -> None:
+def test_steering_rounds_like_torch() -> None:
     """A fused product and sum would be rounded once where torch rounds twice."""
     for case in steering_add.compile_cases():
         assert "fma" not in compiler.compiled(case, 90).asm["ptx"]
