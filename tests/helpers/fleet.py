@@ -79,7 +79,7 @@ SPECS: dict[str, Spec] = {
     ),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
-        ("reasoner",),
+        ("commands", "reasoner"),
         WANDERER,
         (
             *("--max-total-tokens", "40960", *ONE_BATCH),

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "fuzz"))])
+sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "fuzz", "api"))])
 
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
