@@ -107,8 +107,8 @@ def against_floors(found: Times, work: Work, ceilings: Ceilings) -> dict[str, An
     """The columns of a time and its floors."""
     floor = ceilings.floor(work.bytes, work.operations, work.arithmetic)
     return {
-        "copy_gb_per_s": round(ceilings.bytes_per_s / 1e9, 2),
-        "tflop_per_s": round(ceilings.operations_per_s[work.arithmetic] / 1e12, 5),
+        "copy_gb_per_s": float(f"{ceilings.bytes_per_s / 1e9:.4g}"),
+        "tflop_per_s": float(f"{ceilings.operations_per_s[work.arithmetic] / 1e12:.4g}"),
         "launch_us": round(ceilings.launch_us, 2),
         "floor_us": round(floor.us, 3),
         "binds": floor.binds,
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="default: by device")
     parser.add_argument("--dtype", choices=DTYPES, help="default: by device")
     parser.add_argument("--attention", choices=BACKENDS, help="default: what is installed")
-    parser.add_argument("--repeats", type=int, default=50, help="2 or more; 3 where one is slow")
+    parser.add_argument("--repeats", type=int, default=50, help="of a run, on a CPU")
     arguments = parser.parse_args()
     device, on_gpu = torch.device(arguments.device), arguments.device == "cuda"
     dtype = DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")]

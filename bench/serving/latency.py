@@ -11,7 +11,6 @@ import json
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import requests
 
 from bench.lib.pairs import START_S
 from sgl_skipkv.cli.server_process import ServerProcess
@@ -33,12 +34,9 @@ NEAR, FAR = 2, 8
 def gaps_ms(server: ServerProcess, prompt: Sequence[int], params: Mapping[str, Any]) -> list[float]:
     """Times between the tokens of a streaming call; 0 between two that came in one piece."""
     body = {"input_ids": list(prompt), "sampling_params": {**params}, "stream": True}
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     times: list[float] = []
-    with urllib.request.urlopen(request, timeout=3600) as response:
-        for line in response:
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=3600) as response:
+        for line in response.iter_lines():
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
                 tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]

@@ -54,7 +54,7 @@ SERVED = {
     "accuracy.batch_size": f"{_FEW} --trace {{trace}}",
     "accuracy.demo": "--problems 1",
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
-    "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 180 --rounds 1 "
+    "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
     "--kv-budgets 48 --compaction-budget 48 --compaction-calls 2",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",

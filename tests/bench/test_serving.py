@@ -8,6 +8,7 @@ import pytest
 from fleet import Fleet
 
 from bench.accuracy.figure import STYLE_PARAMETERS, plt
+from bench.lib import pairs
 from bench.serving import __main__ as serving
 from bench.serving import figure as serving_figure
 from bench.serving import latency
@@ -55,3 +56,12 @@ def test_the_serving_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
         serving_figure.draw(pressure, gaps, tmp_path / f"{number}.svg")
         drawn.append((tmp_path / f"{number}.svg").read_bytes())
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_interval_of_paired_rounds() -> None:
+    """Around the median, within the ratios; the same way against itself is exactly 1."""
+    rates = [90.0, 100.0, 104.0, 110.0, 120.0] * 9
+    found = pairs.paired_ratio(rates, [100.0] * 45)
+    assert found["ratio_p50"] == 1.04 and 1.0 <= found["ratio_low"] < 1.04 < found["ratio_high"]
+    assert found["ratio_high"] <= 1.1
+    assert set(pairs.paired_ratio(rates, rates).values()) == {1.0}
