@@ -49,7 +49,7 @@ class Due(NamedTuple):
     @property
     def logical_tokens(self) -> int:
         """Cached and evicted."""
-        return self.row_tokens + self.state.evicted_tokens
+        return self.row_tokens + self.state.kv.evicted_tokens
 
 
 class Planner:
@@ -63,16 +63,17 @@ class Planner:
         self._recorder = recorder
         self._layers, self._scale = layers, scale
 
-    def plan(self, calls: Sequence[Due]) -> list[Plan]:
+    def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Requests with the same policy and parameters share one scoring call.
 
         Args:
-            requests: whose last compaction is read_back, so that ``alive`` is true.
+            due: whose last compaction is read back, so that ``live`` is true.
         """
-        for due in calls:
-            self._catch_up(due)
-        inputs = self._score_inputs(calls)
-        policies = [due.state.settings.policy for due in calls]
+        for one in due:
+            self._catch_up(one)
+        tables = [self._table(one.state) for one in due]
+        inputs = self._score_inputs(due, tables)
+        policies = [one.state.settings.policy for one in due]
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
         alike: defaultdict[tuple[type[Policy], PolicyParams], list[int]] = defaultdict(list)
@@ -81,86 +82,104 @@ class Planner:
         for chosen in alike.values():
             together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
             scores.update(zip(chosen, together, strict=True))
-        return _select(calls, inputs, [scores[i] for i in range(len(calls))])
+        states = [one.state for one in due]
+        selections, finite = select_together(
+            [scores[i] for i in range(len(due))],
+            [_protected(one.state, one.row_tokens) for one in due],
+            [
+                state.settings.keep_tokens(state.prompt_tokens, state.report.compactions + 1)
+                for state in states
+            ],
+        )
+        parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
+        return [
+            Plan(
+                *(one.state, selection, seen.positions, is_finite),
+                *(one.row_tokens, one.logical_tokens),
+                *(() if table is None else (table.kept, table.entries)),
+            )
+            for one, selection, seen, is_finite, table in parts
+        ]
 
     def must_track(self, state: RequestState, row_tokens: int) -> bool:
         """Whether the next decode step would overwrite a query that no statistic has seen."""
-        untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
+        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
         policy = state.settings.policy
         return policy.needs_attention and untracked >= self._recorder.queries.window
 
-    def track(self, state: RequestState, row_tokens: int, keys: Callable[[int], Tensor]) -> None:
+    def track(self, due: Due) -> None:
         """Bring the policy's statistics up to date: replay the decode steps since the last time.
 
         The row has only grown since then, so every step's attention can be computed once more from
         its query and the keys it saw.
-
-        Args:
-            state, row_tokens, keys: as in ``Due``.
         """
-        policy, device = state.settings.policy, self._recorder.device
-        logical_tokens = row_tokens + state.evicted_tokens
-        if logical_tokens == state.tracked_tokens:
-            return  # a compaction that was taken back comes again
-        known = next((len(values) for values in state.statistics.values()), 0)
-        born = logical_tokens - (row_tokens - known)
-        statistics = policy.initial_statistics(torch.arange(born, logical_tokens, device=device))
+        state, row_tokens, device = due.state, due.row_tokens, self._recorder.device
+        policy, kv = state.settings.policy, state.kv
+        if due.logical_tokens == kv.tracked_tokens:
+            return  # a plan that failed is made again
+        known = next((len(values) for values in kv.statistics.values()), 0)
+        first_new = due.logical_tokens - (row_tokens - known)
+        new_tokens = torch.arange(first_new, due.logical_tokens, device=device)
+        statistics = policy.initial_statistics(new_tokens)
         if known:
             statistics = {
-                name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
+                name: torch.cat([kv.statistics[name], new]) for name, new in statistics.items()
             }
-        steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
-        queries = self._recorder.queries.read(state.ring, logical_tokens - 1, steps.shape[0])
-        attention = torch.zeros(steps.shape[0], row_tokens, device=device)
+        steps = torch.arange(kv.tracked_tokens, due.logical_tokens, device=device)
+        newest, count = due.logical_tokens - 1, steps.shape[0]
+        queries = self._recorder.queries.read(state.held.track_id, newest, count)
+        attention = torch.zeros(count, row_tokens, device=device)
         for layer in range(self._layers):
             oldest_first = queries[layer].flip(0)
-            attention += causal_attention(oldest_first, keys(layer), scale=self._scale)
-        state.statistics = policy.track(statistics, attention / self._layers, steps)
-        state.tracked_tokens = logical_tokens
+            attention += causal_attention(oldest_first, due.keys(layer), scale=self._scale)
+        kv.statistics = policy.track(statistics, attention / self._layers, steps)
+        kv.tracked_tokens = due.logical_tokens
 
     def _catch_up(self, due: Due) -> None:
         """Sentences and statistics of the request know every cached token."""
-        state, row_tokens = due.state, due.row_tokens
-        generated = due.logical_tokens - state.prompt_tokens
-        state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
-        state.live.extend(range(state.live_closed, len(state.tracker.closed)))
-        state.live_closed = len(state.tracker.closed)
-        if state.settings.policy.needs_attention:
-            self.track(state, row_tokens, due.keys)
+        sentences = due.state.sentences
+        tracker, generated = sentences.tracker, due.logical_tokens - due.state.prompt_tokens
+        tracker.feed(due.output_ids[tracker.seen_tokens : generated])
+        sentences.live.extend(range(sentences.seen, len(tracker.closed)))
+        sentences.seen = len(tracker.closed)
+        if due.state.settings.policy.needs_attention:
+            self.track(due)
 
-    def _score_inputs(self, calls: Sequence[Due]) -> list[ScoreInput]:
-        tabled = [due.state for due in calls if due.state.settings.policy.needs_sentences]
-        sentences = iter(self._sentences(tabled))
-        inputs = []
-        for due, positions in zip(calls, self._positions(calls), strict=True):
-            needed = due.state.settings.policy.needs_sentences
-            inputs.append(self._score_input(due, positions, next(sentences) if needed else None))
-        return inputs
+    def _score_inputs(
+        self, due: Sequence[Due], tables: Sequence[_Table | None]
+    ) -> list[ScoreInput]:
+        found = [(one, table) for one, table in zip(due, tables, strict=True) if table is not None]
+        sentences = iter(self._compare(found))
+        return [
+            self._score_input(one, positions, None if table is None else next(sentences))
+            for one, positions, table in zip(due, self._positions(due), tables, strict=True)
+        ]
 
-    def _positions(self, calls: Sequence[Due]) -> Sequence[Tensor]:
+    def _positions(self, due: Sequence[Due]) -> Sequence[Tensor]:
         """int64 [row tokens] of each request, logical position of every cached token."""
-        every = torch.arange(max(due.logical_tokens for due in calls), device=self._recorder.device)
+        every = torch.arange(max(one.logical_tokens for one in due), device=self._recorder.device)
         parts = []
-        for due in calls:
-            last = due.state.last
+        for one in due:
+            last = one.state.kv.last
             old, first_new = (
                 (every[:0], 0) if last is None else (last.positions, last.logical_tokens)
             )
-            new = every[first_new : due.logical_tokens]
-            assert len(old) + len(new) == due.row_tokens, "row + evicted = logical length"
+            new = every[first_new : one.logical_tokens]
+            assert len(old) + len(new) == one.row_tokens, "row + evicted = logical length"
             parts += [old, new]
-        return torch.split(torch.cat(parts), [due.row_tokens for due in calls])
+        return torch.split(torch.cat(parts), [one.row_tokens for one in due])
 
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
-        state, policy, queries, page = due.state, due.state.settings.policy, None, None
+        state, policy = due.state, due.state.settings.policy
+        queries, location = None, None
         newest = due.logical_tokens - 1
         if due.cache is not None and policy.kernel_scores:
-            assert state.row is not None
+            assert state.held.row is not None
             ring = self._recorder.queries.data
-            page = KeyLocation(due.cache, state.row, ring, state.ring, newest)
+            location = KeyLocation(due.cache, state.held.row, ring, state.held.track_id, newest)
         elif policy.needs_queries:
-            queries = self._recorder.queries.read(state.ring, newest, policy.params.window)
-        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
+            queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
+        seed = zlib.crc32(f"{state.prompt_seed}:{state.report.compactions}".encode())
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_tokens,
@@ -170,59 +189,43 @@ class Planner:
             scale=self._scale,
             sentences=sentences,
             seed=seed,
-            statistics=state.statistics,
-            page=page,
-            known_spared=state.known_spared,
+            statistics=state.kv.statistics,
+            location=location,
         )
 
-    def _sentences(self, states: Sequence[RequestState]) -> list[Sentences]:
-        """Drop the sentences that are gone from the device's tables, compare the rest."""
-        if not states:
+    def _compare(self, found: Sequence[tuple[Due, _Table]]) -> list[Sentences]:
+        """Every closed sentence against those that closed later, of all requests at once."""
+        if not found:
             return []
-        table, slots = self._recorder.sentences, [state.slot for state in states]
-        entries = [_table_entries(state, table.capacity) for state in states]
-        alive = [
-            _live_entries(state, known, table.capacity)
-            for state, known in zip(states, entries, strict=True)
-        ]
-        table.keep_entries(slots, alive, [state.tracker.after_delimiter for state in states])
-        for state, known, chosen in zip(states, entries, alive, strict=True):
-            state.table = [known[i] for i in chosen]
-            state.table_closed = len(state.tracker.closed)
-        spans = [[state.span(sentence) for sentence in state.table] for state in states]
-        return table.compare(slots, spans)
+        return self._recorder.sentences.compare(
+            [due.state.held.track_id for due, _ in found],
+            [table.used for _, table in found],
+            [table.entries for _, table in found],
+            [[due.state.span(sentence) for sentence in table.kept] for due, table in found],
+        )
+
+    def _table(self, state: RequestState) -> _Table | None:
+        """Which entries of the request's table are of sentences not known to be evicted."""
+        if not state.settings.policy.needs_sentences:
+            return None
+        sentences, capacity = state.sentences, self._recorder.sentences.capacity
+        closed = range(sentences.table_closed, len(sentences.tracker.closed))
+        known = [*sentences.table, *closed]
+        if len(known) > capacity:  # a full table kept overwriting its last entry
+            known = [*known[: capacity - 1], known[-1]]
+        live = set(sentences.live)
+        # A quarter of the table stays free for the sentences of the next interval.
+        most = capacity - capacity // 4
+        entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
+        return _Table(len(known), entries, [known[i] for i in entries])
 
 
-def _table_entries(state: RequestState, capacity: int) -> list[int]:
-    """Sentence index of each entry that the device's table has now."""
-    entries = [*state.table, *range(state.table_closed, len(state.tracker.closed))]
-    if len(entries) > capacity:  # a full table kept overwriting its last entry
-        entries = [*entries[: capacity - 1], entries[-1]]
-    return entries
+class _Table(NamedTuple):
+    """A request's sentence table: entries in use, those that stay, and their sentence indices."""
 
-
-def _live_entries(state: RequestState, entries: Sequence[int], capacity: int) -> list[int]:
-    """Which of them are not known to be evicted."""
-    alive = set(state.live)
-    found = [i for i, sentence in enumerate(entries) if sentence in alive]
-    # A quarter of the table stays free for the sentences of the next interval.
-    return found[-(capacity - capacity // 4) :]
-
-
-def _select(
-    calls: Sequence[Due], inputs: Sequence[ScoreInput], scores: Sequence[Tensor]
-) -> list[Plan]:
-    states = [due.state for due in calls]
-    selections, finite = select_together(
-        scores,
-        [_protected(due.state, due.row_tokens) for due in calls],
-        [one.settings.keep_tokens(one.prompt_tokens, one.compactions + 1) for one in states],
-    )
-    of_call = zip(calls, inputs, selections, finite.unbind(), strict=True)
-    return [
-        Plan(chosen, one.positions, ok, due.row_tokens, due.logical_tokens, one.spared)
-        for due, one, chosen, ok in of_call
-    ]
+    used: int
+    entries: list[int]
+    kept: list[int]
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
@@ -234,10 +237,10 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     policy, params = state.settings.policy, state.settings.policy.params
     prompt = state.prompt_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
-    compactions = state.compactions + 1
+    compactions = state.report.compactions + 1
     keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
     tail = policy.protected_tail(state.settings.budget_after(compactions))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
-        tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2))
+        tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
     return [(0, head), (row_tokens - tail, row_tokens)]
