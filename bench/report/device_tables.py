@@ -44,7 +44,7 @@ def last_decode_rows(found: list[Row]) -> list[Row]:
     As many requests as fit; rows of ``--batch`` stand for themselves.
     """
     found = [row for row in found if "--batch" not in row["command"]]
-    same = ("device", "size", "dtype", "attention", "stagger")
+    same = ("device", "size", "dtype", "attention")
     last = found[-1]
     here = [row for row in found if all(row[name] == last[name] for name in same)]
     here = [row for row in here if row["policy"] in ("", last["policy"])]

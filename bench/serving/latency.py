@@ -25,8 +25,8 @@ from bench.lib.pairs import START_S
 from sgl_skipkv.cli.server_process import ServerProcess
 from sgl_skipkv.request.trace import read_trace
 
-#: what the neighbours of the streaming call do, and whether their compactions are spread
-NEIGHBOURS = {"no budget": False, "compact together": False, "compact staggered": True}
+#: what the neighbours of the streaming request do
+NEIGHBOURS = ("no budget", "compact together")
 #: steps beside a compaction that its cost may fall on, and steps that it is compared with
 NEAR, FAR = 2, 8
 
@@ -47,8 +47,7 @@ def gaps_ms(server: ServerProcess, prompt: Sequence[int], params: Mapping[str, A
 def latency(arguments: argparse.Namespace, neighbours: str) -> dict[str, Any]:
     """One server and one batch of requests that begin together; a first one warms it up."""
     calls = arguments.parallel
-    settings = {"stagger": NEIGHBOURS[neighbours], "kv_interval": arguments.interval}
-    with _traced_server(arguments, settings, calls + 1) as (server, trace):
+    with _traced_server(arguments, calls + 1) as (server, trace):
         _run(server, arguments, neighbours, arguments.interval)
         gaps = _run(server, arguments, neighbours, arguments.tokens)
         lines = read_trace(trace)
@@ -83,7 +82,7 @@ def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dic
     warm_up = _params(arguments, kv_budget + 2 * arguments.interval, kv_budget)
     beside = {"sampling_params": _params(arguments, tokens, None)}
     with (
-        _traced_server(arguments, {"kv_interval": arguments.interval}, calls) as (server, trace),
+        _traced_server(arguments, calls) as (server, trace),
         ThreadPoolExecutor(calls) as pool,
     ):
         gaps_ms(server, [9] * 16, warm_up)
@@ -131,13 +130,13 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _traced_server(
-    arguments: argparse.Namespace, settings: dict[str, Any], calls: int
+    arguments: argparse.Namespace, calls: int
 ) -> Iterator[tuple[ServerProcess, Path]]:
     """A server that writes a trace, and the trace's path."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trace, config = folder / "trace.jsonl", folder / "skipkv.json"
-        config.write_text(json.dumps({**settings, "trace": str(trace)}))
+        config.write_text(json.dumps({"kv_interval": arguments.interval, "trace": str(trace)}))
         flags = ["--skipkv-config", str(config), "--max-running-requests", str(calls)]
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
         flags += server_flags(arguments)

@@ -26,17 +26,16 @@ CPU = torch.device("cpu")
 DEVICES = ("x86_64 CPU", "NVIDIA H100 80GB HBM3")
 
 
-def test_what_a_call_holds_after_so_many_tokens() -> None:
+def test_what_a_request_holds_after_so_many_tokens() -> None:
     """Against a request that grows token by token."""
-    for phase in (0, 5, 15):
-        calls = compactor.Calls(24, 100, 8, 16, "rkv", bool(phase))
-        own, limit = 0, 24 + 16 - phase
-        for generated in range(1, 100):
-            own += 1
-            assert calls.budgeted_tokens(generated, phase) == own <= calls.peak_tokens - 8 - 1
-            if own >= limit:
-                own, limit = 24, 24 + 16
-    assert compactor.Calls(None, 100, 8, 16, "rkv", False).budgeted_tokens(77) == 77
+    calls = compactor.Calls(24, 100, 8, 16, "rkv")
+    own = 0
+    for generated in range(1, 100):
+        own += 1
+        assert calls.budgeted_tokens(generated) == own <= calls.peak_tokens - 8 - 1
+        if own == 24 + 16:
+            own = 24
+    assert compactor.Calls(None, 100, 8, 16, "rkv").budgeted_tokens(77) == 77
 
 
 def test_floors_of_a_decode_loop(rows_of: Any) -> None:
@@ -45,7 +44,7 @@ def test_floors_of_a_decode_loop(rows_of: Any) -> None:
     shape = ("--size", "tiny", "--lengths", "100", "--kv-budgets", "24", "--interval", "16")
     full, ours = rows_of(decode_floors, "decode_floors", *rates, *shape, "--prompt-tokens", "8")
     assert float(full["row_tokens"]) == 8 + 99 / 2
-    calls = compactor.Calls(24, 100, 8, 16, "rkv", False)
+    calls = compactor.Calls(24, 100, 8, 16, "rkv")
     held = [calls.budgeted_tokens(generated) for generated in range(100)]
     assert float(ours["row_tokens"]) == round(8 + sum(held) / 100, 1)
     weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 160 * 64
@@ -86,7 +85,7 @@ def test_attention_over_ragged_rows() -> None:
 
 @pytest.mark.parametrize("policy", ["rkv", "skipkv"])
 def test_decode_rows_on_a_cpu(rows_of: Any, policy: str) -> None:
-    flags = ("--looks", "2", "--policy", policy, "--stagger", "--lengths", "96")
+    flags = ("--looks", "2", "--policy", policy, "--lengths", "96")
     full, budgeted = rows_of(decode, "decode", "--device", "cpu", "--memory-gib", "0.0004", *flags)
     assert (full["kv_budget"], full["compactions"], full["policy"]) == ("", "0", "")
     assert (budgeted["kv_budget"], budgeted["policy"]) == ("24", policy)
@@ -124,7 +123,7 @@ def test_the_loop_with_kernels_is_the_loop_without(
     def decoded() -> tuple[int, list[torch.Tensor]]:
         torch.manual_seed(0)
         model = decode.DecodeModel(decode.SIZES["tiny"], torch.float32, CPU)
-        calls = compactor.Calls(24, 64, 8, 8, policy, True)
+        calls = compactor.Calls(24, 64, 8, 8, policy)
         loop = decode.PagedLoop(model, attention.TorchDecode, calls, 3)
         found = loop.look(48)
         return found.compactions, [loop.req_to_token, *loop.pool.k, loop.sampled]
@@ -141,7 +140,7 @@ def test_the_loop_with_kernels_is_the_loop_without(
 
 def test_the_decode_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
     """The same rows give the same file, another number another one; an older row is not drawn."""
-    common = {"device": "H100", "size": "7b", "stagger": "False"}
+    common = {"device": "H100", "size": "7b"}
     common |= {"dtype": "bfloat16", "attention": "flashinfer", "generated_tokens": "16384"}
     common["command"] = "python -m bench.decode"
     full = {**common, "policy": "", "kv_budget": "", "tokens_per_s": "500.0"}
@@ -165,7 +164,7 @@ def test_the_decode_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
 
 def test_the_largest_batch() -> None:
     size = decode.SIZES["r1-qwen-7b"]
-    full = compactor.Calls(None, 16384, 128, 128, "rkv", False)
+    full = compactor.Calls(None, 16384, 128, 128, "rkv")
     assert size.kv_bytes_per_token(torch.bfloat16) == 56 * 1024
     token_bytes = 56 * 1024 + compactor.BOOKKEEPING_BYTES
     assert compactor.largest_batch(10 * 16513 * token_bytes, full, size, torch.bfloat16) == 10

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_tools import assert_as_close, interpreted
 
 from bench.decode import attention
-from sgl_skipkv.eviction.page_table import compact_rows
+from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import select
 
 ROW_TOKENS, KEPT, NEW = [70, 33, 130], [40, 20, 64], 3
@@ -70,7 +70,9 @@ def test_a_compacted_row_is_read_as_it_is(name: str, where: str, dtype: torch.dt
         for tokens, kept in zip(ROW_TOKENS, KEPT, strict=True)
     ]
     positions = [torch.arange(tokens, device=device) for tokens in ROW_TOKENS]
-    for freed, _ in compact_rows(table, rows, selections, positions):
+    rewrite = RowRewrite(table, rows, selections, positions)
+    rewrite.write()
+    for freed in rewrite.freed:
         k[freed], v[freed] = float("nan"), float("nan")
     lengths = [0] * table.shape[0]
     expected: dict[int, tuple[Tensor, Tensor]] = {}

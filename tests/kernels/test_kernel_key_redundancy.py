@@ -28,6 +28,7 @@ from triton_tools import (
     forbid_launches,
 )
 
+from bench.kernels import workspace
 from sgl_skipkv.kernels import key_redundancy as module
 from sgl_skipkv.kernels import reference, spared_columns
 from sgl_skipkv.kernels.spared_columns import KnownSpared
@@ -219,16 +220,5 @@ def test_the_stated_workspace_is_what_it_takes(
     with Allocations() as taken:
         redundancy, spared = module.key_redundancy(told, limits, known)
     shape = {"layers": 2, "kv_heads": 2, "head_dim": 16}
-    stated = module.workspace_bytes(tokens, known_tokens, **shape)
+    stated = workspace.key_redundancy(tokens, known_tokens, **shape)
     assert taken.total_bytes == stated + redundancy.nbytes + spared.nbytes
-
-
-def test_floors() -> None:
-    """1152 and 100 tokens of R1-Qwen-7B, 1024 of the first known."""
-    shape = {"layers": 28, "kv_heads": 4, "head_dim": 128}
-    moved = module.bytes_moved([1152, 100], [1024, 0], **shape, key_bytes=2)
-    assert moved["keys"] == 1252 * 112 * 128 * 2
-    assert moved["spared"] == (1252 + 1024) * 112 * 4
-    compared = 1152**2 - 1024**2 + 100**2
-    assert module.operations([1152, 100], [1024, 0], **shape) == 2 * 112 * 128 * compared
-    assert module.operations([1152], **shape) == 2 * 112 * 128 * 1152**2
