@@ -16,7 +16,6 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.planner import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
-from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
@@ -71,8 +70,7 @@ def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
         return 0
     settings = ServerConfig()
     two, one = (
-        sum(report.recorded_bytes(config, n, calls.kv_budget, settings, dtype.itemsize).values())
-        for n in (2, 1)
+        sum(report.recorded_bytes(config, n, settings, dtype.itemsize).values()) for n in (2, 1)
     )
     return two - one
 
@@ -188,14 +186,6 @@ class Compactor:
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
-        heads = 0 if self.cache is None else self.cache.heads
-        freed: list[Tensor] = []
-        work_bytes = self.runtime.config.compaction_work_bytes
-        for part in split_to_fit([row_tokens[b] for b in due], heads, work_bytes):
-            freed += self._compact_part([due[j] for j in part], row_tokens)
-        return torch.cat(freed)
-
-    def _compact_part(self, due: Sequence[int], row_tokens: list[int]) -> list[Tensor]:
         calls = [
             Due(
                 *(self.states[b], row_tokens[b], self.output_ids[b]),
@@ -203,11 +193,12 @@ class Compactor:
             )
             for b in due
         ]
-        plans = self.runtime.plan(calls)
-        for b, plan in zip(due, plans, strict=True):
-            row_tokens[b] -= plan.evicted_tokens
-        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
-        return self.runtime.commit(pairs, self.req_to_token)
+        freed: list[Tensor] = []
+        for done in self.runtime.compact(calls, self.req_to_token):
+            freed += done.freed
+            for plan in done.plans:
+                row_tokens[plan.state.held.row] -= plan.evicted_tokens
+        return torch.cat(freed)
 
     def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
         return self.pool.k[layer][self.req_to_token[b, :tokens].long()]

@@ -149,9 +149,9 @@ class SyntheticServer:
             first = len(call.slots)
             count = min(chunk, total - first)
             self._append(call, count)
-            self.runtime.admit(call.state, call.row)
+            self.runtime.admit(call.state, call.row, total)
             self.runtime.start_recording(call.state)
-            self._record_prefill(call, first, count, total)
+            self._record_prefill(call, first, count)
         call.decoded = 0
         call.generated = total - call.prompt_tokens
 
@@ -186,23 +186,36 @@ class SyntheticServer:
             if self.runtime.planner.must_track(call.state, len(call.slots)):
                 self.runtime.track(self.due(call))
             return None
-        (done,) = self.runtime.compact([self.due(call)], self.req_to_token)
-        (plan,), freed = done.plans, done.freed[0].tolist()
-        kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
-        assert freed == [call.slots[i] for i in evicted]
-        call.slots = [call.slots[i] for i in kept]
-        call.positions = [call.positions[i] for i in kept]
-        call.compactions.append(call.positions.copy())
-        assert call.state.kv.last is not None
-        assert call.state.kv.last.positions.tolist() == call.positions
-        assert self.row_of(call) == call.slots
-        self.free_slots += freed
-        return plan
+        return next(iter(self.compact([call])), None)
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
-        self.runtime._read_back(call.state)
-        return self.runtime.planner.plan([self.due(call)])[0]
+        return self.plans([call])[0]
+
+    def plans(self, calls: Sequence[Call]) -> list[Plan]:
+        """What a compaction of several requests would do now."""
+        for call in calls:
+            self.runtime._read_back(call.state)
+        return self.runtime.planner.plan([self.due(call) for call in calls])
+
+    def compact(self, calls: Sequence[Call]) -> list[Plan]:
+        """Compact these requests together, as a server does."""
+        done = self.runtime.compact([self.due(call) for call in calls], self.req_to_token)
+        of_state = {id(call.state): call for call in calls}
+        plans = []
+        for compaction in done:
+            for plan, freed in zip(compaction.plans, compaction.freed, strict=True):
+                call, kept = of_state[id(plan.state)], plan.selection.kept.tolist()
+                assert freed.tolist() == [call.slots[i] for i in plan.selection.evicted.tolist()]
+                call.slots = [call.slots[i] for i in kept]
+                call.positions = [call.positions[i] for i in kept]
+                call.compactions.append(call.positions.copy())
+                assert call.state.kv.last is not None
+                assert call.state.kv.last.positions.tolist() == call.positions
+                assert self.row_of(call) == call.slots
+                self.free_slots += freed.tolist()
+                plans.append(plan)
+        return plans
 
     def due(self, call: Call) -> Due:
         return Due(
@@ -250,13 +263,13 @@ class SyntheticServer:
             call.slots.append(slot)
             call.positions.append(position)
 
-    def _record_prefill(self, call: Call, first: int, count: int, total: int) -> None:
+    def _record_prefill(self, call: Call, first: int, count: int) -> None:
         state = call.state
         if not state.held.track_id:
             return
         stop = first + count
         window = self.config.query_window
-        wanted = range(max(first, state.records_from(total), stop - window), stop)
+        wanted = range(max(first, state.records_from, stop - window), stop)
         tokens = [position - first for position in wanted]
         generated_from = max(call.prompt_tokens - first, 0)
         replay = ((state.held.track_id, generated_from, count),) if generated_from < count else ()
