@@ -16,6 +16,7 @@ from pathlib import Path
 
 import matplotlib
 
+from bench.lib.policies import styles
 from bench.lib.record import recorded
 
 matplotlib.use("svg")
@@ -25,20 +26,6 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("easy", "medium", "hard")
-#: policy -> colour and marker; ours first, then the published ones, then what needs no score
-STYLE = {
-    "skipkv+": ("#d55e00", "o"),
-    "skipkv": ("#0072b2", "s"),
-    "rkv": ("#009e73", "^"),
-    "snapkv": ("#cc79a7", "v"),
-    "h2o": ("#e69f00", "D"),
-    "tova": ("#56b4e9", "P"),
-    "raas": ("#8c6d31", "X"),
-    "lazy": ("#7b4fa0", "<"),
-    "rpc": ("#b3b300", ">"),
-    "streaming": ("#666666", "d"),
-    "random": ("#000000", "x"),
-}
 STYLE_PARAMETERS = {"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9}
 Row = dict[str, str]
 
@@ -81,7 +68,7 @@ def percent(row: Row, column: str = "accuracy") -> float:
 def lines(axes: Axes, rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float],
           interval: bool) -> None:  # fmt: skip
     """One line per policy, with 95% intervals where ``y`` is the accuracy."""
-    for policy, (colour, marker) in STYLE.items():
+    for policy, (colour, marker) in styles().items():
         points = sorted((row for row in rows if row["policy"] == policy), key=x)
         if not points:
             continue

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from bench.lib.policies import compared
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, budget, table
 
 LEVELS = ("easy", "medium", "hard")
-#: order of policies in tables; the same as in the figures
-POLICIES = (
-    *("skipkv+", "skipkv", "rkv", "snapkv", "h2o", "tova", "raas", "lazy", "rpc"),
-    *("streaming", "random"),
-)
 
 
 def demo() -> str:
@@ -62,7 +58,7 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
         full = next(row for row in here if row["policy"] == "full")
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
         lines[-1] += [right(full), *[""] * (len(shares) - 1)]
-        for policy in POLICIES:
+        for policy in compared():
             cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
             if cells:
                 lines.append([level, f"`{policy}`", *(cells.get(one, "-") for one in shares)])

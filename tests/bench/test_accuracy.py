@@ -13,14 +13,11 @@ import pytest
 from fleet import Fleet
 from servers import Server
 
-from bench.accuracy import __main__ as accuracy
 from bench.accuracy import figure
 from bench.accuracy.figure import STYLE_PARAMETERS, plt
 from bench.lib import grading, record
 from bench.lib import serving as lib_serving
 from bench.lib.sweep import Cell, Sweep
-from bench.report import accuracy_tables
-from sgl_skipkv.policy import names
 
 
 @pytest.mark.parametrize(
@@ -114,16 +111,6 @@ def test_a_sweep_goes_on_where_it_was(
 def test_a_setting_that_changed_is_another_cell() -> None:
     one = Cell("easy", "rkv", 64)
     assert len({one, dataclasses.replace(one, kv_budget=65), dataclasses.replace(one)}) == 2
-
-
-def test_every_policy_has_its_place_in_the_comparison() -> None:
-    scored = set(names()) - {"full"}
-    orders = (
-        accuracy.ORDER,
-        figure.STYLE,
-        accuracy_tables.POLICIES,
-    )
-    assert all(set(order) == scored for order in orders)
 
 
 def test_figures_are_drawn_from_the_rows(tmp_path: Path) -> None:
