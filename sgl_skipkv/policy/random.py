@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sgl_skipkv.kernels.on_device import to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 
 
@@ -32,4 +33,4 @@ class Random(Policy):
         seed = zlib.crc32(f"{inputs.seed}:{self.params.seed}".encode())
         generator = torch.Generator().manual_seed(seed)
         draw = torch.rand(inputs.positions.shape[0], generator=generator)
-        return draw.to(inputs.positions.device, non_blocking=True)
+        return to_device(draw, inputs.positions.device)
