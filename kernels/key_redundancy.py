@@ -20,8 +20,8 @@ has 2^-24.
 
 Mutates nothing but its own buffers. Not for CUDA graphs: grids and workspace depend on the lengths.
 
-Floors: ``bytes_moved`` (keys once: ``L Hkv n d key_bytes``, and what is in and out) and
-``operations``, ``2 L Hkv d n^2``.
+Floors: bytes ``L Hkv n d key_bytes + 8 n``, each key, slot and result once; operations
+``2 L Hkv d n^2``.
 """
 
 # Triton ships no types, and its functions are a language of their own.

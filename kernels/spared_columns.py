@@ -179,7 +179,7 @@ def _max_registers(dtype: torch.dtype) -> dict[int, int]:
     """Per thread, by architecture, where the compiler's own choice is worse.
 
     Left alone it takes 160 of 16-bit keys on sm_90, and only one program fits on a multiprocessor;
-    float32 keys get 80 and a few bytes of spills, float8 keys 128 and some on sm_80, 80 and some on sm_100.
+    float32 keys get 80 and a few bytes of spills, and so do float8 keys on sm_80 (128) and sm_100.
     """
     if dtype == torch.float32:
         return dict.fromkeys((80, 90, 100), 128)

@@ -25,7 +25,7 @@ from sgl_skipkv.cli import server_process
 
 # A script is run anew although tests have imported it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-Run = Callable[..., None]
+Run = Callable[..., int]
 #: {out} is an empty folder, {traces} a file of one trace
 ALONE = {
     "accuracy.figure": "--out {out}",
@@ -93,12 +93,12 @@ def test_every_script_is_run() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a script in this process; whatever it writes goes to a folder of its own."""
+    """Run a script in this process, to its exit status; what it writes goes to a folder apart."""
     monkeypatch.setitem(device_clock.SIZES, "cpu", (1 << 20, 64))
     monkeypatch.setattr(lib_serving, "ROOT", tmp_path)
     examples = {name: ROOT / "examples" / name for name in ("reasoner", "wanderer")}
 
-    def script(name: str, arguments: str, **places: object) -> None:
+    def script(name: str, arguments: str, **places: object) -> int:
         if name in READERS:
             monkeypatch.delenv(record.FOLDER, raising=False)
         else:
@@ -108,7 +108,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         try:
             runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
         except SystemExit as end:
-            assert not end.code, end.code
+            return int(end.code or 0)
+        return 0
 
     return script
 
@@ -120,7 +121,7 @@ def test_a_script_runs(run: Run, tmp_path: Path, name: str) -> None:
     traces.write_text(json.dumps({"prompt_ids": ids[:9], "output_ids": ids}))
     if name == "decode.figure":
         run("decode", ALONE["decode"])
-    run(name, ALONE[name], traces=traces)
+    assert run(name, ALONE[name], traces=traces) == 0
 
 
 @pytest.mark.server
@@ -141,5 +142,6 @@ def test_a_script_with_a_server_runs(
     peer = tmp_path / "peer"
     peer.write_text(PEER)
     peer.chmod(0o755)
-    run(name, SERVED[name], url=server.url, trace=server.trace_path, peer=peer)
+    places = {"url": server.url, "trace": server.trace_path, "peer": peer}
+    assert run(name, SERVED[name], **places) == 0
     assert list(tmp_path.glob("*.csv")), "no rows"

@@ -18,7 +18,7 @@ WINDOW, SLOTS = 7, 6
 @pytest.fixture(autouse=True)
 def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU ``QueryRings`` would launch the kernel that it is the truth of."""
-    monkeypatch.setattr("sgl_skipkv.recorder.uses_triton", lambda device: False)
+    monkeypatch.setattr("sgl_skipkv.recording.recorder.uses_triton", lambda device: False)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def poisoned_ring(
     heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> QueryRings:
     shape = ModelShape(layers=2, query_heads=heads, head_dim=head_dim, hidden_size=1)
-    ring = QueryRings(shape, slots=1, rings=SLOTS, window=WINDOW, dtype=dtype, device=device)
+    ring = QueryRings(shape, tracks=SLOTS, window=WINDOW, dtype=dtype, device=device)
     ring.data.fill_(float("nan"))
     return ring
 

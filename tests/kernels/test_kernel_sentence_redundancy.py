@@ -20,7 +20,7 @@ CAPACITY = 75
 @pytest.fixture(autouse=True)
 def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU ``SentenceTable`` would launch the kernel that it is the truth of."""
-    monkeypatch.setattr("sgl_skipkv.sentence_table.uses_triton", lambda device: False)
+    monkeypatch.setattr("sgl_skipkv.recording.sentence_table.uses_triton", lambda device: False)
 
 
 def table(
