@@ -19,13 +19,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from bench_modules import record
 from device_ops import host_read
 from kernels_on_cpu import as_one_each, on_triton
 from rich.console import Console
 from rich.table import Table
 from synthetic import Call, SyntheticServer, served
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.lib.record import append_row
 
 POLICIES = ("snapkv", "rkv", "skipkv", "skipkv+")
 CALLS = (1, 2, 16)
@@ -97,7 +98,8 @@ def main() -> int:
         table.add_row(*map(str, row.values()))
     Console(width=110).print(table)
     if arguments.record:
-        record("launches", rows)
+        for row in rows:
+            append_row("launches", row)
     return 0
 
 

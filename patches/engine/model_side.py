@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KeyScale
 from sgl_skipkv.patches.engine.forward import attach
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture

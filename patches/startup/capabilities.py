@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES
+from sgl_skipkv.kernels.dtype_names import KEY_NAMES
 from sgl_skipkv.patches.engine.model_side import model_side_of
 
 Check = Callable[[Any], str | None]

@@ -18,6 +18,8 @@ from sgl_skipkv.policy.base import Policy, ScoreInput
 
 class TOVA(Policy):
     name = "tova"
+    keeps = "what the last query attends to"
+    source = "TOVA, arXiv 2401.06104"
     needs_queries = True
 
     def scores(self, inputs: ScoreInput) -> Tensor:
