@@ -1,8 +1,7 @@
-"""The capability matrix: what eviction works with, checked on what the scheduler really built.
+"""The capability matrix: the features of SGLang 0.5.23 that eviction works with.
 
-Each row is a fact about SGLang 0.5.23 and this package. A row with a ``check`` looks at the
-resolved runtime (pool class, allocator, layers), not at flags alone: flags are resolved, defaulted
-and overridden on the way. Rows marked per request are refused call by call instead.
+A row's ``check`` looks at the resolved runtime (pool class, allocator, layers), because SGLang
+resolves, defaults and overrides flags. Rows marked "per request" are refused at each request.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 
 @dataclass(frozen=True)
 class Capability:
-    """One row: a feature of the server, whether a budget works beside it, and why."""
+    """One row: a feature of the server, whether eviction works with it, and why."""
 
     name: str
     supported: Literal["yes", "no", "per request"]
@@ -32,8 +31,8 @@ class Capability:
 
 def _backend(scheduler: Any) -> str | None:
     runner = scheduler.tp_worker.model_runner
-    found = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-    other = sorted(str(name) for name in found if name not in BACKENDS)
+    used = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+    other = sorted(str(name) for name in used if name not in BACKENDS)
     if not other:
         return None
     return f"attention backend {', '.join(other)} (supported: {', '.join(BACKENDS)})"
@@ -53,8 +52,8 @@ def _page_size(scheduler: Any) -> str | None:
 def _allocator(scheduler: Any) -> str | None:
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-    found = type(scheduler.token_to_kv_pool_allocator)
-    return None if found is TokenToKVPoolAllocator else f"allocator {found.__name__}"
+    cls = type(scheduler.token_to_kv_pool_allocator)
+    return None if cls is TokenToKVPoolAllocator else f"allocator {cls.__name__}"
 
 
 def _pool(scheduler: Any) -> str | None:
@@ -68,11 +67,11 @@ def _pool(scheduler: Any) -> str | None:
 
 def _quantised_kv(scheduler: Any) -> str | None:
     if _pool(scheduler) is not None:
-        return None  # another row says so, and other pools have other attributes
+        return None  # the row of ``_pool`` reports it; other pools have other attributes
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
         return None
-    return f"KV cache dtype {pool.dtype}: numbers in blocks with scales of their own"
+    return f"KV cache dtype {pool.dtype}: block-scaled values"
 
 
 def _sliding_window(scheduler: Any) -> str | None:
@@ -82,7 +81,7 @@ def _sliding_window(scheduler: Any) -> str | None:
         return "hybrid sliding-window attention"
     runner = scheduler.tp_worker.model_runner
     if runner.attention_chunk_size is not None:
-        return "attention in chunks: they count row entries"
+        return "chunked attention: its chunks count row entries"
     for module in runner.model.modules():
         if isinstance(module, RadixAttention):
             if module.sliding_window_size > 0:
@@ -102,10 +101,10 @@ def _uniform_layers(scheduler: Any) -> str | None:
     runner = scheduler.tp_worker.model_runner
     layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
     shapes = {(m.tp_q_head_num, m.tp_k_head_num, m.head_dim, m.scaling) for m in layers}
-    found = len(layers), runner.token_to_kv_pool.layer_num, len(shapes)
-    if found[0] == found[1] and found[2] == 1:
+    cached_layers = runner.token_to_kv_pool.layer_num
+    if len(layers) == cached_layers and len(shapes) == 1:
         return None
-    return f"{found[0]} attention layers of {found[2]} shapes over {found[1]} cached layers"
+    return f"{len(layers)} attention layers of {len(shapes)} shapes over {cached_layers} cached"
 
 
 def _graphs(scheduler: Any) -> str | None:
@@ -116,15 +115,15 @@ def _graphs(scheduler: Any) -> str | None:
     if not captured or model_side_of(runner) is not None:
         return None
     return (
-        "CUDA graphs were captured without recording, because nothing was asked for at the start "
-        "(any sgl_skipkv flag asks, such as --kv-policy skipkv; or capture none: "
+        "CUDA graphs were captured without recording, because eviction was not enabled at start "
+        "(any sgl_skipkv flag enables it, such as --kv-policy skipkv; or capture no graphs: "
         "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
     )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A check on one resolved setting, named as SGLang's runtime context names it."""
+    """A check on one resolved setting; ``path`` is its path in SGLang's runtime context."""
 
     path: str
     off: tuple[object, ...]
@@ -141,7 +140,7 @@ class Setting:
 
 
 def _on(attribute: str, reason: str) -> Check:
-    """A check on one truth value of the scheduler."""
+    """A check on one boolean attribute of the scheduler."""
 
     def check(scheduler: Any) -> str | None:
         return reason if getattr(scheduler, attribute) else None
@@ -152,14 +151,18 @@ def _on(attribute: str, reason: str) -> Check:
 _OFF: tuple[object, ...] = (False, None, 0)
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("radix cache", "yes", "prompts stay in the tree; compacted rows are never filed"),
-    Capability("overlap scheduler", "yes", "only token ids are futures; lengths are known"),
+    Capability("radix cache", "yes", "prompts stay in the tree; compacted rows are never inserted"),
+    Capability(
+        "overlap scheduler", "yes", "only token ids are futures; the scheduler knows all lengths"
+    ),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
     Capability("ROCm", "no", "untested: unavailable", _rocm),
-    Capability("page size > 1", "no", "a page is freed whole, with its live tokens", _page_size),
+    Capability(
+        "page size > 1", "no", "a page can only be freed whole, with its kept tokens", _page_size
+    ),
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
-    Capability("MLA", "no", "one latent per token; no keys per head to score", _pool),
+    Capability("MLA", "no", "one latent vector per token; no keys per head to score", _pool),
     Capability(
         "quantised KV", "yes", "fp8_e4m3 and fp8_e5m2, by their layer's scale", _quantised_kv
     ),
@@ -174,43 +177,43 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "CUDA graphs",
         "yes",
-        "recording and steering are captured where the server was asked at its start",
+        "recording and steering are captured if eviction is enabled at start",
         _graphs,
     ),
     Capability(
         "torch.compile",
         "no",
-        "it would trace through the recording",
+        "torch.compile would trace the recording",
         Setting("exec.graph.enable_torch_compile", _OFF, "torch.compile"),
     ),
     Capability(
         "megakernel",
         "no",
-        "a step does not pass SGLang's attention layers",
+        "a decode step bypasses SGLang's attention layers",
         Setting("exec.kernel.enable_nvidia_megakernel", _OFF, "--enable-nvidia-megakernel"),
     ),
     Capability(
         "speculative decoding",
         "no",
-        "lengths come back from the device",
+        "lengths are only known on the device",
         lambda s: None if s.spec_algorithm.is_none() else "speculative decoding",
     ),
     Capability(
         "mixed chunk",
         "no",
-        "decode rows get positions from row lengths",
+        "positions of decode rows are computed from row lengths",
         _on("is_mixed_chunk", "mixed chunked prefill (--enable-mixed-chunk)"),
     ),
     Capability(
         "tensor parallel",
         "no",
-        "scores of the ranks are not reduced, in this version",
+        "this version does not reduce scores over the ranks",
         Setting("parallel.tp_size", (1,), "tensor parallelism"),
     ),
     Capability(
         "pipeline parallel",
         "no",
-        "scores would need every stage",
+        "scores need the layers of every stage",
         Setting("parallel.pp_size", (1,), "pipeline parallelism"),
     ),
     Capability(
@@ -246,7 +249,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "PD multiplexing",
         "no",
-        "a prefill is split, and steps run between its parts",
+        "a prefill is split, and decode steps run between its parts",
         Setting("disagg.enable_pdmux", _OFF, "PD multiplexing"),
     ),
     Capability(
@@ -280,19 +283,19 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "other radix backends",
         "no",
-        "only SGLang's default cache is known to respect row limits",
+        "only SGLang's default radix cache is known to respect insert limits",
         Setting("memory.radix_cache_backend", (None,), "--radix-cache-backend"),
     ),
     Capability(
         "hisparse",
         "no",
-        "slots go through a mapping of its own",
+        "slots go through another mapping",
         _on("enable_hisparse", "hisparse (--enable-hisparse)"),
     ),
     Capability(
         "unified memory",
         "no",
-        "slots are virtual and move",
+        "slots are virtual and can move",
         _on("enable_unified_memory", "unified memory (--enable-unified-memory)"),
     ),
     Capability(
@@ -310,7 +313,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "strip thinking cache",
         "no",
-        "it counts owned KV by tokens",
+        "it computes the slots a request owns from its token count",
         Setting("serving.strip_thinking_cache", _OFF, "--strip-thinking-cache"),
     ),
     Capability(
@@ -352,7 +355,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "several tokenizer workers",
         "no",
-        "they do not hear the schedulers' report",
+        "workers do not receive the schedulers' report",
         Setting("serving.tokenizer_worker_num", (1,), "--tokenizer-worker-num"),
     ),
     Capability(
@@ -361,7 +364,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "requests do not pass SGLang's Python tokenizer manager",
         lambda s: "the Rust server" if s.rust_server is not None else None,
     ),
-    Capability("beam search", "per request", "members share rows; 400 together with kv_budget"),
+    Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability(
         "sessions",
         "per request",
@@ -371,7 +374,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached"),
-    Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
+    Capability(
+        "head sizes",
+        "yes",
+        "multiples of 16 up to 256 by Triton kernels on a GPU, others in plain torch",
+    ),
 )
 
 
@@ -379,7 +386,7 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
     """Every reason why this scheduler cannot evict.
 
     Args:
-        settings_only: look at settings alone; pools and graphs need not exist yet.
+        settings_only: check only settings, before pools and graphs exist.
     """
     reasons: list[str] = []
     for capability in CAPABILITIES:
@@ -393,7 +400,7 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 
 
 def platform_name() -> str:
-    """SGLang's platform object and its device, in words."""
+    """SGLang's platform class and device name."""
     from sglang.srt.platforms import current_platform
 
     return f"{type(current_platform).__name__} ({current_platform.device_name})"
