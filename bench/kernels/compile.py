@@ -72,7 +72,7 @@ def resources(kernel: str, case: CompileCase, architecture: int) -> dict[str, An
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [triton.parameters.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ((registers, stack, local),) = _USAGE.findall(text)
     return {
