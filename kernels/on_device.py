@@ -42,6 +42,17 @@ def device_tensor(
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
+def device_tensors(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int64 [len(part)] each on the device: one copy for all of them, without waiting for it.
+
+    Each begins at a multiple of 16 bytes; for another address Triton would compile a kernel anew.
+    """
+    even = [value for part in parts for value in (*part, *[0] * (len(part) % 2))]
+    sizes = [len(part) + len(part) % 2 for part in parts]
+    split = torch.split(device_tensor(even, device), sizes)
+    return [values[: len(part)] for values, part in zip(split, parts, strict=True)]
+
+
 def copy_to_host(tensor: Tensor) -> Tensor:
     """The tensor in host memory, by a copy that waits for nothing; on a CPU the tensor itself.
 

@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.kernels.paged_keys import (
     COMPILED,
     SIGNATURE,
@@ -187,8 +188,7 @@ def step_attention(
     query_slots: Tensor,
     last_positions: Tensor,
     steps: Sequence[int],
-    step_counts: Tensor,
-    firsts: Tensor,
+    firsts: Sequence[int],
     *,
     causal: bool,
     scale: float,
@@ -202,8 +202,8 @@ def step_attention(
             ``p % R``.
         query_slots: int64 [B], where in it each request's queries are.
         last_positions: int64 [B], logical position of each request's newest query.
-        steps: T of each request, 1 to R. step_counts: int64 [B], the same.
-        firsts: int64 [B], first column that the steps see; every step must see one.
+        steps: T of each request, 1 to R.
+        firsts: of each request the first column that its steps see; every step must see one.
         causal: each step sees its own token and those before it; otherwise no step sees the last T.
         scale: factor on the logits.
 
@@ -213,7 +213,7 @@ def step_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    _check(paged, queries, steps)
+    _check(paged, queries, steps, firsts, causal)
     most_steps = max(steps, default=0)
     out = torch.empty(most_steps, paged.columns, dtype=torch.float32, device=paged.device)
     if not paged.row_tokens:
@@ -223,10 +223,12 @@ def step_attention(
     tiles = triton.cdiv(most_steps, options["STEP_TILE"])
     rows = options["STEP_TILE"] * options["GROUP_PADDED"]
     highest, normaliser = out.new_empty(2, paged.tasks * tiles * rows).unbind()
+    step_counts, first_columns = device_tensors([steps, firsts], paged.device)
     arguments = (
         *(*paged.arguments, paged.k_scales),
         *(queries, query_slots, last_positions, *queries.stride()[:4]),
-        *(step_counts, firsts, int(causal), tiles, highest, normaliser, scale * math.log2(math.e)),
+        *(step_counts, first_columns, int(causal), tiles),
+        *(highest, normaliser, scale * math.log2(math.e)),
     )
     _normaliser_kernel[(paged.tasks * tiles,)](*arguments, **paged.constants, **options)
     blocks = triton.cdiv(max(paged.row_tokens), options["BLOCK"])
@@ -236,7 +238,9 @@ def step_attention(
     return out
 
 
-def _check(paged: PagedKeys, queries: Tensor, steps: Sequence[int]) -> None:
+def _check(
+    paged: PagedKeys, queries: Tensor, steps: Sequence[int], firsts: Sequence[int], causal: bool
+) -> None:
     layers, _, ring, query_heads, head_dim = queries.shape
     wide = paged.layer.dtype in TRITON_NAMES
     dtypes = [paged.layer.dtype] if wide else [*TRITON_NAMES]
@@ -249,9 +253,13 @@ def _check(paged: PagedKeys, queries: Tensor, steps: Sequence[int]) -> None:
             f"queries: expected {dtypes} [{paged.layers}, slots, R, a multiple of "
             f"{paged.kv_heads}, {paged.head_dim}], got {queries.dtype} {[*queries.shape]}"
         )
-    for count, tokens in zip(steps, paged.row_tokens, strict=True):
+    for count, first, tokens in zip(steps, firsts, paged.row_tokens, strict=True):
         if not 1 <= count <= min(ring, tokens):
             raise ValueError(f"steps: expected 1 to {min(ring, tokens)}, got {count}")
+        if not 0 <= first < tokens - count + causal:
+            raise ValueError(
+                f"firsts: expected an integer in [0, {tokens - count + causal}), got {first}"
+            )
 
 
 def _options(dtype: torch.dtype, head_dim: int, ring: int, group: int) -> dict[str, int]:

@@ -27,7 +27,9 @@ from rich.table import Table
 from synthetic import Call, SyntheticServer, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
-POLICIES = ("snapkv", "rkv", "skipkv", "skipkv+")
+from sgl_skipkv.policy import names
+
+POLICIES = tuple(name for name in names() if name != "full")
 CALLS = (1, 2, 16)
 
 

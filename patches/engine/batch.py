@@ -17,7 +17,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import resume
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.error_boundary import end_request, plan_requests, track_request
+from sgl_skipkv.patches.engine.error_boundary import end_request, plan_requests, track_requests
 from sgl_skipkv.patches.engine.kv_cache import due_of, paged_cache
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState
@@ -35,7 +35,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     if runtime.open_requests == 0:
         return
     due: list[tuple[int, RequestState]] = []
-    untracked: list[tuple[int, RequestState]] = []
+    tracked: list[tuple[int, RequestState]] = []
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
@@ -48,27 +48,47 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         # tree yet. One that was restored is as far as it was: it compacts when it would have.
         if req.decode_batch_idx < 1 and not state.restored:
             continue
-        if runtime.due(state, req.kv.kv_allocated_len):
+        is_due = runtime.due(state, req.kv.kv_allocated_len)
+        if is_due:
             due.append((i, state))
-        elif runtime.planner.must_track(state, req.kv.kv_allocated_len):
-            untracked.append((i, state))
-    if due or untracked:
-        # Keys, queries and hidden states of the running step are written on the forward stream.
-        binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
-    for i, state in untracked:
-        track_request(runtime, due_of(batch, i, state, None))
+        if runtime.planner.must_track(state, req.kv.kv_allocated_len, is_due):
+            tracked.append((i, state))
+    if not due and not tracked:
+        return
+    # Keys, queries and hidden states of the running step are written on the forward stream.
+    binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
+    cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
+    if tracked:
+        _track(batch, runtime, tracked, cache)
+    due = [(i, state) for i, state in due if state.failure is None]
     if due:
-        _compact(batch, binding, runtime, due)
+        _compact(batch, binding, runtime, due, cache)
+
+
+def _track(
+    batch: Any,
+    runtime: Runtime,
+    tracked: list[tuple[int, RequestState]],
+    cache: PagedCache | None,
+) -> None:
+    """Replay the attention of every step since the last time, for all these requests together."""
+    row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in tracked]
+    steps, work_bytes = runtime.recorder.queries.window, runtime.config.compaction_work_bytes
+    for part in split_to_fit(row_tokens, 0, work_bytes, steps=steps):
+        track_requests(runtime, [due_of(batch, *tracked[j], cache) for j in part])
 
 
 def _compact(
-    batch: Any, binding: Binding, runtime: Runtime, due: list[tuple[int, RequestState]]
+    batch: Any,
+    binding: Binding,
+    runtime: Runtime,
+    due: list[tuple[int, RequestState]],
+    cache: PagedCache | None,
 ) -> None:
     allocator = batch.token_to_kv_pool_allocator
     evicted = [0] * len(batch.reqs)
     for i, state in due:
         _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
-    cache = paged_cache(batch.req_to_token_pool, allocator)
     heads = 0 if cache is None else cache.heads
     freed: list[torch.Tensor] = []
     row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in due]

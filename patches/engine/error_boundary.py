@@ -66,14 +66,18 @@ def plan_requests(runtime: Runtime, calls: Sequence[Due]) -> list[tuple[Due, Pla
     return planned
 
 
-def track_request(runtime: Runtime, due: Due) -> None:
-    """Bring a request's statistics up to date, or set its ``failure``."""
-    state = due.state
-    _, error = attempt(
-        _name(state), partial(runtime.planner.track, state, due.row_tokens, due.keys)
-    )
-    if error is not None:
-        state.failure = error
+def track_requests(runtime: Runtime, calls: Sequence[Due]) -> None:
+    """Bring the requests' statistics up to date. One for which that fails has its ``failure`` set.
+
+    If tracking the batch raises, each request is tracked alone.
+    """
+    _, error = attempt("kv_budget requests", partial(runtime.planner.track, calls))
+    if error is None:
+        return
+    for due in calls:
+        _, error = attempt(_name(due.state), partial(runtime.planner.track, [due]))
+        if error is not None:
+            due.state.failure = error
 
 
 def end_request(req: Any, state: RequestState) -> None:

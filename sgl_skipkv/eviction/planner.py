@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import (
     KeyLocation,
     PagedCache,
@@ -51,6 +51,12 @@ class Due(NamedTuple):
         """Cached and evicted."""
         return self.row_tokens + self.state.evicted_tokens
 
+    def location(self, ring: Tensor) -> KeyLocation:
+        """For kernels. ring: float [L, slots, R, Hq, d], recent queries of every request."""
+        assert self.cache is not None and self.state.row is not None
+        last_position = self.logical_tokens - 1
+        return KeyLocation(self.cache, self.state.row, ring, self.state.ring, last_position)
+
 
 class Planner:
     """Makes the plans of one scheduler process.
@@ -69,8 +75,7 @@ class Planner:
         Args:
             requests: whose last compaction is read_back, so that ``alive`` is true.
         """
-        for due in calls:
-            self._catch_up(due)
+        self._catch_up(calls)
         inputs = self._score_inputs(calls)
         policies = [due.state.settings.policy for due in calls]
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
@@ -83,50 +88,28 @@ class Planner:
             scores.update(zip(chosen, together, strict=True))
         return _select(calls, inputs, [scores[i] for i in range(len(calls))])
 
-    def must_track(self, state: RequestState, row_tokens: int) -> bool:
-        """Whether the next decode step would overwrite a query that no statistic has seen."""
+    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
+        """Whether the request's statistics must be brought up to date in this step.
+
+        They must before a compaction, and before a decode step overwrites a query that they have
+        not seen.
+        """
         untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
         policy = state.settings.policy
-        return policy.needs_attention and untracked >= self._recorder.queries.window
+        return policy.needs_attention and (is_due or untracked >= self._recorder.queries.window)
 
-    def track(self, state: RequestState, row_tokens: int, keys: Callable[[int], Tensor]) -> None:
-        """Bring the policy's statistics up to date: replay the decode steps since the last time.
+    def track(self, calls: Sequence[Due]) -> None:
+        """Bring the policies' statistics up to date with every step of these requests."""
+        replay_steps(calls, self._recorder, layers=self._layers, scale=self._scale)
 
-        The row has only grown since then, so every step's attention can be computed once more from
-        its query and the keys it saw.
-
-        Args:
-            state, row_tokens, keys: as in ``Due``.
-        """
-        policy, device = state.settings.policy, self._recorder.device
-        logical_tokens = row_tokens + state.evicted_tokens
-        if logical_tokens == state.tracked_tokens:
-            return  # a compaction that was taken back comes again
-        known = next((len(values) for values in state.statistics.values()), 0)
-        born = logical_tokens - (row_tokens - known)
-        statistics = policy.initial_statistics(torch.arange(born, logical_tokens, device=device))
-        if known:
-            statistics = {
-                name: torch.cat([state.statistics[name], new]) for name, new in statistics.items()
-            }
-        steps = torch.arange(state.tracked_tokens, logical_tokens, device=device)
-        queries = self._recorder.queries.read(state.ring, logical_tokens - 1, steps.shape[0])
-        attention = torch.zeros(steps.shape[0], row_tokens, device=device)
-        for layer in range(self._layers):
-            oldest_first = queries[layer].flip(0)
-            attention += causal_attention(oldest_first, keys(layer), scale=self._scale)
-        state.statistics = policy.track(statistics, attention / self._layers, steps)
-        state.tracked_tokens = logical_tokens
-
-    def _catch_up(self, due: Due) -> None:
-        """Sentences and statistics of the request know every cached token."""
-        state, row_tokens = due.state, due.row_tokens
-        generated = due.logical_tokens - state.prompt_tokens
-        state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
-        state.live.extend(range(state.live_closed, len(state.tracker.closed)))
-        state.live_closed = len(state.tracker.closed)
-        if state.settings.policy.needs_attention:
-            self.track(state, row_tokens, due.keys)
+    def _catch_up(self, calls: Sequence[Due]) -> None:
+        """Sentences and statistics of the requests know every cached token."""
+        for due in calls:
+            state, generated = due.state, due.logical_tokens - due.state.prompt_tokens
+            state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
+            state.live.extend(range(state.live_closed, len(state.tracker.closed)))
+            state.live_closed = len(state.tracker.closed)
+        self.track([due for due in calls if due.state.settings.policy.needs_attention])
 
     def _score_inputs(self, calls: Sequence[Due]) -> list[ScoreInput]:
         tabled = [due.state for due in calls if due.state.settings.policy.needs_sentences]
@@ -155,9 +138,7 @@ class Planner:
         state, policy, queries, page = due.state, due.state.settings.policy, None, None
         newest = due.logical_tokens - 1
         if due.cache is not None and policy.kernel_scores:
-            assert state.row is not None
-            ring = self._recorder.queries.data
-            page = KeyLocation(due.cache, state.row, ring, state.ring, newest)
+            page = due.location(self._recorder.queries.data)
         elif policy.needs_queries:
             queries = self._recorder.queries.read(state.ring, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())

@@ -20,6 +20,7 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Plan, Undo, take_snapshots
 from sgl_skipkv.eviction.page_table import compact_rows
 from sgl_skipkv.eviction.planner import Due, Planner
+from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.ring_loans import RingLoans
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
@@ -192,13 +193,18 @@ class Runtime:
             before = state.last, state.statistics, state.known_spared
             state.undo = Undo(plan.selection, freed, *before)
             state.last, state.known_spared = last, None
-            kept = plan.selection.kept
-            state.statistics = {name: values[kept] for name, values in state.statistics.items()}
             state.evicted_tokens += plan.evicted_tokens
             state.total_evicted_tokens += plan.evicted_tokens
             state.compactions += 1
             self.total_compactions += 1
             self.total_evicted_tokens += plan.evicted_tokens
+        remaining = kept_statistics(
+            [state.statistics for state, _ in plans],
+            [plan.selection.kept for _, plan in plans],
+            [plan.row_tokens for _, plan in plans],
+        )
+        for (state, _), statistics in zip(plans, remaining, strict=True):
+            state.statistics = statistics
         found = [(state, plan, plan.spared) for state, plan in plans if plan.spared is not None]
         known = carry_spared(
             [spared for _, _, spared in found], [plan.selection.kept for _, plan, _ in found]

@@ -11,16 +11,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
-
-if TYPE_CHECKING:
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
+from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.paged_requests import PagedRequests, paged_requests
 
 Call = tuple[Policy, ScoreInput]
 
@@ -34,7 +31,7 @@ def add_token_scores(calls: Sequence[Call]) -> list[ScoreInput]:
     inputs = [one for _, one in calls]
     by_window: defaultdict[int, list[int]] = defaultdict(list)
     for i, (policy, one) in enumerate(calls):
-        if one.page is not None and policy.kernel_scores:
+        if one.page is not None and "importance" in policy.kernel_scores:
             by_window[policy.params.window].append(i)
     for window, chosen in by_window.items():
         together = [calls[i] for i in chosen]
@@ -69,19 +66,14 @@ def carry_spared(spared: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tenso
 def _importance(calls: Sequence[Call], window: int) -> Sequence[Tensor]:
     from sgl_skipkv.kernels.window_attention import window_attention
 
-    pages, paged = [_page(one) for _, one in calls], _paged_keys(calls)
+    requests = _paged_requests(calls)
+    widths = [_parameter(policy, "kernel") for policy, _ in calls]
     found: Tensor = window_attention(
-        paged,
-        pages[0].ring,
-        device_tensor([page.ring_slot for page in pages], paged.device),
-        device_tensor([page.last_position for page in pages], paged.device),
-        device_tensor(
-            [_parameter(policy, "kernel") for policy, _ in calls], paged.device, torch.int32
-        ),
+        *(*requests, device_tensor(widths, requests.keys.device, torch.int32)),
         window=window,
         scale=calls[0][1].scale,
     )
-    return torch.split(found, [tokens - window for tokens in paged.row_tokens])
+    return torch.split(found, [tokens - window for tokens in requests.keys.row_tokens])
 
 
 def _redundancy(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
@@ -91,7 +83,7 @@ def _redundancy(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
 
     if not calls:
         return []
-    paged, known = _paged_keys(calls), None
+    paged, known = _paged_requests(calls).keys, None
     if parts := [one.known_spared for _, one in calls if one.known_spared is not None]:
         tokens = [0 if one.known_spared is None else one.known_spared.shape[2] for _, one in calls]
         known = KnownSpared(torch.cat(parts, dim=2), tokens, _offsets(tokens, paged.device))
@@ -103,31 +95,14 @@ def _redundancy(calls: Sequence[Call]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(torch.split(found, counts), torch.split(spared, counts, dim=2), strict=True))
 
 
-def _paged_keys(calls: Sequence[Call]) -> PagedKeys:
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
-
-    pages = [_page(one) for _, one in calls]
-    cache, tokens = pages[0].cache, [one.positions.shape[0] for _, one in calls]
-    device = cache.layer.device
-    return PagedKeys(
-        cache.layer,
-        cache.k_ptrs,
-        cache.req_to_token,
-        device_tensor([page.row for page in pages], device),
-        tokens,
-        _offsets(tokens, device),
-        cache.k_scales,
-    )
+def _paged_requests(calls: Sequence[Call]) -> PagedRequests:
+    pages = [one.page for _, one in calls if one.page is not None]
+    return paged_requests(pages, [one.positions.shape[0] for _, one in calls])
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     """int64 [len + 1], where each part starts, and the sum."""
     return device_tensor([0, *accumulate(counts)], device)
-
-
-def _page(inputs: ScoreInput) -> KeyLocation:
-    assert inputs.page is not None
-    return inputs.page
 
 
 def _parameter(policy: Policy, name: str) -> float:

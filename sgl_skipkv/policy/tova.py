@@ -9,16 +9,28 @@ tokens, and prompt, sinks and window are pinned as for every policy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.paged_requests import recent_attention
 
 
 class TOVA(Policy):
     name = "tova"
     needs_queries = True
+    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+        """Attention of every request's last query, where keys lie in pages from one replay."""
+        if any(one.page is None for one in calls):
+            return super().scores_together(calls)
+        attention = recent_attention(calls, steps=1, firsts=[0] * len(calls), causal=True)
+        return list(torch.split(attention[0], [one.positions.shape[0] for one in calls]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention of the last query to every cached token; sums to 1."""

@@ -22,6 +22,7 @@ import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
 import sgl_skipkv.kernels.sentence_step as sentence_step
 import sgl_skipkv.kernels.spared_columns as spared_columns
 import sgl_skipkv.kernels.steering_add as steering_add
+import sgl_skipkv.kernels.step_attention as step_attention
 import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv.eviction import page_table
 from sgl_skipkv.kernels import on_device
@@ -29,7 +30,7 @@ from sgl_skipkv.recording import recorder, sentence_table
 from sgl_skipkv.steering import steerer
 
 KERNELS = (carried_columns, key_redundancy, ring_write, row_compaction, sentence_redundancy)
-KERNELS += (sentence_step, spared_columns, steering_add, window_attention)
+KERNELS += (sentence_step, spared_columns, steering_add, step_attention, window_attention)
 USERS = (page_table, recorder, sentence_table, steerer, on_device)
 
 

@@ -186,7 +186,7 @@ class SyntheticServer:
             return None
         if not self.runtime.due(call.state, len(call.slots)):
             if self.runtime.planner.must_track(call.state, len(call.slots)):
-                self.runtime.planner.track(call.state, len(call.slots), self.keys_of(call))
+                self.runtime.planner.track([self.due(call)])
             return None
         plan = self.plan(call)
         freed = self.runtime.commit([(call.state, plan)], self.req_to_token)[0].tolist()

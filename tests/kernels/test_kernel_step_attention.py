@@ -40,11 +40,10 @@ class Case:
 
     def flat(self) -> Tensor:
         """float32 [most steps, tokens], from the kernel."""
-        lists = (self.query_slots, self.last_positions, self.steps, self.firsts)
-        slots, last, counts, firsts = (torch.tensor(one, device=self.ring.device) for one in lists)
-        options = {"causal": self.causal, "scale": SCALE}
-        inputs = (self.keys.paged, self.ring, slots, last, self.steps, counts, firsts)
-        return module.step_attention(*inputs, **options)
+        lists = (self.query_slots, self.last_positions)
+        slots, last = (torch.tensor(one, device=self.ring.device) for one in lists)
+        inputs = (self.keys.paged, self.ring, slots, last, self.steps, self.firsts)
+        return module.step_attention(*inputs, causal=self.causal, scale=SCALE)
 
     def found(self) -> list[Tensor]:
         """Per request float32 [T, n]; what lies below its last step is 0."""
@@ -244,9 +243,7 @@ def test_an_empty_batch_launches_nothing(
         batch.keys.paged, rows=none, row_tokens=[], offsets=none.new_zeros(1)
     )
     forbid_launches(monkeypatch)
-    found = module.step_attention(
-        nobody, batch.ring, none, none, [], none, none, causal=True, scale=SCALE
-    )
+    found = module.step_attention(nobody, batch.ring, none, none, [], [], causal=True, scale=SCALE)
     assert found.shape == (0, 0)
 
 
@@ -263,6 +260,8 @@ def test_what_it_refuses(device: torch.device) -> None:
     batch = case([20, 30], [8, 8], device=device)
     for change, message in (
         ({"steps": [8, 9]}, "steps: expected 1 to 8, got 9"),
+        ({"firsts": [0, 23]}, r"firsts: expected an integer in \[0, 23\), got 23"),
+        ({"firsts": [12, 0], "causal": False}, r"\[0, 12\), got 12"),
         ({"steps": [0, 8]}, "steps: expected 1 to 8, got 0"),
         ({"ring": batch.ring.half()}, r"queries: expected \[torch.float32\] \[2, slots, R"),
         ({"ring": batch.ring[:1]}, r"\[2, slots, R, .* got torch.float32 \[1, 9, 8"),
