@@ -21,7 +21,7 @@ has 2^-24.
 Mutates nothing but its own buffers. Not for CUDA graphs: grids and workspace depend on the lengths.
 
 Floors: ``bytes_moved`` (keys once: ``L Hkv n d key_bytes``, and what is in and out) and
-``operations``, ``2 L Hkv d (n^2 - o^2)`` for o known rows.
+``operations``, ``2 L Hkv d n^2``.
 """
 
 # Triton ships no types, and its functions are a language of their own.
@@ -47,9 +47,7 @@ from sgl_skipkv.kernels.paged_keys import (
 )
 from sgl_skipkv.kernels.spared_columns import (
     BOUND_TOKENS,
-    KnownSpared,
     bound_columns,
-    pairs,
     spared_columns,
 )
 
@@ -174,28 +172,16 @@ def _mean_kernel(
     tl.store(out + first + i, tl.sum(total, axis=0) / HEADS, mask=i < n)
 
 
-def key_redundancy(
-    paged: PagedKeys,
-    thresholds: Tensor,
-    known: KnownSpared | None = None,
-    *,
-    programs: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Redundancy of every cached token, and the spared columns, for the next request.
+def key_redundancy(paged: PagedKeys, thresholds: Tensor, *, programs: int | None = None) -> Tensor:
+    """Redundancy of every cached token.
 
     Args:
         paged: the requests.
         thresholds: float32 [B], cosine above which two keys count as similar.
-        known: what ``carried_columns`` made of an earlier request's spared columns, at the same
-            thresholds; changes how much is computed and nothing else.
         programs: how many share the tasks; default two per multiprocessor.
 
     Returns:
-        float32 [N], request after request, the mean over KV heads and layers; int32 [L, Hkv, N],
-        spared column of every row, -1 for none.
-
-    Raises:
-        ValueError: ``known`` does not fit.
+        float32 [N], request after request, the mean over KV heads and layers.
     """
     heads, columns = paged.layers * paged.kv_heads, paged.columns
     out = torch.empty(columns, dtype=torch.float32, device=paged.device)
@@ -205,7 +191,7 @@ def key_redundancy(
     stride = bound_columns(paged.row_tokens)
     bounds = out.new_empty(heads, stride)
     if not columns:
-        return out, spared_columns(paged, inverse_norms, bounds, thresholds, known)
+        return out
     grid = (paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)
     arguments = (*paged.arguments, inverse_norms, unit_sums, sums, columns, paged.tasks)
     (norms_block, sums_block), (norms_warps, sums_warps) = _blocks(paged.layer.dtype)
@@ -217,7 +203,7 @@ def key_redundancy(
         **constants,
         **register_limit(_max_registers(paged.layer.dtype, paged.head_dim), paged.device),
     )
-    spared = spared_columns(paged, inverse_norms, bounds, thresholds, known)
+    spared = spared_columns(paged, inverse_norms, bounds, thresholds)
     _column_sums_kernel[grid](
         *(*arguments, spared, normalisers),
         BLOCK=sums_block,
@@ -229,7 +215,7 @@ def key_redundancy(
     _mean_kernel[(len(paged.row_tokens) * blocks,)](
         *(sums, normalisers, columns, paged.offsets, out, blocks), HEADS=heads, **_MEAN
     )
-    return out, spared
+    return out
 
 
 def _blocks(dtype: torch.dtype) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -245,52 +231,28 @@ def _max_registers(dtype: torch.dtype, head_dim: int) -> dict[int, int]:
     return {100: 144} if dtype in (torch.float16, torch.bfloat16) and head_dim <= 128 else {}
 
 
-def workspace_bytes(
-    row_tokens: Sequence[int],
-    known_tokens: Sequence[int] | None = None,
-    *,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-) -> int:
-    """Bytes that one request allocates besides what it returns; 12 per key and a bound for every
-    32, where nothing is known."""
+def workspace_bytes(row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that one call allocates besides its output; 16 per key and a bound for every 32."""
     heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
-    lists = 0 if known_tokens is None else 4 * (heads * sum(known_tokens) + tasks)
-    lists += 4 * heads * bound_columns(row_tokens)
-    return 12 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + lists
+    bounds = 4 * heads * bound_columns(row_tokens)
+    return 16 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + bounds
 
 
 def bytes_moved(
-    row_tokens: Sequence[int],
-    known_tokens: Sequence[int] | None = None,
-    *,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    key_bytes: int,
+    row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int, key_bytes: int
 ) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by what they are."""
+    """Floor of the bytes of device memory that one call moves, by what they are."""
     heads, tokens = layers * kv_heads, sum(row_tokens)
     return {
         "keys": heads * tokens * head_dim * key_bytes,
         "slots": 4 * tokens,
-        "spared": 4 * heads * (tokens + sum(known_tokens or ())),
         "output": 4 * tokens,
     }
 
 
-def operations(
-    row_tokens: Sequence[int],
-    known_tokens: Sequence[int] | None = None,
-    *,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-) -> int:
-    """Multiplications and additions of rows with columns, if no walk ends early and no known row
-    lost its column."""
-    return 2 * layers * kv_heads * head_dim * pairs(row_tokens, known_tokens)
+def operations(row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Multiplications and additions of rows with columns, if no walk ends early."""
+    return 2 * layers * kv_heads * head_dim * sum(n * n for n in row_tokens)
 
 
 def compile_cases() -> list[CompileCase]:

@@ -178,27 +178,6 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     return redundancy
 
 
-def carried_columns(spared: Tensor, kept: Tensor) -> Tensor:
-    """What stays known of each row's spared column when some rows are kept.
-
-    With ``place(c)`` = how many kept rows lie below c: a kept column c becomes ``place(c)``, one
-    that goes ``-1 - place(c)``, and ``-1 - m`` becomes ``-1 - place(m)``: "none, but perhaps among
-    the first so many". Ours; it makes the redundancy of the next compaction exact.
-
-    Args:
-        spared: int32 [..., n], a column, or -1 for none, or ``-1 - m``.
-        kept: int64 [k], rows that stay, ascending.
-
-    Returns:
-        int32 [..., k].
-    """
-    before = spared[..., kept]
-    column = torch.where(before >= 0, before, -1 - before).to(torch.int64)
-    place = torch.searchsorted(kept, column)
-    lives = (before >= 0) & torch.isin(column, kept)
-    return torch.where(lives, place, -1 - place).to(torch.int32)
-
-
 def sentence_similarity(v: Tensor) -> Tensor:
     """Cosine similarity of every pair of sentence vectors.
 

@@ -2,7 +2,7 @@
 
 For each request, with ``old`` the row before: ``row[j] = old[kept[j]]``, zero from there to where
 ``old`` ended, ``freed = old[evicted]`` and ``kept_positions = positions[kept]``. The truth is
-``page_table.compact_row``, request by request. No KV moves.
+``page_table.RowRewrite`` in plain torch. No KV moves.
 
 Mutates ``req_to_token``. Reads nothing on the host; the sizes come from the selections' shapes.
 
@@ -84,8 +84,10 @@ def compact_rows(
     evicted: Tensor,
     evicted_offsets: Tensor,
     positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Rewrite the rows of B requests in place and return what they gave up and what they kept.
+    freed: Tensor,
+    kept_positions: Tensor,
+) -> None:
+    """Rewrite the rows of B requests in place, and write down what they gave up and what they kept.
 
     Request b has n entries in its row; its parts of ``kept`` and ``evicted`` are a partition of
     ``range(n)``, which is where n comes from.
@@ -98,10 +100,8 @@ def compact_rows(
         evicted: int64 [E], the other entries, request after request, in any order.
         evicted_offsets: int64 [B + 1], where each request's part of ``evicted`` starts, and E.
         positions: int64 [K + E], logical position of each row's entries, request after request.
-
-    Returns:
-        int64 [E], the slots that nobody refers to any more, in the order of ``evicted``; int64 [K],
-        the logical positions of the entries kept, in the order of ``kept``.
+        freed: int64 [E], slots of ``evicted``, that nobody refers to any more (output).
+        kept_positions: int64 [K], logical positions of the entries kept (output).
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -117,10 +117,8 @@ def compact_rows(
             f"kept_offsets, evicted_offsets: expected {requests} + 1 of each, got "
             f"{kept_offsets.shape[0]} and {evicted_offsets.shape[0]}"
         )
-    freed = evicted.new_empty(evicted.shape[0])
-    kept_positions = positions.new_empty(kept.shape[0])
     if requests == 0:
-        return freed, kept_positions
+        return
     _compact_rows_kernel[(requests,)](
         req_to_token,
         rows,
@@ -136,7 +134,6 @@ def compact_rows(
         num_warps=_WARPS,
         num_stages=1,
     )
-    return freed, kept_positions
 
 
 def bytes_moved(keep_tokens: int, evict_tokens: int, *, requests: int) -> dict[str, int]:

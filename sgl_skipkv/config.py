@@ -116,12 +116,6 @@ class ServerConfig(Settings):
     max_tracked_requests: int = Field(
         256, ge=1, le=65536, description="scored requests that can run at once; more wait"
     )
-    query_rings: int | None = Field(
-        None,
-        ge=1,
-        le=65536,
-        description="rings of recent queries; requests that take turns share one",
-    )
     retraction_backup_bytes: int = Field(
         4 << 30,
         ge=0,
@@ -133,9 +127,6 @@ class ServerConfig(Settings):
         ge=0,
         le=1 << 60,
         description="device memory of one compaction's workspace; a larger batch is split",
-    )
-    stagger: bool = Field(
-        False, description="first compactions come early by a part of the interval, per prompt"
     )
     check_ledger: bool = Field(
         False, description="verify kept + freed = old at every compaction (waits for the device)"
@@ -169,14 +160,6 @@ class ServerConfig(Settings):
             choices = "a weaker steering or a larger steering_max"
             raise SettingError("steering", expected, self.steering, choices)
         return self
-
-    def rings(self, slots: int) -> int:
-        """How many rings so many tracked requests get: by default a quarter, and 32 or one each.
-
-        With an interval of 128 and a window of 8, sixteen requests can take turns on one ring; a
-        quarter leaves room for requests that began together.
-        """
-        return min(slots, self.query_rings or max(slots // 4, 32))
 
     @property
     def enabled(self) -> bool:

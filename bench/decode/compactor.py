@@ -132,7 +132,7 @@ class Compactor:
             dtype=model.dtype,
             device=model.device,
         )
-        self.recorder.slots.use_rows(batch)
+        self.recorder.tracks.use_rows(batch)
         self.recorder.reserve()
         self.recorder.queries.data.normal_()
         self.recorder.sentences.vectors.normal_()
@@ -165,7 +165,7 @@ class Compactor:
             if own < generated:
                 state.phase = 0  # its first compaction was long ago
             ids = torch.randint(self.vocabulary, (own,)).tolist()
-            state.tracker.feed(ids)
+            state.sentences.tracker.feed(ids)
             self.runtime.admit(state, b, len(prompt) + own)
             self.runtime.start_recording(state)
             self.states.append(state)

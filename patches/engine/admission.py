@@ -42,8 +42,8 @@ class _BudgetedAdder:
     tree_cache: Any
     memory_budget: Any
     rem_total_tokens: float
-    #: whether this pass has left a request waiting for a slot or a ring; then, who in the queue is
-    #: the last that needs none, until it had its turn
+    #: whether this pass has left a request waiting for a track; then, who in the queue is the last
+    #: that needs none, until it had its turn
     passed_over, last_unconcerned = False, None
 
     def _get_running_request_total_token_offset(self, req: Any) -> float:
@@ -71,7 +71,7 @@ class _BudgetedAdder:
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
         if clipped and needed >= self.rem_total_tokens:
             return AddReqResult.NO_TOKEN
-        if not self._records(state, req):
+        if not self._records(state):
             if not self.passed_over:
                 self.passed_over, self.last_unconcerned = True, self._last_unconcerned()
             skip = self.last_unconcerned is not None
@@ -103,16 +103,12 @@ class _BudgetedAdder:
                 self.preempt_list.remove(running)
         return preempted
 
-    def _records(self, state: RequestState, req: Any) -> bool:
-        """Whether there are a slot and a ring for the request. In turn: none overtakes another."""
-        if not state.needs_slot:
+    def _records(self, state: RequestState) -> bool:
+        """Whether there is a track for the request. In turn: none overtakes another."""
+        if not state.needs_track:
             return True
-        runtime, before = state.runtime, self._admitted_before()
-        return (
-            not self.passed_over
-            and runtime.has_slot(state, [other for other, _ in before])
-            and runtime.rings.fits(state, prefill_tokens(req), before)
-        )
+        before = [other for req in self.can_run_list if (other := state_of(req)) is not None]
+        return not self.passed_over and state.runtime.has_track(state, before)
 
     def _last_unconcerned(self) -> Any:
         """The last in the queue that needs no slot and has not been admitted; None: nobody."""
@@ -120,14 +116,9 @@ class _BudgetedAdder:
         assert binding is not None
         for req in reversed(binding.scheduler.waiting_queue):
             state = state_of(req)
-            if state is None or not state.needs_slot:
+            if state is None or not state.needs_track:
                 return None if req in self.can_run_list else req
         return None
-
-    def _admitted_before(self) -> list[tuple[RequestState, int]]:
-        """Budgeted requests of this step, with the tokens of their prefill."""
-        found = [(state_of(req), req) for req in self.can_run_list]
-        return [(state, prefill_tokens(req)) for state, req in found if state is not None]
 
 
 def must_stay(req: Any) -> bool:
@@ -135,7 +126,8 @@ def must_stay(req: Any) -> bool:
     state = state_of(req)
     if state is None or state.runtime.can_recompute(state, len(req.output_ids)):
         return False
-    return not state.runtime.can_back_up(state, req.kv.kv_allocated_len)
+    row_tokens = req.kv.kv_allocated_len
+    return not state.runtime.can_back_up(state, row_tokens, len(req.output_ids))
 
 
 def prefill_tokens(req: Any) -> int:
@@ -150,12 +142,14 @@ def _tokens_left(req: Any) -> int:
 def _restored_tokens(state: RequestState, req: Any) -> int:
     """KV tokens that come from the request's backup, beyond what the tree still has of its
     prompt."""
-    return 0 if state.backup is None else state.backup.row_tokens - req.prefix_len
+    return (
+        0 if state.offloaded.backup is None else state.offloaded.backup.row_tokens - req.prefix_len
+    )
 
 
 def _future_tokens(state: RequestState, req: Any) -> int:
     """KV tokens that a request which is about to be prefilled may need after its prefill."""
-    backup = state.backup
+    backup = state.offloaded.backup
     row_tokens = prefill_tokens(req) if backup is None else backup.row_tokens + 1
     return state.future_tokens(row_tokens, _tokens_left(req))
 

@@ -33,23 +33,20 @@ from sgl_skipkv.request.state import RequestState
 def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     """The request loses its row: copy what it held, if there is room in host memory.
 
-    The newest token is left out: it is computed again. If the step that computes it is still
-    running, it sees the row before this step's compaction, and so it will then.
+    The newest token is left out: it is computed again.
     """
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
     newest = state.prompt_tokens + len(req.output_ids) - 1
-    recorded_tokens = kv.kv_allocated_len + state.evicted_tokens
+    recorded_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     if req.input_embeds is not None:
         return  # SGLang throws its output away and begins again: it has no tokens to go on from
     if not req.output_ids or not newest <= recorded_tokens:
         return  # in the middle of its prefill: there is nothing yet that cannot be had again
-    if not runtime.can_back_up(state, kv.kv_allocated_len):
+    if not runtime.can_back_up(state, kv.kv_allocated_len, len(req.output_ids)):
         return
     _wait_for_forward(pool)
     row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
-    if state.last is not None and state.last.logical_tokens > newest:
-        row = runtime.undo(state, row)
-    slots = row[: newest - state.evicted_tokens].to(torch.int64)
+    slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
     runtime.back_up(state, (buffer[slots] for buffer in buffers), recorded_tokens)
 
@@ -57,9 +54,9 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
 def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Req.init_next_round_input``: the tokens of the row that comes back, and the next."""
     state = state_of(req)
-    if state is not None and state.backup is not None:
+    if state is not None and state.offloaded.backup is not None:
         tokens = req.origin_input_ids + req.output_ids
-        row_tokens = state.backup.row_tokens
+        row_tokens = state.offloaded.backup.row_tokens
         req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
 
 
@@ -77,18 +74,15 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     from sglang.srt.mem_cache.allocation import alloc_token_slots
 
     state = state_of(req)
-    if state is None or state.backup is None or req.kv.holds_kv:
+    if state is None or state.offloaded.backup is None or req.kv.holds_kv:
         return original(batch, req)
-    backup, matched = state.backup, req.kv.cache_protected_len
+    backup, matched = state.offloaded.backup, req.kv.cache_protected_len
     req.prefix_len = matched
     shared = original(batch, req)
     req.prefix_len = backup.row_tokens
     slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
     _wait_for_forward(batch.req_to_token_pool)  # the slots' last owners may still be writing
     buffers = kv_buffers(batch.token_to_kv_pool_allocator)
-    binding = binding_of(batch.req_to_token_pool)
-    if binding is not None and binding.poison is not None:
-        binding.poison.apply(buffers)
     for buffer, saved in zip(buffers, backup.kv, strict=True):
         buffer[slots] = saved.to(buffer.device, first_row=matched)
     return torch.cat([shared, slots]) if matched else slots
@@ -106,7 +100,7 @@ def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
     """
     state = state_of(req)
     if state is not None:
-        state.backup = None
+        state.offloaded.backup = None
 
 
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
@@ -121,7 +115,7 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
     with binding.runtime.without_backups():
         for req in list(scheduler.waiting_queue):
             state = state_of(req)
-            if state is not None and state.backup is not None:
+            if state is not None and state.offloaded.backup is not None:
                 state.runtime.forget_backup(state)
                 _lengthen_input(req)
                 if is_stranded(req):  # it would wait for ever, and everybody behind it

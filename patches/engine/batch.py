@@ -7,20 +7,21 @@ the compaction waits for it there, never on the CPU.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import torch
 
-from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.eviction.workspace import split_to_fit
+from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import resume
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.error_boundary import end_request, plan_requests, track_requests
-from sgl_skipkv.patches.engine.kv_cache import due_of, paged_cache
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.patches.engine.kv_cache import due_of, paged_cache, poison
 from sgl_skipkv.request.state import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
@@ -34,75 +35,65 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     runtime = binding.runtime
     if runtime.open_requests == 0:
         return
-    due: list[tuple[int, RequestState]] = []
-    tracked: list[tuple[int, RequestState]] = []
+    due: dict[RequestState, int] = {}
+    tracked: dict[RequestState, int] = {}
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
             continue
-        runtime.observe(state, req.kv.kv_allocated_len)
+        row_tokens = req.kv.kv_allocated_len
+        runtime.observe(state, row_tokens)
         if state.failure is not None:
             end_request(req, state)
-            continue
         # Before the first decode step the prefill may still be running and its prompt is not in the
-        # tree yet. One that was restored is as far as it was: it compacts when it would have.
-        if req.decode_batch_idx < 1 and not state.restored:
+        # tree yet. A restored request is as far as it was: it compacts when it would have.
+        elif req.decode_batch_idx < 1 and not state.offloaded.restored:
             continue
-        is_due = runtime.due(state, req.kv.kv_allocated_len)
-        if is_due:
-            due.append((i, state))
-        if runtime.planner.must_track(state, req.kv.kv_allocated_len, is_due):
-            tracked.append((i, state))
+        else:
+            is_due = runtime.due(state, row_tokens)
+            if is_due:
+                check_lengths(req, state, int(batch.seq_lens_cpu[i]))
+                due[state] = i
+            if runtime.planner.must_track(state, row_tokens, is_due):
+                tracked[state] = i
     if not due and not tracked:
         return
     # Keys, queries and hidden states of the running step are written on the forward stream.
     binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
-    if tracked:
-        _track(batch, runtime, tracked, cache)
-    due = [(i, state) for i, state in due if state.failure is None]
-    if due:
-        _compact(batch, binding, runtime, due, cache)
-
-
-def _track(
-    batch: Any,
-    runtime: Runtime,
-    tracked: list[tuple[int, RequestState]],
-    cache: PagedCache | None,
-) -> None:
-    """Replay the attention of every step since the last time, for all these requests together."""
-    row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in tracked]
-    steps, work_bytes = runtime.recorder.queries.window, runtime.config.compaction_work_bytes
-    for part in split_to_fit(row_tokens, 0, work_bytes, steps=steps):
-        track_requests(runtime, [due_of(batch, *tracked[j], cache) for j in part])
-
-
-def _compact(
-    batch: Any,
-    binding: Binding,
-    runtime: Runtime,
-    due: list[tuple[int, RequestState]],
-    cache: PagedCache | None,
-) -> None:
-    allocator = batch.token_to_kv_pool_allocator
-    evicted = [0] * len(batch.reqs)
-    for i, state in due:
-        _check_lengths(batch.reqs[i], state, int(batch.seq_lens_cpu[i]))
-    heads = 0 if cache is None else cache.heads
-    freed: list[torch.Tensor] = []
-    row_tokens = [batch.reqs[i].kv.kv_allocated_len for i, _ in due]
-    for part in split_to_fit(row_tokens, heads, runtime.config.compaction_work_bytes):
-        freed += _compact_part(batch, runtime, [due[j] for j in part], cache, evicted)
-    if not freed:
+    runtime.track([due_of(batch, i, state, cache) for state, i in tracked.items()])
+    wanted = [due_of(batch, i, state, cache) for state, i in due.items() if state.failure is None]
+    if not wanted:
         return
+    done = runtime.compact(wanted, batch.req_to_token_pool.req_to_token)
+    freed = [slots for compaction in done for slots in compaction.freed]
+    plans = [plan for compaction in done for plan in compaction.plans]
+    if plans:
+        _shorten(batch, binding, {due[plan.state]: plan for plan in plans}, freed)
+
+
+def _shorten(
+    batch: Any, binding: Binding, plans: dict[int, Plan], freed: Sequence[torch.Tensor]
+) -> None:
+    """The rows are rewritten: free their slots and make SGLang's lengths true.
+
+    One slot holds the KV of one token, so all lengths shrink together; ``orig_seq_lens``, the
+    logical length, stays.
+
+    Args:
+        plans: by the request's place in the batch.
+    """
+    allocator, evicted = batch.token_to_kv_pool_allocator, [0] * len(batch.reqs)
+    if binding.config.poison_evicted:
+        poison(allocator, freed)
     allocator.free_group_begin()
     for slots in freed:
         allocator.free(slots)
     allocator.free_group_end()
-    if binding.poison is not None:
-        for slots in freed:
-            binding.poison.mark(slots)
+    for i, plan in plans.items():
+        evicted[i] = plan.evicted_tokens
+        batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens
+        batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens
     binding.metrics.compacted(len(freed), sum(evicted))
     # New tensors: the running step still holds the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
@@ -111,38 +102,7 @@ def _compact(
     batch.batch_is_full = False
 
 
-def _compact_part(
-    batch: Any,
-    runtime: Runtime,
-    due: list[tuple[int, RequestState]],
-    cache: PagedCache | None,
-    evicted: list[int],
-) -> list[torch.Tensor]:
-    """Rewrite these rows. What that took is free again afterwards.
-
-    Args:
-        evicted: of each of the batch's requests (changed in place).
-
-    Returns:
-        int64 [freed] of each request that was compacted.
-    """
-    planned = plan_requests(runtime, [due_of(batch, i, state, cache) for i, state in due])
-    if not planned:
-        return []
-    number = {id(state): i for i, state in due}
-    for one, plan in planned:
-        i = number[id(one.state)]
-        # One slot holds the KV of one token, so all lengths shrink together; orig_seq_lens, the
-        # logical length, stays.
-        batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens
-        batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens
-        evicted[i] = plan.evicted_tokens
-    return runtime.commit(
-        [(one.state, plan) for one, plan in planned], batch.req_to_token_pool.req_to_token
-    )
-
-
-def _check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
+def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
     """The equations that a rewrite of the row rests on."""
     kv = req.kv
     own_from = 0 if state.keeps_prompt_private else state.prompt_tokens
@@ -153,7 +113,20 @@ def _check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
     assert kv.cache_protected_len <= own_from, (
         f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
     )
-    assert kv.req_pool_idx == state.row, f"row: {kv.req_pool_idx} against {state.row} ({req.rid})"
+    row = state.held.row
+    assert kv.req_pool_idx == row, f"row: {kv.req_pool_idx} against {row} ({req.rid})"
+
+
+def end_request(req: Any, state: RequestState) -> None:
+    """End a request that can no longer be served as its settings say; the others go on."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    if req.to_finish is None:
+        message = f"kv_budget request {req.rid}: {state.failure}"
+        logger.error(message)
+        req.to_finish = FINISH_ABORT(
+            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+        )
 
 
 def admit_rows(result: None, batch: Any) -> None:
@@ -164,6 +137,6 @@ def admit_rows(result: None, batch: Any) -> None:
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is not None:
-            if state.backup is not None:
+            if state.offloaded.backup is not None:
                 resume(req, batch, i)
-            binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))
+            binding.runtime.admit(state, req.kv.req_pool_idx)

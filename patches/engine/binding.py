@@ -15,7 +15,6 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.metrics import Metrics
-from sgl_skipkv.patches.engine.poison import Poison
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.request.state import RequestState
 
@@ -37,7 +36,6 @@ class Binding:
     scheduler: Any
     metrics: Metrics
     capture: HiddenCapture | None = None
-    poison: Poison | None = None
     key_scale: KeyScale | None = None
 
 

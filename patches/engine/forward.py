@@ -10,9 +10,9 @@ from typing import Any
 
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.graph_capture import is_capturing
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.steering import prepare_prefill
 from sgl_skipkv.recording.recorder import Recorder, Recording
@@ -47,11 +47,6 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     recorder.current, recorder.records_decode = None, False
     if steerer is not None:
         steerer.factors = None
-    if binding.poison is not None:
-        binding.poison.apply(kv_buffers(batch.token_to_kv_pool_allocator))
-    if binding.runtime.open_requests and result.forward_mode.is_decode():
-        # Here and not where compactions are: SGLang may look for memory and then not decode.
-        binding.runtime.rings.step()
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_requests else []
     note_shifts(result.sampling_info, None)
     if not any(states):
@@ -59,9 +54,9 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if result.forward_mode.is_decode():
         positions = result.orig_seq_lens - 1
         result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
-        recorder.records_decode = any(state is not None and state.slot for state in states)
+        recorder.records_decode = any(state is not None and state.held.track_id for state in states)
     elif result.forward_mode.is_extend():
-        shifts = [0 if state is None else state.evicted_tokens for state in states]
+        shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
         if any(shifts):  # of restored rows
             note_shifts(result.sampling_info, device_tensor(shifts, recorder.device))
             counts = zip(shifts, batch.extend_lens, strict=True)
@@ -78,28 +73,33 @@ def _prefill_recording(
     """The queries that the first compaction asks for, and the generated tokens that a recomputation
     replays. None for a prefill that need not be recorded.
     """
-    rings: list[int] = []
+    tracks: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []
     replay: list[tuple[int, int, int]] = []
+    window = runtime.config.query_window
     offset = 0  # of this request's tokens in the flattened batch
-    for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
+    parts = zip(batch.reqs, states, firsts, batch.extend_lens, strict=True)
+    for req, state, first, count in parts:
         if state is not None:
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # token of position p is number at + p
-            recorded = range(max(first, state.records_from), stop) if state.ring else range(0)
-            rings.extend(state.ring for _ in recorded)
+            track_id = state.held.track_id
+            # Not more than a ring holds, or two tokens of this pass would write to one place.
+            wanted = max(first, state.records_from(prefill_tokens(req)), stop - window)
+            recorded = range(wanted, stop) if track_id else range(0)
+            tracks.extend(track_id for _ in recorded)
             positions.extend(recorded)
             tokens.extend(at + position for position in recorded)
-            generated_from = max(first, state.prompt_tokens, state.recorded_tokens)
-            if state.slot and generated_from < stop and state.settings.policy.needs_sentences:
-                replay.append((state.slot, at + generated_from, at + stop))
+            generated_from = max(first, state.prompt_tokens, state.kv.recorded_tokens)
+            if track_id and generated_from < stop and state.settings.policy.needs_sentences:
+                replay.append((track_id, at + generated_from, at + stop))
         offset += count
-    if not rings and not replay:
+    if not tracks and not replay:
         return None
     device = runtime.recorder.device
     return Recording(
-        device_tensor(rings, device),
+        device_tensor(tracks, device),
         device_tensor(positions, device),
         tokens=device_tensor(tokens, device),
         replay=tuple(replay),

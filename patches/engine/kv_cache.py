@@ -1,7 +1,8 @@
-"""SGLang's KV pool as the planner, backups and the poison read it."""
+"""SGLang's KV pool as compactions and backups read it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +14,28 @@ from sgl_skipkv.patches.engine.binding import KeyScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState
 
+_FLOAT8_NAN = 0x7F  # of float8, which SGLang keeps as bytes
+
 
 def kv_buffers(allocator: Any) -> list[Tensor]:
     """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores."""
     kv_pool = allocator.get_kvcache()
     return [*kv_pool.k_buffer, *kv_pool.v_buffer]
+
+
+def poison(allocator: Any, freed: Sequence[Tensor]) -> None:
+    """Make the KV of evicted slots NaN (``poison_evicted``, a debug mode).
+
+    Nobody may read a slot that nobody owns. Old KV looks like any other, so a wrong read would go
+    unnoticed; with NaN whatever reads it says NaN too. On the stream of the compaction, which has
+    waited for the running step.
+
+    Args:
+        freed: int64 [evicted] each, slots.
+    """
+    slots = torch.cat(list(freed))
+    for buffer in kv_buffers(allocator):
+        buffer[slots] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
 
 
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:

@@ -46,7 +46,7 @@ class ModelSide:
 
     def use_rows(self, rows: int) -> None:
         """The page table exists: make what is indexed by its rows."""
-        self.recorder.slots.use_rows(rows)
+        self.recorder.tracks.use_rows(rows)
         if self.steerer is not None:
             self.steerer.use_rows(rows)
 
@@ -93,11 +93,10 @@ def build_model_side(
     if vector is not None:
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
-    slots = min(config.max_tracked_requests, most_running)
+    tracks = min(config.max_tracked_requests, most_running)
     recorder = Recorder(
         shape,
-        slots=slots,
-        rings=config.rings(slots),
+        tracks=tracks,
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,

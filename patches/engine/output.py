@@ -47,4 +47,4 @@ class _ReportingStreamer:
 
 def _summary(req: Any) -> dict[str, Any] | None:
     state = state_of(req)
-    return state.summary if state is not None and req.finished() else None
+    return state.report.summary if state is not None and req.finished() else None

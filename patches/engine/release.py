@@ -27,7 +27,7 @@ def limit_insert(
     state = state_of(req)
     if state is None or not state.settings.changes_kv:
         return None
-    if kwargs["is_finished"] and state.evicted_tokens:
+    if kwargs["is_finished"] and state.kv.evicted_tokens:
         return 0
     if kwargs["is_finished"] and not state.settings.steers:
         return None

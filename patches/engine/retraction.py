@@ -2,9 +2,8 @@
 
 A retracted request comes back from its backup (``backup.py``) or, without one, is prefilled again
 from prompt + generated tokens. That prefill is exact (full attention), so its eviction starts anew.
-Only
-the prompt may go to the radix tree then: the generated part has to stay the request's own, or it
-    could not be evicted again.
+Only the prompt may go to the radix tree then: the generated part has to stay the request's own, or
+it could not be evicted again.
 """
 
 from __future__ import annotations
@@ -26,12 +25,19 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
     """AFTER ``ScheduleBatch._get_decode_retraction_order``: the last in the list gives way first.
 
     Requests that could be neither restored nor recomputed move to the front: they are never chosen
-    while another one is left.
+    while another one is left. Behind them come those that have just compacted, because they would
+    be recomputed.
     """
-    fixed = {i for i in order if must_stay(reqs[i])}
-    if not fixed:
-        return None
-    return [i for i in order if i in fixed] + [i for i in order if i not in fixed]
+
+    def cost(i: int) -> int:
+        state = state_of(reqs[i])
+        if state is None:
+            return 0
+        ahead = state.runtime.compacted_ahead(state, len(reqs[i].output_ids))
+        return 2 if must_stay(reqs[i]) else int(ahead)
+
+    costs = {i: cost(i) for i in order}
+    return sorted(order, key=lambda i: -costs[i]) if any(costs.values()) else None
 
 
 def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | None:

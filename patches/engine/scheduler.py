@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.error_boundary import attempt
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import (
     RequestSettings,
@@ -141,7 +141,7 @@ def is_stranded(req: Any) -> bool:
     state = state_of(req)
     return (
         state is not None
-        and state.backup is None
+        and state.offloaded.backup is None
         and not state.runtime.can_recompute(state, len(req.output_ids))
     )
 

@@ -84,8 +84,8 @@ def prepare_prefill(
             generated = first + count - state.prompt_tokens
             given = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
             mine[count - len(given) :] = given
-            assert state.row is not None
-            steerer.start(state.row, schedule)
+            assert state.held.row is not None
+            steerer.start(state.held.row, schedule)
         factors.extend(mine)
     if any(factors):
         steerer.factors = device_tensor(factors, runtime.recorder.device, torch.float32)

@@ -11,7 +11,6 @@ import torch
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
-from sgl_skipkv.eviction.workspace import reserved_bytes
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
@@ -24,7 +23,6 @@ from sgl_skipkv.patches.engine.model_side import (
     key_scale_of,
     model_side_of,
 )
-from sgl_skipkv.patches.engine.poison import Poison
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities
 from sgl_skipkv.patches.startup.flags import config_of
@@ -48,7 +46,7 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         vector = SteeringVector.load(path) if path is not None else None
         if config.enabled and not registry.problems() and _can_record(scheduler):
             side = build_model_side(config, scheduler, vector)
-            room = _room_for_compactions(config, scheduler, side)
+            room = _room_for_compactions(config, scheduler)
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
@@ -61,38 +59,16 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
 
-def _room_for_compactions(
-    config: ServerConfig, scheduler: Any, side: ModelSide
-) -> torch.Tensor | None:
-    """Memory that is held until the pool has been sized; None where scores need no kernels.
+def _room_for_compactions(config: ServerConfig, scheduler: Any) -> torch.Tensor | None:
+    """A workspace that is held until the pool has been sized; None where scores need no kernels.
 
     Raises:
         torch.OutOfMemoryError: no room for it.
     """
-    runner = scheduler.tp_worker.model_runner
-    wanted_bytes = reserved_bytes(
-        _pool_bytes(runner),
-        config.compaction_work_bytes,
-        head_dim=side.shape.head_dim,
-        value_bytes=runner.kv_cache_dtype.itemsize,
-    )
-    device = torch.device(runner.device)
-    if not uses_triton(device):  # asked last: a CPU server, too, shows that the numbers are there
+    device = torch.device(scheduler.tp_worker.model_runner.device)
+    if not uses_triton(device):
         return None
-    return torch.empty(wanted_bytes, dtype=torch.uint8, device=device)
-
-
-def _pool_bytes(runner: Any) -> int:
-    """What SGLang will find for its KV pool, by its own rule: what is free, less what
-    ``--mem-fraction-static`` leaves of the memory before the model was loaded.
-
-    ``ServerArgs`` does not tell the fraction: there it stays None unless somebody gave one.
-    """
-    from sglang.srt.utils import get_available_gpu_memory
-
-    kept_gib = runner.pre_model_load_memory * (1.0 - runner.mem_fraction_static)
-    free_gib = get_available_gpu_memory(runner.device, runner.gpu_id)
-    return max(0, int((free_gib - kept_gib) * 2**30))
+    return torch.empty(config.compaction_work_bytes, dtype=torch.uint8, device=device)
 
 
 def _can_record(scheduler: Any) -> bool:
@@ -134,8 +110,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         raise SystemExit(readiness.message())
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
-    poison = Poison() if config.poison_evicted else None
-    binding = Binding(*(config, readiness, runtime, scheduler, metrics, capture, poison, key_scale))
+    binding = Binding(*(config, readiness, runtime, scheduler, metrics, capture, key_scale))
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if runtime is not None and config.enabled:
         _warm_up(config, scheduler, runtime)

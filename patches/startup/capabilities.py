@@ -194,12 +194,6 @@ CAPABILITIES: tuple[Capability, ...] = (
         _on("is_mixed_chunk", "mixed chunked prefill (--enable-mixed-chunk)"),
     ),
     Capability(
-        "prefill-decode interval",
-        "no",
-        "decode steps run between the chunks of a prompt, and rings are lent by steps",
-        Setting("schedule.prefill_decode_interval", _OFF, "--prefill-decode-interval"),
-    ),
-    Capability(
         "tensor parallel",
         "no",
         "scores of the ranks are not reduced, in this version",

@@ -198,7 +198,7 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
         row_tokens = prompt + kv_budget + arguments.interval + 1
         fit = report.capacity(pool_tokens, row_tokens)
         # Queries and sentence vectors are kept in the model's type where the cache's has one byte.
-        sizes = fit, kv_budget, ServerConfig(), max(arguments.kv_value_bytes, 2)
+        sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
         recorded = sum(report.recorded_bytes(config, *sizes).values())
         share = recorded / (pool_tokens * token_bytes)
         own = f"{recorded / 2**20:,.0f}", f"{share:.1%}"

@@ -102,36 +102,32 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
 
 
 def recorded_bytes(
-    config: dict[str, Any], calls: int, kv_budget: int, settings: ServerConfig, value_bytes: int
+    config: dict[str, Any], requests: int, settings: ServerConfig, value_bytes: int
 ) -> dict[str, int]:
     """What the plugin holds beside the KV pool for so many running requests, by kind.
 
-    ``rings = layers * (rings + 1) * window * Hq * d * value_bytes``, recent queries that requests
-    take turns on; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D + S))`` and a few
-    bytes, the tables of sentence vectors. Both are taken before the pool is sized. ``carried = 4 *
-    layers * Hkv`` bytes per kept token, on a GPU with a policy that scores redundancy: which token
-    each key spares, from one compaction to the next. ``work``, what a compaction takes at once
-    there: ``compaction_work_bytes``. Room for both is kept.
+    ``queries = layers * (requests + 1) * window * Hq * d * value_bytes``, the most recent queries
+    of each; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D + S))`` and a few bytes, the
+    tables of sentence vectors; ``workspace = compaction_work_bytes`` on a GPU, for one compaction.
 
     Args:
         config: a model's ``config.json``.
         requests: that run at once and are tracked.
-        settings: of the server; ``query_window``, ``query_rings``, ``max_sentences`` and
-            ``compaction_work_bytes`` count.
+        settings: of the server; ``query_window``, ``max_sentences`` and ``compaction_work_bytes``
+            count.
         value_bytes: of one recorded number: as in the cache, or as in the model if that is float8.
 
     Raises:
         SettingError: the configuration lacks a size.
     """
-    sizes, slots = _sizes(config), calls + 1
+    sizes, tracks = _sizes(config), requests + 1
     ring = sizes.layers * settings.query_window * sizes.heads * sizes.head_dim * value_bytes
     stored = settings.max_sentences * (sizes.hidden_size * value_bytes + 4)
     return {
-        # 32: a loan. 14: the running sentence's number, length, flag and preset.
-        "rings": (settings.rings(calls) + 1) * ring + 32 * slots,
-        "sentences": slots * (stored + 4 * sizes.hidden_size + 14),
-        "carried": 4 * sizes.layers * sizes.kv_heads * kv_budget * calls,
-        "work": settings.compaction_work_bytes,
+        "queries": tracks * ring,
+        # 14: the running sentence's number, length, flag and preset.
+        "sentences": tracks * (stored + 4 * sizes.hidden_size + 14),
+        "workspace": settings.compaction_work_bytes,
     }
 
 

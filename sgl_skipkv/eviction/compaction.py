@@ -1,4 +1,8 @@
-"""One compaction: what is decided before the row changes, and what comes back to the CPU after."""
+"""One compaction of several requests: decided first, then written without another allocation.
+
+``Plan`` says what stays of one request. ``Compaction`` takes all memory that writing the plans
+needs, so that whatever can fail has failed before the first row changes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.page_table import RowRewrite
+from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
-from sgl_skipkv.kernels.on_device import copy_to_host
+from sgl_skipkv.recording.recorder import Recorder
+from sgl_skipkv.recording.sentence_table import TableMoves
+from sgl_skipkv.request.last_compaction import LastCompaction
+from sgl_skipkv.request.state import RequestState
 
 
 class Plan(NamedTuple):
@@ -18,88 +27,106 @@ class Plan(NamedTuple):
     Attributes:
         positions: int64 [row tokens], logical positions before it.
         finite: bool [], whether every score was a number.
-        spared: as in ``ScoreInput``, for the next compaction; None where no kernel found it.
+        table: sentence index of each entry of the device's table that stays there; None for a
+            request without one.
+        entries: where those entries are now.
     """
 
+    state: RequestState
     selection: Selection
     positions: Tensor
     finite: Tensor
     row_tokens: int
     logical_tokens: int
-    spared: Tensor | None = None
+    table: Sequence[int] | None = None
+    entries: Sequence[int] = ()
 
     @property
     def evicted_tokens(self) -> int:
         return self.selection.evicted.shape[0]
 
 
-class Undo(NamedTuple):
-    """What a request was before its last compaction, for as long as the freed slots hold their KV.
+class Compaction:
+    """The plans of requests that compact together, and the memory to write them with.
 
-    That is until the next forward pass. With the overlap scheduler a step is still running while
-    the row behind it is compacted; a request that is retracted right then has that step's token
-    computed again, and it must see what it saw.
+    Args:
+        req_to_token: int32 [rows, width], SGLang's page table.
+        check: verify the ledger (waits for the device).
 
-    Attributes:
-        selection: of the entries before. freed: int64 [evicted], the slots of those that went.
-        last, statistics, known_spared: of ``RequestState``, before.
-    """
-
-    selection: Selection
-    freed: Tensor
-    last: Snapshot | None
-    statistics: dict[str, Tensor]
-    known_spared: Tensor | None
-
-    @property
-    def evicted_tokens(self) -> int:
-        return self.freed.shape[0]
-
-    def slots(self, row: Tensor) -> Tensor:
-        """int64 [row tokens before], the slots of the row that was; ``row`` is what it became."""
-        kept, evicted = self.selection
-        before = torch.empty(kept.shape[0] + evicted.shape[0], dtype=torch.int64, device=row.device)
-        before[kept] = row[: kept.shape[0]].to(torch.int64)
-        before[evicted] = self.freed
-        return before
-
-
-class Snapshot:
-    """What a compaction kept, on its way to the CPU.
+    Raises:
+        torch.OutOfMemoryError: nothing has changed.
 
     Attributes:
-        positions: int64 [kept], logical positions that stayed.
-        read_back: whether the CPU has read them.
+        freed: int64 [evicted] of each plan, slots that nobody refers to once it is applied.
     """
 
     def __init__(
-        self, plan: Plan, positions: Tensor, kept: Tensor, finite: Tensor, copied: Any
+        self, plans: Sequence[Plan], req_to_token: Tensor, recorder: Recorder, *, check: bool
     ) -> None:
-        self.positions = positions
-        self.logical_tokens = plan.logical_tokens
-        self.before = plan.row_tokens
-        self.read_back = False
-        self._kept, self._finite, self._copied = kept, finite, copied
+        self.plans = plans
+        rows = [_row(plan.state) for plan in plans]
+        selections = [plan.selection for plan in plans]
+        positions = [plan.positions for plan in plans]
+        self._rows = RowRewrite(req_to_token, rows, selections, positions, check=check)
+        self.freed = self._rows.freed
+        tabled = [plan for plan in plans if plan.table is not None]
+        self._moves: TableMoves | None = None
+        if tabled:
+            self._moves = recorder.sentences.moves(
+                [plan.state.held.track_id for plan in tabled],
+                [plan.entries for plan in tabled],
+                [plan.state.sentences.tracker.after_delimiter for plan in tabled],
+            )
+        self._statistics = kept_statistics(
+            [plan.state.kv.statistics for plan in plans],
+            [plan.selection.kept for plan in plans],
+            [plan.row_tokens for plan in plans],
+        )
+        kept, finite = self._rows.kept_positions, torch.stack([plan.finite for plan in plans])
+        pairs = [(tensor, _host_buffer(tensor)) for tensor in (kept, finite)]
+        self._copies = [(tensor, host) for tensor, host in pairs if tensor is not host]
+        (_, self._kept), (_, self._finite) = pairs
+        self._copied: Any = torch.Event(kept.device) if self._copies else None
 
-    def read(self) -> tuple[list[int], bool]:
-        """Kept positions and whether all scores were finite. Long since copied when called."""
+    def apply(self) -> None:
+        """Rewrite the rows and bring the requests' states up to date. Allocates nothing.
+
+        The caller frees the slots and shortens SGLang's lengths.
+        """
+        self._rows.write()
+        if self._moves is not None:
+            self._moves.apply()
+        for tensor, host in self._copies:
+            host.copy_(tensor, non_blocking=True)
         if self._copied is not None:
-            self._copied.synchronize()
-        return self._kept.tolist(), bool(self._finite)
+            self._copied.record()
+        counts = [plan.selection.kept.shape[0] for plan in self.plans]
+        positions = torch.split(self._rows.kept_positions, counts)
+        kept = torch.split(self._kept, counts)
+        for i, plan in enumerate(self.plans):
+            state, evicted_tokens = plan.state, plan.evicted_tokens
+            lengths = plan.row_tokens, plan.logical_tokens
+            state.kv.last = LastCompaction(
+                *(positions[i], *lengths, kept[i], self._finite[i], self._copied)
+            )
+            state.kv.last_is_read = False
+            state.kv.statistics = self._statistics[i]
+            state.kv.evicted_tokens += evicted_tokens
+            state.report.evicted_tokens += evicted_tokens
+            state.report.compactions += 1
+            if plan.table is not None:
+                state.sentences.table = [*plan.table]
+                state.sentences.table_closed = len(state.sentences.tracker.closed)
 
 
-def take_snapshots(plans: Sequence[Plan], positions: Sequence[Tensor]) -> list[Snapshot]:
-    """What requests that compacted together kept: two copies and one event for all of them.
+def _row(state: RequestState) -> int:
+    assert state.held.row is not None
+    return state.held.row
 
-    Args:
-        positions: int64 [kept] each, logical positions that stayed.
-    """
-    flat = copy_to_host(torch.cat(list(positions)))
-    kept = torch.split(flat, [one.shape[0] for one in positions])
-    finite = copy_to_host(torch.stack([plan.finite for plan in plans])).unbind()
-    device = positions[0].device
-    copied = None if device.type == "cpu" else torch.Event(device)
-    if copied is not None:
-        copied.record()
-    of_call = zip(plans, positions, kept, finite, strict=True)
-    return [Snapshot(*one, copied) for one in of_call]
+
+def _host_buffer(tensor: Tensor) -> Tensor:
+    """Host memory for a copy that waits for nothing, which takes pinned memory; of a CPU tensor the
+    tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -15,7 +15,8 @@ logical position, and hands the other slots back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -25,72 +26,72 @@ from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 
 
-def compact_row(
-    req_to_token: Tensor, row: int, row_tokens: int, selection: Selection, *, check: bool = False
-) -> Tensor:
-    """Rewrite one row in place and return the slots that nobody refers to any more.
+class RowRewrite:
+    """The new contents of several rows, and the slots that they give up.
 
     Args:
-        req_to_token: int32 [rows, width], SGLang's page table (changed in place).
-        row: the request's row.
-        row_tokens: entries in use before the compaction.
-        selection: partition of ``range(row_tokens)``.
+        req_to_token: int32 [table rows, width], SGLang's page table.
+        rows: of the requests, no row twice.
+        selections: a partition of each row's entries in use.
+        positions: int64 [n] each, logical position of each entry.
         check: verify the ledger; reads device values, so it waits for the device.
 
-    Returns:
-        int64 [evicted], freed slot ids.
+    Raises:
+        torch.OutOfMemoryError: nothing has changed.
+
+    Attributes:
+        freed: int64 [evicted] each, slots that nobody refers to once the rows are written.
+        kept_positions: int64 [kept of all], logical positions that stay, request after request;
+            on a GPU ``write`` fills them and ``freed``.
     """
-    old = req_to_token[row, :row_tokens]
-    kept, freed = old[selection.kept], old[selection.evicted].to(torch.int64)
-    if check:
-        check_ledger(old, kept, freed)
-    keep_tokens = kept.shape[0]
-    req_to_token[row, :keep_tokens] = kept
-    req_to_token[row, keep_tokens:row_tokens] = 0
-    return freed
 
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        rows: Sequence[int],
+        selections: Sequence[Selection],
+        positions: Sequence[Tensor],
+        *,
+        check: bool = False,
+    ) -> None:
+        self._req_to_token, self._rows, self._slots = req_to_token, rows, list[Tensor]()
+        self._launch: Callable[[], None] | None = None
+        if check or not uses_triton(req_to_token.device):
+            self.freed = list[Tensor]()
+            for row, (kept, evicted), old in zip(rows, selections, positions, strict=True):
+                slots = req_to_token[row, : old.shape[0]]
+                self._slots.append(slots[kept])
+                self.freed.append(slots[evicted].to(torch.int64))
+                if check:
+                    check_ledger(slots, self._slots[-1], self.freed[-1])
+            pairs = zip(positions, selections, strict=True)
+            self.kept_positions = torch.cat([old[kept] for old, (kept, _) in pairs])
+            return
+        from sgl_skipkv.kernels.row_compaction import compact_rows
 
-def compact_rows(
-    req_to_token: Tensor,
-    rows: Sequence[int],
-    selections: Sequence[Selection],
-    positions: Sequence[Tensor],
-    *,
-    check: bool = False,
-) -> list[tuple[Tensor, Tensor]]:
-    """Rewrite the rows of several requests in place; on a GPU in one launch.
+        device = req_to_token.device
+        kept_counts, evicted_counts = ([half[i].shape[0] for half in selections] for i in (0, 1))
+        bounds = [0, *accumulate(kept_counts), 0, *accumulate(evicted_counts)]
+        packed = device_tensor([*bounds, *rows], device)
+        kept_at, evicted_at, at = torch.split(packed, [len(rows) + 1, len(rows) + 1, len(rows)])
+        kept, evicted = (torch.cat([half[i] for half in selections]) for i in (0, 1))
+        flat = torch.cat(list(positions))
+        freed = evicted.new_empty(evicted.shape[0])
+        self.kept_positions = flat.new_empty(kept.shape[0])
+        self.freed = list(torch.split(freed, evicted_counts))
+        halves = (kept, kept_at, evicted, evicted_at)
+        out = (freed, self.kept_positions)
+        self._launch = partial(compact_rows, req_to_token, at, *halves, flat, *out)
 
-    Args:
-        req_to_token, check: as in ``compact_row``.
-        rows: of the requests, no row twice.
-        selections: of each row's entries.
-        positions: int64 [n] each, logical position of each entry.
-
-    Returns:
-        of each request int64 [evicted], freed slot ids, and int64 [kept], positions that stayed.
-    """
-    if check or not uses_triton(req_to_token.device):
-        return [
-            (
-                compact_row(req_to_token, row, old.shape[0], selection, check=check),
-                old[selection.kept],
-            )
-            for row, selection, old in zip(rows, selections, positions, strict=True)
-        ]
-    from sgl_skipkv.kernels import row_compaction
-
-    device = req_to_token.device
-    kept, evicted = ([part[i].shape[0] for part in selections] for i in (0, 1))
-    freed, stayed = row_compaction.compact_rows(
-        req_to_token,
-        device_tensor(rows, device),
-        torch.cat([selection.kept for selection in selections]),
-        device_tensor([0, *accumulate(kept)], device),
-        torch.cat([selection.evicted for selection in selections]),
-        device_tensor([0, *accumulate(evicted)], device),
-        torch.cat(list(positions)),
-    )
-    return list(zip(torch.split(freed, evicted), torch.split(stayed, kept), strict=True))
+    def write(self) -> None:
+        """Rewrite the rows in place; allocates nothing, and on a GPU is one launch."""
+        if self._launch is not None:
+            self._launch()
+            return
+        for row, slots, freed in zip(self._rows, self._slots, self.freed, strict=True):
+            keep_tokens = slots.shape[0]
+            self._req_to_token[row, :keep_tokens] = slots
+            self._req_to_token[row, keep_tokens : keep_tokens + freed.shape[0]] = 0
 
 
 class LedgerError(AssertionError):

@@ -49,13 +49,13 @@ class Due(NamedTuple):
     @property
     def logical_tokens(self) -> int:
         """Cached and evicted."""
-        return self.row_tokens + self.state.evicted_tokens
+        return self.row_tokens + self.state.kv.evicted_tokens
 
     def location(self, ring: Tensor) -> KeyLocation:
-        """For kernels. ring: float [L, slots, R, Hq, d], recent queries of every request."""
-        assert self.cache is not None and self.state.row is not None
-        last_position = self.logical_tokens - 1
-        return KeyLocation(self.cache, self.state.row, ring, self.state.ring, last_position)
+        """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
+        held, newest = self.state.held, self.logical_tokens - 1
+        assert self.cache is not None and held.row is not None
+        return KeyLocation(self.cache, held.row, ring, held.track_id, newest)
 
 
 class Planner:
@@ -69,15 +69,18 @@ class Planner:
         self._recorder = recorder
         self._layers, self._scale = layers, scale
 
-    def plan(self, calls: Sequence[Due]) -> list[Plan]:
+    def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Requests with the same policy and parameters share one scoring call.
 
         Args:
-            requests: whose last compaction is read_back, so that ``alive`` is true.
+            due: whose last compaction is read back, so that ``live`` is true.
         """
-        self._catch_up(calls)
-        inputs = self._score_inputs(calls)
-        policies = [due.state.settings.policy for due in calls]
+        for one in due:
+            _feed(one)
+        self.track([one for one in due if one.state.settings.policy.needs_attention])
+        tables = [self._table(one.state) for one in due]
+        inputs = self._score_inputs(due, tables)
+        policies = [one.state.settings.policy for one in due]
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
         alike: defaultdict[tuple[type[Policy], PolicyParams], list[int]] = defaultdict(list)
@@ -86,7 +89,24 @@ class Planner:
         for chosen in alike.values():
             together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
             scores.update(zip(chosen, together, strict=True))
-        return _select(calls, inputs, [scores[i] for i in range(len(calls))])
+        states = [one.state for one in due]
+        selections, finite = select_together(
+            [scores[i] for i in range(len(due))],
+            [_protected(one.state, one.row_tokens) for one in due],
+            [
+                state.settings.keep_tokens(state.prompt_tokens, state.report.compactions + 1)
+                for state in states
+            ],
+        )
+        parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
+        return [
+            Plan(
+                *(one.state, selection, seen.positions, is_finite),
+                *(one.row_tokens, one.logical_tokens),
+                *(() if table is None else (table.kept, table.entries)),
+            )
+            for one, selection, seen, is_finite, table in parts
+        ]
 
     def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
         """Whether the request's statistics must be brought up to date in this step.
@@ -94,54 +114,47 @@ class Planner:
         They must before a compaction, and before a decode step overwrites a query that they have
         not seen.
         """
-        untracked = row_tokens + state.evicted_tokens - state.tracked_tokens
+        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
         policy = state.settings.policy
         return policy.needs_attention and (is_due or untracked >= self._recorder.queries.window)
 
-    def track(self, calls: Sequence[Due]) -> None:
-        """Bring the policies' statistics up to date with every step of these requests."""
-        replay_steps(calls, self._recorder, layers=self._layers, scale=self._scale)
+    def track(self, due: Sequence[Due]) -> None:
+        """Bring the policies' statistics up to date with every decode step of these requests."""
+        replay_steps(due, self._recorder, layers=self._layers, scale=self._scale)
 
-    def _catch_up(self, calls: Sequence[Due]) -> None:
-        """Sentences and statistics of the requests know every cached token."""
-        for due in calls:
-            state, generated = due.state, due.logical_tokens - due.state.prompt_tokens
-            state.tracker.feed(due.output_ids[state.tracker.seen_tokens : generated])
-            state.live.extend(range(state.live_closed, len(state.tracker.closed)))
-            state.live_closed = len(state.tracker.closed)
-        self.track([due for due in calls if due.state.settings.policy.needs_attention])
+    def _score_inputs(
+        self, due: Sequence[Due], tables: Sequence[_Table | None]
+    ) -> list[ScoreInput]:
+        found = [(one, table) for one, table in zip(due, tables, strict=True) if table is not None]
+        sentences = iter(self._compare(found))
+        return [
+            self._score_input(one, positions, None if table is None else next(sentences))
+            for one, positions, table in zip(due, self._positions(due), tables, strict=True)
+        ]
 
-    def _score_inputs(self, calls: Sequence[Due]) -> list[ScoreInput]:
-        tabled = [due.state for due in calls if due.state.settings.policy.needs_sentences]
-        sentences = iter(self._sentences(tabled))
-        inputs = []
-        for due, positions in zip(calls, self._positions(calls), strict=True):
-            needed = due.state.settings.policy.needs_sentences
-            inputs.append(self._score_input(due, positions, next(sentences) if needed else None))
-        return inputs
-
-    def _positions(self, calls: Sequence[Due]) -> Sequence[Tensor]:
+    def _positions(self, due: Sequence[Due]) -> Sequence[Tensor]:
         """int64 [row tokens] of each request, logical position of every cached token."""
-        every = torch.arange(max(due.logical_tokens for due in calls), device=self._recorder.device)
+        every = torch.arange(max(one.logical_tokens for one in due), device=self._recorder.device)
         parts = []
-        for due in calls:
-            last = due.state.last
+        for one in due:
+            last = one.state.kv.last
             old, first_new = (
                 (every[:0], 0) if last is None else (last.positions, last.logical_tokens)
             )
-            new = every[first_new : due.logical_tokens]
-            assert len(old) + len(new) == due.row_tokens, "row + evicted = logical length"
+            new = every[first_new : one.logical_tokens]
+            assert len(old) + len(new) == one.row_tokens, "row + evicted = logical length"
             parts += [old, new]
-        return torch.split(torch.cat(parts), [due.row_tokens for due in calls])
+        return torch.split(torch.cat(parts), [one.row_tokens for one in due])
 
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
-        state, policy, queries, page = due.state, due.state.settings.policy, None, None
+        state, policy = due.state, due.state.settings.policy
+        queries, location = None, None
         newest = due.logical_tokens - 1
         if due.cache is not None and policy.kernel_scores:
-            page = due.location(self._recorder.queries.data)
+            location = due.location(self._recorder.queries.data)
         elif policy.needs_queries:
-            queries = self._recorder.queries.read(state.ring, newest, policy.params.window)
-        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
+            queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
+        seed = zlib.crc32(f"{state.prompt_seed}:{state.report.compactions}".encode())
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_tokens,
@@ -151,59 +164,52 @@ class Planner:
             scale=self._scale,
             sentences=sentences,
             seed=seed,
-            statistics=state.statistics,
-            page=page,
-            known_spared=state.known_spared,
+            statistics=state.kv.statistics,
+            location=location,
         )
 
-    def _sentences(self, states: Sequence[RequestState]) -> list[Sentences]:
-        """Drop the sentences that are gone from the device's tables, compare the rest."""
-        if not states:
+    def _compare(self, found: Sequence[tuple[Due, _Table]]) -> list[Sentences]:
+        """Every closed sentence against those that closed later, of all requests at once."""
+        if not found:
             return []
-        table, slots = self._recorder.sentences, [state.slot for state in states]
-        entries = [_table_entries(state, table.capacity) for state in states]
-        alive = [
-            _live_entries(state, known, table.capacity)
-            for state, known in zip(states, entries, strict=True)
-        ]
-        table.keep_entries(slots, alive, [state.tracker.after_delimiter for state in states])
-        for state, known, chosen in zip(states, entries, alive, strict=True):
-            state.table = [known[i] for i in chosen]
-            state.table_closed = len(state.tracker.closed)
-        spans = [[state.span(sentence) for sentence in state.table] for state in states]
-        return table.compare(slots, spans)
+        return self._recorder.sentences.compare(
+            [due.state.held.track_id for due, _ in found],
+            [table.used for _, table in found],
+            [table.entries for _, table in found],
+            [[due.state.span(sentence) for sentence in table.kept] for due, table in found],
+        )
+
+    def _table(self, state: RequestState) -> _Table | None:
+        """Which entries of the request's table are of sentences not known to be evicted."""
+        if not state.settings.policy.needs_sentences:
+            return None
+        sentences, capacity = state.sentences, self._recorder.sentences.capacity
+        closed = range(sentences.table_closed, len(sentences.tracker.closed))
+        known = [*sentences.table, *closed]
+        if len(known) > capacity:  # a full table kept overwriting its last entry
+            known = [*known[: capacity - 1], known[-1]]
+        live = set(sentences.live)
+        # A quarter of the table stays free for the sentences of the next interval.
+        most = capacity - capacity // 4
+        entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
+        return _Table(len(known), entries, [known[i] for i in entries])
 
 
-def _table_entries(state: RequestState, capacity: int) -> list[int]:
-    """Sentence index of each entry that the device's table has now."""
-    entries = [*state.table, *range(state.table_closed, len(state.tracker.closed))]
-    if len(entries) > capacity:  # a full table kept overwriting its last entry
-        entries = [*entries[: capacity - 1], entries[-1]]
-    return entries
+def _feed(due: Due) -> None:
+    """The request's sentences know every cached token."""
+    sentences = due.state.sentences
+    tracker, generated = sentences.tracker, due.logical_tokens - due.state.prompt_tokens
+    tracker.feed(due.output_ids[tracker.seen_tokens : generated])
+    sentences.live.extend(range(sentences.seen, len(tracker.closed)))
+    sentences.seen = len(tracker.closed)
 
 
-def _live_entries(state: RequestState, entries: Sequence[int], capacity: int) -> list[int]:
-    """Which of them are not known to be evicted."""
-    alive = set(state.live)
-    found = [i for i, sentence in enumerate(entries) if sentence in alive]
-    # A quarter of the table stays free for the sentences of the next interval.
-    return found[-(capacity - capacity // 4) :]
+class _Table(NamedTuple):
+    """A request's sentence table: entries in use, those that stay, and their sentence indices."""
 
-
-def _select(
-    calls: Sequence[Due], inputs: Sequence[ScoreInput], scores: Sequence[Tensor]
-) -> list[Plan]:
-    states = [due.state for due in calls]
-    selections, finite = select_together(
-        scores,
-        [_protected(due.state, due.row_tokens) for due in calls],
-        [one.settings.keep_tokens(one.prompt_tokens, one.compactions + 1) for one in states],
-    )
-    of_call = zip(calls, inputs, selections, finite.unbind(), strict=True)
-    return [
-        Plan(chosen, one.positions, ok, due.row_tokens, due.logical_tokens, one.spared)
-        for due, one, chosen, ok in of_call
-    ]
+    used: int
+    entries: list[int]
+    kept: list[int]
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
@@ -215,10 +221,10 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     policy, params = state.settings.policy, state.settings.policy.params
     prompt = state.prompt_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
-    compactions = state.compactions + 1
+    compactions = state.report.compactions + 1
     keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
     tail = policy.protected_tail(state.settings.budget_after(compactions))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
-        tail = max(tail, min(state.tracker.open_tokens, (keep - prompt) // 2))
+        tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
     return [(0, head), (row_tokens - tail, row_tokens)]

@@ -18,23 +18,23 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams
-from sgl_skipkv.policy.paged_requests import paged_requests
+from sgl_skipkv.policy.paged_requests import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
 if TYPE_CHECKING:
     from sgl_skipkv.eviction.planner import Due
 
 
-def replay_steps(calls: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> None:
+def replay_steps(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> None:
     """Bring the requests' statistics up to date; those with the same policy share the launches.
 
     What a request gets does not depend on the others. If this raises, each request's statistics are
     either as they were or up to date, so every request may be tried again.
     """
     alike: defaultdict[tuple[type[Policy], PolicyParams], list[Due]] = defaultdict(list)
-    for due in calls:
+    for due in requests:
         policy = due.state.settings.policy
-        if due.logical_tokens > due.state.tracked_tokens:  # else nothing happened since
+        if due.logical_tokens > due.state.kv.tracked_tokens:  # else nothing happened since
             alike[type(policy), policy.params].append(due)
     for together in alike.values():
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
@@ -45,8 +45,8 @@ def replay_steps(calls: Sequence[Due], recorder: Recorder, *, layers: int, scale
         )
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
         for i, due in enumerate(together):
-            due.state.statistics = {name: values[i] for name, values in parts.items()}
-            due.state.tracked_tokens = due.logical_tokens
+            due.state.kv.statistics = {name: values[i] for name, values in parts.items()}
+            due.state.kv.tracked_tokens = due.logical_tokens
 
 
 def kept_statistics(
@@ -72,41 +72,41 @@ def kept_statistics(
     return remaining
 
 
-def _statistics(policy: Policy, calls: Sequence[Due], device: torch.device) -> dict[str, Tensor]:
+def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -> dict[str, Tensor]:
     """name -> [tokens of all requests], those of newly cached tokens behind those of the others."""
-    known = [next((len(one) for one in due.state.statistics.values()), 0) for due in calls]
-    every = torch.arange(max(due.logical_tokens for due in calls), device=device)
-    new = [due.row_tokens - count for due, count in zip(calls, known, strict=True)]
+    known = [next((len(one) for one in due.state.kv.statistics.values()), 0) for due in requests]
+    every = torch.arange(max(due.logical_tokens for due in requests), device=device)
+    new = [due.row_tokens - count for due, count in zip(requests, known, strict=True)]
     born = [
         every[due.logical_tokens - count : due.logical_tokens]
-        for due, count in zip(calls, new, strict=True)
+        for due, count in zip(requests, new, strict=True)
     ]
     initial = policy.initial_statistics(torch.cat(born))
     if not any(known):
         return initial
     joined = {}
     for name, values in initial.items():
-        pairs = zip(calls, torch.split(values, new), strict=True)
-        parts = [(due.state.statistics.get(name, values[:0]), newest) for due, newest in pairs]
+        pairs = zip(requests, torch.split(values, new), strict=True)
+        parts = [(due.state.kv.statistics.get(name, values[:0]), newest) for due, newest in pairs]
         joined[name] = torch.cat([values for pair in parts for values in pair])
     return joined
 
 
-def _attention(calls: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> Tensor:
+def _attention(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> Tensor:
     """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    steps = [due.logical_tokens - due.state.tracked_tokens for due in calls]
-    if all(due.cache is not None for due in calls):
+    steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in requests]
+    if all(due.cache is not None for due in requests):
         from sgl_skipkv.kernels.step_attention import step_attention
 
-        locations = [due.location(recorder.queries.data) for due in calls]
-        requests = paged_requests(locations, [due.row_tokens for due in calls])
+        locations = [due.location(recorder.queries.data) for due in requests]
+        paged = paged_at(locations, [due.row_tokens for due in requests])
         found: Tensor = step_attention(
-            *(*requests, steps, [0] * len(calls)), causal=True, scale=scale
+            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale
         )
         return found
     parts = []
-    for due, count in zip(calls, steps, strict=True):
-        queries = recorder.queries.read(due.state.ring, due.logical_tokens - 1, count)
+    for due, count in zip(requests, steps, strict=True):
+        queries = recorder.queries.read(due.state.held.track_id, due.logical_tokens - 1, count)
         attention = torch.zeros(count, due.row_tokens, device=recorder.device)
         for layer in range(layers):
             attention += causal_attention(queries[layer].flip(0), due.keys(layer), scale=scale)
@@ -114,12 +114,12 @@ def _attention(calls: Sequence[Due], recorder: Recorder, *, layers: int, scale: 
     return torch.cat(parts, dim=1)
 
 
-def _step_positions(calls: Sequence[Due], device: torch.device) -> Tensor:
+def _step_positions(requests: Sequence[Due], device: torch.device) -> Tensor:
     """int64 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    spans = [range(due.state.tracked_tokens, due.logical_tokens) for due in calls]
-    most, lengths = max(map(len, spans)), [due.row_tokens for due in calls]
+    spans = [range(due.state.kv.tracked_tokens, due.logical_tokens) for due in requests]
+    most, lengths = max(map(len, spans)), [due.row_tokens for due in requests]
     padded = [step for span in spans for step in (*span, *[-1] * (most - len(span)))]
     packed = device_tensor([*padded, *lengths], device)
-    of_request, tokens = packed[: len(padded)].view(len(calls), most), packed[len(padded) :]
+    of_request, tokens = packed[: len(padded)].view(len(requests), most), packed[len(padded) :]
     steps: Tensor = of_request.repeat_interleave(tokens, dim=0, output_size=sum(lengths))
     return steps.T

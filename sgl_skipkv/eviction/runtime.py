@@ -1,4 +1,4 @@
-"""The only owner of per-call state, and the life of a request: open, admit, plan, commit, close.
+"""The only owner of per-request state, and the life of a request: open, admit, compact, close.
 
 The CPU knows how many, the device knows which. All counts (when a compaction is due, how many
 tokens stay, which sentences exist) come from integers the scheduler already has; all choices (which
@@ -13,22 +13,21 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.compaction import Plan, Undo, take_snapshots
-from sgl_skipkv.eviction.page_table import compact_rows
+from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.planner import Due, Planner
-from sgl_skipkv.eviction.replay import kept_statistics
-from sgl_skipkv.eviction.ring_loans import RingLoans
+from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
-from sgl_skipkv.policy.token_scores import carry_spared
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 from sgl_skipkv.request.settings import RequestSettings
-from sgl_skipkv.request.state import RequestState
+from sgl_skipkv.request.state import Held, KVState, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.steerer import Steerer
@@ -38,7 +37,6 @@ class Runtime:
     """Opens, compacts and closes the budgeted requests of one scheduler process.
 
     Attributes:
-        rings: who records its queries when.
         planner: which tokens stay.
         host_memory: for what retracted requests held.
     """
@@ -62,7 +60,6 @@ class Runtime:
         self.pool_tokens = pool_tokens
         self._delimiters = delimiters
         self._trace = trace
-        self.rings = RingLoans(recorder.rings, config.kv_interval)
         self.planner = Planner(recorder, layers=layers, scale=scale)
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
@@ -78,23 +75,26 @@ class Runtime:
         return len(self._open)
 
     def open(self, rid: str, settings: RequestSettings, prompt_ids: Sequence[int]) -> RequestState:
-        """A request arrives. It holds nothing yet: no row, no slot.
+        """A request arrives. It holds nothing yet: no row, no KV slot, no track.
 
         Raises:
-            torch.OutOfMemoryError: the first such call, and no room for the recording buffers.
+            torch.OutOfMemoryError: the first such request, and no room for the recording buffers.
         """
-        seed = zlib.crc32(array("q", prompt_ids).tobytes())
-        tracker = SentenceTracker(self._delimiters, settings.policy.params.delimiters)
+        prompt_tokens = len(prompt_ids)
+        state = RequestState(
+            self,
+            rid,
+            settings,
+            prompt_tokens,
+            prompt_seed=zlib.crc32(array("q", prompt_ids).tobytes()),
+            kv=KVState(tracked_tokens=prompt_tokens),
+            sentences=self._no_sentences(settings),
+        )
         self.opened_requests += 1
-        state = RequestState(self, rid, settings, len(prompt_ids), seed, tracker)
-        state.tracked_tokens = state.prompt_tokens
-        if self.config.stagger:
-            # From the prompt alone: what a request keeps must not depend on its neighbours.
-            state.phase = seed % settings.policy.params.interval
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
-        if state.needs_slot:
+        if state.needs_track:
             self.recorder.reserve()
         return state
 
@@ -107,148 +107,145 @@ class Runtime:
         return tokens + 2 < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
-        """Whether the request, had it lost its KV, could be prefilled again from all of its
-        tokens."""
+        """Whether a request without its KV could be prefilled again from all of its tokens."""
         return self.fits_pool(state.prompt_tokens + generated)
 
-    def has_slot(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
-        """Whether a slot is left, after the requests that are admitted before it in this step."""
-        if not state.needs_slot or state.slot:
+    def has_track(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
+        """Whether a track is left, after the requests that are admitted before it in this step."""
+        if not state.needs_track or state.held.track_id:
             return True
-        taken = sum(1 for other in before if other.needs_slot and not other.slot)
-        return self.recorder.slots.free_slots > taken
+        taken = sum(1 for other in before if other.needs_track and not other.held.track_id)
+        return self.recorder.tracks.free > taken
 
-    def admit(self, state: RequestState, row: int, tokens: int) -> None:
-        """The request got a row of the page table: it starts to hold things.
-
-        Args:
-            tokens: of its prefill: the prompt, and what is computed again after a retraction.
-        """
-        if state.row is not None:
+    def admit(self, state: RequestState, row: int) -> None:
+        """The request got a row of the page table: it starts to hold things."""
+        if state.held.row is not None:
             return
-        state.row, state.started = row, False
-        state.restored = state.backup is not None
-        if state.returns is not None and self._trace is not None:
-            event = "restore" if state.restored else "recompute"
-            self._trace.write(event, rid=state.rid, generated=state.returns)
-        state.returns = None
-        if state.needs_slot:
-            state.slot = self.recorder.slots.take()
-        self.rings.take(state, tokens)
+        offloaded = state.offloaded
+        state.held = Held(row, self.recorder.tracks.take() if state.needs_track else 0)
+        offloaded.restored = offloaded.backup is not None
+        if offloaded.waiting_with is not None and self._trace is not None:
+            event = "restore" if offloaded.restored else "recompute"
+            self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
+        offloaded.waiting_with = None
         if state.schedule is not None and self.steerer is not None:
             self.steerer.calls += 1
         self._open.add(state)
 
     def start_recording(self, state: RequestState) -> None:
-        """First forward pass of an admitted call, on that pass's stream."""
-        if state.slot and not state.started:
-            assert state.row is not None
+        """First forward pass of an admitted request, on that pass's stream."""
+        held, backup = state.held, state.offloaded.backup
+        if held.track_id and not held.started:
+            assert held.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
-            self.recorder.start(state.row, state.slot, bit, self.rings.loan(state))
-            if state.backup is not None and state.backup.recorded is not None:
-                self.recorder.restore(state.slot, state.ring, state.backup.recorded)
-        state.started, state.backup = True, None
+            self.recorder.start(held.row, held.track_id, bit)
+            if backup is not None and backup.recorded is not None:
+                self.recorder.restore(held.track_id, backup.recorded)
+        held.started, state.offloaded.backup = True, None
 
     def observe(self, state: RequestState, row_tokens: int) -> None:
         """Note the length of the request's row, at every decode step."""
-        state.undo = None
-        budgeted_tokens = state.budgeted_tokens(row_tokens)
-        state.peak_budgeted_tokens = max(state.peak_budgeted_tokens, budgeted_tokens)
-        state.budgeted_token_steps += budgeted_tokens  # their mean over decode steps is reported
-        state.observed_steps += 1
-        self.rings.check(state, row_tokens + state.evicted_tokens)
+        report, budgeted_tokens = state.report, state.budgeted_tokens(row_tokens)
+        report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
+        report.budgeted_token_steps += budgeted_tokens  # their mean over decode steps is reported
+        report.observed_steps += 1
 
     def due(self, state: RequestState, row_tokens: int) -> bool:
         """Whether the request has grown ``interval`` past its budget."""
-        if not state.settings.evicts or state.failure is not None:
-            return False
-        early = row_tokens + state.evicted_tokens < state.first_due
-        return not early and state.budgeted_tokens(row_tokens) >= state.due_tokens
+        evicts = state.settings.evicts and state.failure is None
+        return evicts and state.budgeted_tokens(row_tokens) >= state.due_tokens
 
-    def plan(self, calls: Sequence[Due]) -> list[Plan]:
-        """Choose what stays. Changes nothing that another request or the scheduler can see."""
-        for due in calls:
-            self._read_back(due.state)
-        return self.planner.plan(calls)
+    def track(self, due: Sequence[Due]) -> None:
+        """Bring the requests' statistics up to date, in parts that the workspace holds.
 
-    def commit(
-        self, plans: Sequence[tuple[RequestState, Plan]], req_to_token: Tensor
-    ) -> list[Tensor]:
-        """Rewrite the requests' rows; the caller frees the slots returned and shrinks lengths."""
-        rows = []
-        for state, _ in plans:
-            assert state.row is not None
-            rows.append(state.row)
-        compacted = compact_rows(
-            req_to_token,
-            rows,
-            [plan.selection for _, plan in plans],
-            [plan.positions for _, plan in plans],
-            check=self.config.check_ledger,
-        )
-        snapshots = take_snapshots(
-            [plan for _, plan in plans], [positions for _, positions in compacted]
-        )
-        for (state, plan), (freed, _), last in zip(plans, compacted, snapshots, strict=True):
-            before = state.last, state.statistics, state.known_spared
-            state.undo = Undo(plan.selection, freed, *before)
-            state.last, state.known_spared = last, None
-            state.evicted_tokens += plan.evicted_tokens
-            state.total_evicted_tokens += plan.evicted_tokens
-            state.compactions += 1
-            self.total_compactions += 1
-            self.total_evicted_tokens += plan.evicted_tokens
-        remaining = kept_statistics(
-            [state.statistics for state, _ in plans],
-            [plan.selection.kept for _, plan in plans],
-            [plan.row_tokens for _, plan in plans],
-        )
-        for (state, _), statistics in zip(plans, remaining, strict=True):
-            state.statistics = statistics
-        found = [(state, plan, plan.spared) for state, plan in plans if plan.spared is not None]
-        known = carry_spared(
-            [spared for _, _, spared in found], [plan.selection.kept for _, plan, _ in found]
-        )
-        for (state, _, _), one in zip(found, known, strict=True):
-            state.known_spared = one
-        return [freed for freed, _ in compacted]
+        A request for which that fails has its ``failure`` set. Requests are tracked together; if
+        that raises, each is tracked alone.
+        """
+        row_tokens, steps = [one.row_tokens for one in due], self.config.query_window
+        for part in split_to_fit(row_tokens, 0, self.config.compaction_work_bytes, steps=steps):
+            together = [due[i] for i in part]
+            what = ", ".join(_name(one.state) for one in together)
+            _, error = attempt(what, partial(self.planner.track, together))
+            if error is None:
+                continue
+            for one in together:
+                if len(together) > 1:
+                    _, error = attempt(_name(one.state), partial(self.planner.track, [one]))
+                if error is not None:
+                    one.state.failure = error
 
-    def can_back_up(self, state: RequestState, row_tokens: int) -> bool:
-        """Whether there is room in host memory for what the request holds."""
-        if not state.settings.evicts or not self.backs_up:
-            return False
-        row_tokens += 0 if state.undo is None else state.undo.evicted_tokens
-        recorded_bytes = self.recorder.request_bytes() if state.slot else 0
-        return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
+    def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
+        """Compact the requests that are due, in parts that the workspace holds.
 
-    def undo(self, state: RequestState, row: Tensor) -> Tensor:
-        """Take this step's compaction back, for a backup of what the running step sees.
-
-        It will come again, and choose the same: nothing that it depends on has changed.
+        A request for which that fails keeps its row, with its ``failure`` set. Requests are planned
+        together; if that raises, each is planned alone.
 
         Args:
-            row: int [row tokens], slots of the compacted row.
-
-        Returns:
-            int64 [row tokens before], slots of the row before it; nobody owns those that went.
+            req_to_token: int32 [rows, width], SGLang's page table (changed in place).
         """
-        undo = state.undo
-        assert undo is not None
-        state.last, state.statistics, state.known_spared = undo[2:]
-        state.evicted_tokens -= undo.evicted_tokens
-        state.total_evicted_tokens -= undo.evicted_tokens
-        state.compactions -= 1
-        self.total_compactions -= 1
-        self.total_evicted_tokens -= undo.evicted_tokens
-        state.undo = None
-        return undo.slots(row)
+        done: list[Compaction] = []
+        cache = due[0].cache
+        heads = 0 if cache is None else cache.heads
+        row_tokens = [one.row_tokens for one in due]
+        for part in split_to_fit(row_tokens, heads, self.config.compaction_work_bytes):
+            together = [due[i] for i in part]
+            what = ", ".join(_name(one.state) for one in together)
+            prepared, error = attempt(what, partial(self._prepare, together, req_to_token))
+            if prepared is not None:
+                done.append(self._apply(prepared))
+                continue
+            for one in together:
+                if len(together) > 1:
+                    what = _name(one.state)
+                    prepared, error = attempt(what, partial(self._prepare, [one], req_to_token))
+                if prepared is not None:
+                    done.append(self._apply(prepared))
+                else:
+                    one.state.failure = error
+        return done
+
+    def _prepare(self, due: Sequence[Due], req_to_token: Tensor) -> Compaction:
+        """Choose what stays. Changes nothing that another request or the scheduler can see."""
+        for one in due:
+            self._read_back(one.state)
+        plans = self.planner.plan(due)
+        check = self.config.check_ledger
+        return Compaction(plans, req_to_token, self.recorder, check=check)
+
+    def _apply(self, compaction: Compaction) -> Compaction:
+        compaction.apply()
+        self.total_compactions += len(compaction.plans)
+        self.total_evicted_tokens += sum(plan.evicted_tokens for plan in compaction.plans)
+        return compaction
+
+    def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
+        """Whether what the request holds can be copied, and there is room in host memory for it.
+
+        Args:
+            generated: tokens that the scheduler has seen.
+        """
+        if not state.settings.evicts or not self.backs_up:
+            return False
+        if self.compacted_ahead(state, generated):
+            return False
+        recorded_bytes = self.recorder.request_bytes() if state.held.track_id else 0
+        return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
+
+    def compacted_ahead(self, state: RequestState, generated: int) -> bool:
+        """Whether the row was compacted behind a step that is still running.
+
+        With the overlap scheduler the newest token is of that step, which saw the row before the
+        compaction. A backup would have the token computed again from the row after it.
+        """
+        last = state.kv.last
+        return last is not None and last.logical_tokens > state.prompt_tokens + generated - 1
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """The request is about to lose its row; ``retract`` follows.
 
         Args:
             kv: float [row tokens, Hkv, d] each, its keys and values on the device. Each is copied
-                before the next is asked for, so that only one need exist at a time.
+                before the next is made, so that only one exists at a time.
             recorded_tokens: logical tokens that a forward pass has recorded.
 
         Raises:
@@ -256,16 +253,15 @@ class Runtime:
         """
         copies = HostCopies(self.host_memory)
         # The pool is full: a loop variable would hold one tensor while the next is made.
-        saved_kv, recorded = list(map(copies.add, kv)), None
-        if state.slot:
-            ring = state.ring if state.was_recording(recorded_tokens) else 0
-            recorded = self.recorder.save(state.slot, ring, copies)
-        state.backup, state.recorded_tokens = Backup(saved_kv, recorded), recorded_tokens
+        saved_kv, track_id = list(map(copies.add, kv)), state.held.track_id
+        recorded = self.recorder.save(track_id, copies) if track_id else None
+        state.offloaded.backup = Backup(saved_kv, recorded)
+        state.kv.recorded_tokens = recorded_tokens
 
     def forget_backup(self, state: RequestState) -> None:
         """The request must be recomputed after all."""
-        if state.backup is not None:
-            state.backup = None
+        if state.offloaded.backup is not None:
+            state.offloaded.backup = None
             self._start_anew(state)
 
     @contextmanager
@@ -281,22 +277,22 @@ class Runtime:
         """The request lost its row. Without a backup it will be recomputed from its tokens."""
         self._read_back(state)
         self._release(state)
-        state.returns = generated
-        if state.backup is None:
+        state.offloaded.waiting_with = generated
+        if state.offloaded.backup is None:
             self._start_anew(state)
 
     def close(
         self, state: RequestState, row_tokens: int, output_ids: Sequence[int], reason: str | None
     ) -> None:
         """The request is over: give everything back and write down how it went."""
-        state.peak_budgeted_tokens = max(
-            state.peak_budgeted_tokens, state.budgeted_tokens(row_tokens)
-        )
+        peak_tokens = max(state.report.peak_budgeted_tokens, state.budgeted_tokens(row_tokens))
+        state.report.peak_budgeted_tokens = peak_tokens
         self._read_back(state)
         self._release(state)
         generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
-        state.tracker.feed(output_ids[state.tracker.seen_tokens :])
-        state.summary = summarise(state, generated, output_ids)
+        tracker = state.sentences.tracker
+        tracker.feed(output_ids[tracker.seen_tokens :])
+        state.report.summary = summarise(state, generated, output_ids)
         if self._trace is not None:
             self._trace.write(
                 "finish",
@@ -304,57 +300,60 @@ class Runtime:
                 prompt_tokens=state.prompt_tokens,
                 output_ids=list(output_ids),
                 finish_reason=reason,
-                **state.summary,
+                **state.report.summary,
             )
+
+    def _no_sentences(self, settings: RequestSettings) -> SentenceState:
+        return SentenceState(SentenceTracker(self._delimiters, settings.policy.params.delimiters))
 
     def _start_anew(self, state: RequestState) -> None:
         """Its prefill computes every token again, so eviction begins from nothing."""
-        state.evicted_tokens, state.last, state.recorded_tokens = 0, None, 0
-        state.tracker = SentenceTracker(self._delimiters, state.settings.policy.params.delimiters)
-        state.live, state.live_closed = [], 0
-        state.table, state.table_closed = [], 0
-        assert state.returns is not None
-        state.statistics, state.tracked_tokens = {}, state.prompt_tokens + state.returns
-        state.known_spared = None
+        assert state.offloaded.waiting_with is not None
+        state.kv = KVState(tracked_tokens=state.prompt_tokens + state.offloaded.waiting_with)
+        state.sentences = self._no_sentences(state.settings)
 
     def _read_back(self, state: RequestState) -> None:
         """Read what the last compaction kept: sentences that went whole, the trace line."""
-        snapshot = state.last
-        if snapshot is None or snapshot.read_back:
+        last, sentences = state.kv.last, state.sentences
+        if last is None or state.kv.last_is_read:
             return
-        snapshot.read_back = True
-        kept, finite = snapshot.read()
+        state.kv.last_is_read = True
+        kept, finite = last.read()
         if not finite:
             state.failure = "a score was not finite, so the kept set means nothing"
-        evicted = [span for i in state.live if not _survives(span := state.span(i), kept)]
-        state.live = [i for i in state.live if _survives(state.span(i), kept)]
-        state.evicted_sentences += len(evicted)
+        spans = {i: state.span(i) for i in sentences.live}
+        evicted = [span for span in spans.values() if not _survives(span, kept)]
+        sentences.live = [i for i, span in spans.items() if _survives(span, kept)]
+        state.report.evicted_sentences += len(evicted)
         if self._trace is not None:
             self._trace.write(
                 "compact",
                 rid=state.rid,
                 policy=state.settings.policy.name,
                 prompt_tokens=state.prompt_tokens,
-                generated=snapshot.logical_tokens - state.prompt_tokens,
-                before=snapshot.before,
+                generated=last.logical_tokens - state.prompt_tokens,
+                before=last.row_tokens,
                 after=len(kept),
                 kept=kept,
                 evicted_sentences=evicted,
             )
 
     def _release(self, state: RequestState) -> None:
-        if state.slot:
-            assert state.row is not None
-            # Whoever gets the row next must not write into a slot that somebody else may hold.
-            self.recorder.slots.of_row[state.row] = 0
-            self.recorder.slots.give_back(state.slot)
-            state.slot = 0
-        self.rings.give_back(state)
-        if state.schedule is not None and state.row is not None and self.steerer is not None:
-            self.steerer.stop(state.row)
+        row, track_id = state.held.row, state.held.track_id
+        if track_id:
+            assert row is not None
+            # Whoever gets the row next must not write to a track that somebody else may hold.
+            self.recorder.tracks.of_row[row] = 0
+            self.recorder.tracks.give_back(track_id)
+        if state.schedule is not None and row is not None and self.steerer is not None:
+            self.steerer.stop(row)
             self.steerer.calls -= 1
-        state.row = None
+        state.held = Held()
         self._open.discard(state)
+
+
+def _name(state: RequestState) -> str:
+    return f"kv_budget request {state.rid}"
 
 
 def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:

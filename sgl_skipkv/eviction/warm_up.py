@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.page_table import compact_rows
+from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.policy.base import PagedCache
-from sgl_skipkv.policy.token_scores import carry_spared
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.steering.steerer import Steerer
 
@@ -50,7 +49,6 @@ def warm_up(
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
-    from sgl_skipkv.kernels.spared_columns import KnownSpared
     from sgl_skipkv.kernels.window_attention import window_attention
 
     device, width = recorder.device, cache.req_to_token.shape[1]
@@ -72,16 +70,11 @@ def warm_up(
         queries = recorder.queries.data
         one = paged(window + _NEW_TOKENS)
         window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
-    _, spared = key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds)
+    key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds)
     entries = torch.arange(_KEEP_TOKENS + _NEW_TOKENS, device=device)
-    kept, evicted = entries[:_KEEP_TOKENS], entries[_KEEP_TOKENS:]
-    parts = torch.split(spared, _KEEP_TOKENS + _NEW_TOKENS, dim=2)
-    carried = torch.cat(carry_spared(parts, [kept] * _REQUESTS), dim=2)
-    offsets = device_tensor([i * _KEEP_TOKENS for i in range(_REQUESTS + 1)], device)
-    known = KnownSpared(carried, [_KEEP_TOKENS] * _REQUESTS, offsets)
-    key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds, known)
+    selections = [Selection(entries[:_KEEP_TOKENS], entries[_KEEP_TOKENS:])] * _REQUESTS
     positions: list[Tensor] = [entries] * _REQUESTS
-    compact_rows(table, [*range(_REQUESTS)], [Selection(kept, evicted)] * _REQUESTS, positions)
+    RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
     sentences = recorder.sentences
     raise_redundancy(
         *(sentences.vectors, sentences.redundancy, nobody[:1], nobody[:1] + 2), max_count=2
@@ -94,7 +87,7 @@ def _step(recorder: Recorder, steerer: Steerer | None, nobody: Tensor) -> None:
     vectors, queries = recorder.sentences.vectors, recorder.queries.data
     hidden = vectors.new_zeros(len(nobody), vectors.shape[-1])
     q = queries.new_zeros(len(nobody), *queries.shape[-2:])
-    recording = Recording(nobody, nobody, slots=nobody)
+    recording = Recording(nobody, nobody)
     recorder.record_queries(recording, 0, q)
     recorder.record_hidden(recording, nobody, hidden)
     if steerer is not None:

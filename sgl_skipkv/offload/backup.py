@@ -18,15 +18,14 @@ from sgl_skipkv.offload.host_memory import HostCopy
 
 
 class Recorded(NamedTuple):
-    """What was recorded of one request, in host memory, while it has no slot.
+    """What was recorded of one request, in host memory, while it has no track.
 
     Attributes:
-        sentences: of its slot in the sentence table, by name.
-        queries: its ring; None if it was not recording.
+        sentences: its part of the sentence table, by name. queries: its ring.
     """
 
     sentences: Mapping[str, HostCopy]
-    queries: HostCopy | None
+    queries: HostCopy
 
 
 @dataclass(eq=False)

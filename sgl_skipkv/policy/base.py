@@ -110,15 +110,15 @@ class KeyLocation:
 
     Attributes:
         row: of the page table.
-        ring: float [L, slots, R, Hq, d], recent queries of every tracked request.
-        ring_slot: the request's own.
+        ring: float [L, tracks, R, Hq, d], recent queries of every tracked request.
+        track_id: the request's own.
         last_position: logical position of the newest query.
     """
 
     cache: PagedCache
     row: int
     ring: Tensor
-    ring_slot: int
+    track_id: int
     last_position: int
 
 
@@ -137,12 +137,10 @@ class ScoreInput:
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
-        page: where keys and queries lie; None where kernels cannot read them in place.
+        location: where keys and queries lie; None where kernels cannot read them in place.
         importance, redundancy: what kernels found for this request already (``token_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
-        spared: int32 [L, Hkv, n], found with ``redundancy``: the column that each row spares.
-        known_spared: int32 [L, Hkv, k], what the last compaction's tells of the first k rows.
     """
 
     positions: Tensor
@@ -154,11 +152,9 @@ class ScoreInput:
     sentences: Sentences | None
     seed: int
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    page: KeyLocation | None = None
+    location: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
-    spared: Tensor | None = None
-    known_spared: Tensor | None = None
 
 
 class Policy(ABC):
@@ -224,13 +220,13 @@ class Policy(ABC):
         """
         return dict(statistics)
 
-    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Scores of every request with these parameters that is due in this step.
 
         Here one after the other; whatever a subclass batches, a request's scores must stay what
         they are alone.
         """
-        return [self.scores(inputs) for inputs in calls]
+        return [self.scores(inputs) for inputs in requests]
 
     @abstractmethod
     def scores(self, inputs: ScoreInput) -> Tensor:

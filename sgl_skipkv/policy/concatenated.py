@@ -19,7 +19,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 
 
-def concatenated(calls: Sequence[ScoreInput], window: int) -> ScoreInput:
+def concatenated(requests: Sequence[ScoreInput], window: int) -> ScoreInput:
     """One request made of several; token i of request c is token ``sum of n before c + i``.
 
     Args:
@@ -28,19 +28,22 @@ def concatenated(calls: Sequence[ScoreInput], window: int) -> ScoreInput:
             and
             no redundancy either, so they score what a last window scores: 0.
     """
-    first, lengths = calls[0], [one.positions.shape[0] for one in calls]
-    if len(calls) == 1:
+    first, lengths = requests[0], [one.positions.shape[0] for one in requests]
+    if len(requests) == 1:
         return first
-    logical = [one.page.last_position + 1 for one in calls if one.page is not None]
+    logical = [one.location.last_position + 1 for one in requests if one.location is not None]
     shifts = [0, *accumulate(logical[:-1])]
     gap = torch.zeros(window, device=first.positions.device)
     return replace(
         first,
-        positions=_shifted([one.positions for one in calls], shifts, lengths),
-        sentences=_joined([one.sentences for one in calls if one.sentences is not None], shifts),
-        importance=_with_gaps([_found(one.importance) for one in calls], gap),
+        positions=_shifted([one.positions for one in requests], shifts, lengths),
+        sentences=_joined([one.sentences for one in requests if one.sentences is not None], shifts),
+        importance=_with_gaps([_found(one.importance) for one in requests], gap),
         redundancy=_with_gaps(
-            [_found(one.redundancy)[: n - window] for one, n in zip(calls, lengths, strict=True)],
+            [
+                _found(one.redundancy)[: n - window]
+                for one, n in zip(requests, lengths, strict=True)
+            ],
             gap,
         ),
     )

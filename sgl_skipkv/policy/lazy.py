@@ -46,18 +46,18 @@ class Lazy(Policy):
         gaps = last_after.diff(dim=0).amax(dim=0)
         return {"last_active": last_after[-1], "longest_gap": torch.maximum(longest, gaps)}
 
-    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``H1 + H2`` of every token of all requests, in [0, 2]."""
         last, longest = (
-            torch.cat([one.statistics[name] for one in calls])
+            torch.cat([one.statistics[name] for one in requests])
             for name in ("last_active", "longest_gap")
         )
-        now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in calls])
+        now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
         elapsed = now.float() - last
         likely = 2.0 * torch.sigmoid(-elapsed / longest.clamp_min(1.0))
         frequent = 2.0 * torch.sigmoid(-longest / self.params.interval)
         scores = likely + torch.where(longest > 0, frequent, 0.0)
-        return list(torch.split(scores, [one.positions.shape[0] for one in calls]))
+        return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``H1 + H2`` of one request."""

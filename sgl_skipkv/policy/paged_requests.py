@@ -19,7 +19,7 @@ class PagedRequests(NamedTuple):
     """The first arguments of every kernel that attends with recorded queries.
 
     Attributes:
-        ring: float [L, slots, R, Hq, d].
+        ring: float [L, tracks, R, Hq, d].
         query_slots, last_positions: int64 [B], of each request's queries.
     """
 
@@ -29,16 +29,22 @@ class PagedRequests(NamedTuple):
     last_positions: Tensor
 
 
-def paged_requests(locations: Sequence[KeyLocation], row_tokens: Sequence[int]) -> PagedRequests:
-    """The requests at these locations, with so many cached tokens each."""
+def paged_requests(requests: Sequence[ScoreInput]) -> PagedRequests:
+    """Of requests whose locations are known."""
+    locations = [one.location for one in requests if one.location is not None]
+    return paged_at(locations, [one.positions.shape[0] for one in requests])
+
+
+def paged_at(locations: Sequence[KeyLocation], row_tokens: Sequence[int]) -> PagedRequests:
+    """Of requests at these locations, with so many cached tokens each."""
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
     cache = locations[0].cache
-    rows, offsets, slots, last = device_tensors(
+    rows, offsets, tracks, last = device_tensors(
         [
             [one.row for one in locations],
             [0, *accumulate(row_tokens)],
-            [one.ring_slot for one in locations],
+            [one.track_id for one in locations],
             [one.last_position for one in locations],
         ],
         cache.layer.device,
@@ -46,23 +52,22 @@ def paged_requests(locations: Sequence[KeyLocation], row_tokens: Sequence[int]) 
     keys = PagedKeys(
         *(cache.layer, cache.k_ptrs, cache.req_to_token, rows, row_tokens, offsets, cache.k_scales)
     )
-    return PagedRequests(keys, locations[0].ring, slots, last)
+    return PagedRequests(keys, locations[0].ring, tracks, last)
 
 
 def recent_attention(
-    calls: Sequence[ScoreInput], *, steps: int, firsts: Sequence[int], causal: bool
+    requests: Sequence[ScoreInput], *, steps: int, firsts: Sequence[int], causal: bool
 ) -> Tensor:
     """float32 [steps, tokens of all requests], ``step_attention`` of each request's last queries.
 
     Args:
-        requests: with pages.
+        requests: whose locations are known.
         firsts: of each the first column that is attended to.
     """
     from sgl_skipkv.kernels.step_attention import step_attention
 
-    pages = [one.page for one in calls if one.page is not None]
-    requests = paged_requests(pages, [one.positions.shape[0] for one in calls])
+    counts, scale = [steps] * len(requests), requests[0].scale
     attention: Tensor = step_attention(
-        *(*requests, [steps] * len(calls), firsts), causal=causal, scale=calls[0].scale
+        *(*paged_requests(requests), counts, firsts), causal=causal, scale=scale
     )
     return attention

@@ -38,13 +38,13 @@ class RKV(Policy):
     kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
 
-    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """As one request, where kernels have found importance and redundancy: the same, to the
         bit."""
-        if any(one.importance is None or one.redundancy is None for one in calls):
-            return super().scores_together(calls)
-        scores = self.scores(concatenated(calls, self.params.window))
-        return list(torch.split(scores, [one.positions.shape[0] for one in calls]))
+        if any(one.importance is None or one.redundancy is None for one in requests):
+            return super().scores_together(requests)
+        scores = self.scores(concatenated(requests, self.params.window))
+        return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""

@@ -59,14 +59,14 @@ class RPC(Policy):
         least = self.min_budget_tokens if compactions else 0
         return min(max(grown, least), kv_budget)
 
-    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
-        """As ``scores``, where keys lie in pages from one replay and one pool of all requests."""
-        if any(one.page is None for one in calls):
-            return super().scores_together(calls)
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
+        if any(one.location is None for one in requests):
+            return super().scores_together(requests)
         window, half = self.params.window, self.params.kernel // 2
-        firsts = [self._first(one) for one in calls]
-        tokens = [one.positions.shape[0] for one in calls]
-        attention = recent_attention(calls, steps=window, firsts=firsts, causal=False)
+        firsts = [self._first(one) for one in requests]
+        tokens = [one.positions.shape[0] for one in requests]
+        attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
         # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
         received = torch.split(attention.cumsum(dim=0)[-1], tokens)
         zeros = received[0].new_zeros(max(half, window, *firsts))

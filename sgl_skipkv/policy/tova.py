@@ -25,12 +25,12 @@ class TOVA(Policy):
     needs_queries = True
     kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    def scores_together(self, calls: Sequence[ScoreInput]) -> list[Tensor]:
-        """Attention of every request's last query, where keys lie in pages from one replay."""
-        if any(one.page is None for one in calls):
-            return super().scores_together(calls)
-        attention = recent_attention(calls, steps=1, firsts=[0] * len(calls), causal=True)
-        return list(torch.split(attention[0], [one.positions.shape[0] for one in calls]))
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Attention of every request's last query, where keys lie in pages, from one replay."""
+        if any(one.location is None for one in requests):
+            return super().scores_together(requests)
+        attention = recent_attention(requests, steps=1, firsts=[0] * len(requests), causal=True)
+        return list(torch.split(attention[0], [one.positions.shape[0] for one in requests]))
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention of the last query to every cached token; sums to 1."""

@@ -1,15 +1,14 @@
 """What decoding records on the device for the next compaction: recent queries, sentence vectors.
 
 Fixed buffers, written in place with tensor indices only, so a CUDA graph captures every write
-of a decode step. They are indexed by *slot*, a small number that a request holds while it has a row
-in the page table; slot 0 is scratch that untracked rows write to and nobody reads.
+of a decode step. They are indexed by *track id*, a small number that a request holds while it has a
+row in the page table; track 0 is scratch that untracked rows write to and nobody reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,101 +30,72 @@ class ModelShape:
     hidden_size: int
 
 
-class SlotTable:
-    """Which slot each page-table row writes to, and which slots are free."""
+class Tracks:
+    """Which track each page-table row records to, and which are free. Track 0 is scratch."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
-        self._free = list(range(slots, 0, -1))
+        self._free = list(range(count, 0, -1))
 
     def use_rows(self, rows: int) -> None:
         """The page table exists, with this many rows."""
         self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
 
     @property
-    def free_slots(self) -> int:
+    def free(self) -> int:
+        """How many nobody has."""
         return len(self._free)
 
     def take(self) -> int:
         return self._free.pop()
 
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
-
-
-class Loan(NamedTuple):
-    """A ring that is lent to a request, and the positions whose queries go there.
-
-    Position p is recorded if ``(p - first) % interval < window``, so from ``first`` on ``window``
-    positions of every ``interval``.
-    """
-
-    ring: int = 0
-    first: int = 0
-    interval: int = 1
-    window: int = 1
+    def give_back(self, track_id: int) -> None:
+        self._free.append(track_id)
 
 
 class QueryRings:
-    """The last ``window`` rotated queries of requests that are about to be compacted, per layer.
+    """The last ``window`` rotated queries of every tracked request, per layer.
 
     Token at logical position p is stored at ``p % window``; the formulas take queries in any order.
-    Ring 0 is scratch. ``ring_book`` decides who has which ring when.
 
     Attributes:
-        data: float [layers, rings + 1, window, Hq, d].
-        loans: int64 [slots + 1, 4], the ``Loan`` of each slot.
+        data: float [layers, tracks + 1, window, Hq, d].
     """
 
     def __init__(
         self,
         shape: ModelShape,
         *,
-        slots: int,
-        rings: int,
+        tracks: int,
         window: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.window = window
-        sizes = (shape.layers, rings + 1, window, shape.query_heads, shape.head_dim)
+        sizes = (shape.layers, tracks + 1, window, shape.query_heads, shape.head_dim)
         self.data = torch.zeros(sizes, dtype=dtype, device=device)
-        self.loans = device_tensor(Loan(), device).repeat(slots + 1, 1)
 
-    def lend(self, slot: int, loan: Loan) -> None:
-        """From now on the slot's call records by this loan."""
-        self.loans[slot] = device_tensor(loan, self.loans.device)
-
-    def of_tokens(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """int64 [B], the ring of each token, 0 where its query is not wanted. Graph-safe.
-
-        Args:
-            slots, positions: int64 [B].
-        """
-        ring, first, interval, window = self.loans[slots].unbind(dim=1)
-        return torch.where((positions - first) % interval < window, ring, 0)
-
-    def write(self, layer: int, rings: Tensor, positions: Tensor, q: Tensor) -> None:
-        """Store one query per token. rings, positions: int64 [B]; q: float [B, Hq, d]."""
+    def write(self, layer: int, tracks: Tensor, positions: Tensor, q: Tensor) -> None:
+        """Store one query per token. tracks, positions: int64 [B]; q: float [B, Hq, d]."""
         if uses_triton(q.device):
             from sgl_skipkv.kernels.ring_write import ring_write
 
-            ring_write(q, rings, positions, self.data[layer])
+            ring_write(q, tracks, positions, self.data[layer])
         else:
-            self.data[layer][rings, positions % self.window] = q.to(self.data.dtype)
+            self.data[layer][tracks, positions % self.window] = q.to(self.data.dtype)
 
-    def save(self, ring: int, copies: HostCopies) -> HostCopy:
+    def save(self, track_id: int, copies: HostCopies) -> HostCopy:
         """float [layers, window, Hq, d], the whole ring, added to the copies."""
-        return copies.add(self.data[:, ring])
+        return copies.add(self.data[:, track_id])
 
-    def restore(self, ring: int, saved: HostCopy) -> None:
+    def restore(self, track_id: int, saved: HostCopy) -> None:
         """What ``save`` gave, into another ring: positions have the same places there."""
-        self.data[:, ring] = saved.to(self.data.device)
+        self.data[:, track_id] = saved.to(self.data.device)
 
-    def read(self, ring: int, last_position: int, count: int) -> Tensor:
+    def read(self, track_id: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
         entries = [(last_position - i) % self.window for i in range(count)]
-        return self.data[:, ring, device_tensor(entries, self.data.device)]
+        return self.data[:, track_id, device_tensor(entries, self.data.device)]
 
 
 @dataclass(frozen=True)
@@ -133,17 +103,15 @@ class Recording:
     """Where one forward pass writes: one entry per recorded token.
 
     Attributes:
-        rings, positions: int64 [B]; tokens of ring 0 leave no query.
-        slots: int64 [B], whose sentences the tokens belong to; None in a prefill.
-        tokens: int64 [B], which of the forward's tokens are recorded; None for all of them, in
-            order, as in a decode step.
-        replay: (slot, first, stop) of generated tokens that a prefill recomputes after a
+        tracks, positions: int64 [B]; what goes to track 0 nobody reads.
+        tokens: int64 [B], which of a prefill's tokens are recorded; None in a decode step: all of
+            them, and their sentences.
+        replay: (track id, first, stop) of generated tokens that a prefill recomputes after a
             retraction: they go into the sentence table one by one, as they did when they were new.
     """
 
-    rings: Tensor
+    tracks: Tensor
     positions: Tensor
-    slots: Tensor | None = None
     tokens: Tensor | None = None
     replay: tuple[tuple[int, int, int], ...] = ()
 
@@ -151,11 +119,8 @@ class Recording:
 class Recorder:
     """All recording buffers of one scheduler process.
 
-    The large ones are allocated by ``reserve``: at start where the operator asked for eviction,
-    else with the first request that needs them, so that a server nobody asked holds no memory for
-    us.
-
-    ``slots.use_rows`` comes before the first request.
+    The large ones are allocated by ``reserve``: at start if eviction is enabled there, else with
+    the first request that needs them. ``tracks.use_rows`` comes before the first request.
 
     Attributes:
         current: where the forward pass that is being launched records; None for nowhere.
@@ -167,8 +132,7 @@ class Recorder:
         self,
         shape: ModelShape,
         *,
-        slots: int,
-        rings: int,
+        tracks: int,
         query_window: int,
         max_sentences: int,
         delimiters: Delimiters,
@@ -176,22 +140,15 @@ class Recorder:
         device: torch.device,
     ) -> None:
         self.device = device
-        self.rings = rings
         self.current: Recording | None = None
         self.records_decode = False
-        self.slots = SlotTable(slots, device)
+        self.tracks = Tracks(tracks, device)
         self._new_queries = partial(
-            QueryRings,
-            shape,
-            slots=slots,
-            rings=rings,
-            window=query_window,
-            dtype=dtype,
-            device=device,
+            QueryRings, shape, tracks=tracks, window=query_window, dtype=dtype, device=device
         )
         self._new_sentences = partial(
             SentenceTable,
-            slots,
+            tracks,
             max_sentences,
             shape.hidden_size,
             delimiters,
@@ -215,31 +172,28 @@ class Recorder:
         """
         _ = self.queries, self.sentences
 
-    def start(self, row: int, slot: int, preset_bit: int, loan: Loan) -> None:
-        """A request begins its prefill: point its row at its slot and clear what was there.
+    def start(self, row: int, track_id: int, preset_bit: int) -> None:
+        """A request begins its prefill: point its row at its track and clear what was there.
 
-        Belongs on the stream of the forward pass: the slot's last request may still be writing
-            there.
+        Belongs on the stream of the forward pass: the last owner's step may still write there.
         """
-        self.slots.of_row[row] = slot
-        self.sentences.reset(slot, preset_bit)
-        self.queries.lend(slot, loan)
+        self.tracks.of_row[row] = track_id
+        self.sentences.reset(track_id, preset_bit)
 
     def request_bytes(self) -> int:
-        """What ``save`` copies of one request at most."""
+        """What ``save`` copies of one request."""
         tables = self.sentences.tables().values()
         return self.queries.data[:, 0].nbytes + sum(table[0].nbytes for table in tables)
 
-    def save(self, slot: int, ring: int, copies: HostCopies) -> Recorded:
-        """Add what was recorded of a call to the copies. ring: 0 if it is not recording."""
-        queries = self.queries.save(ring, copies) if ring else None
-        return Recorded(self.sentences.save(slot, copies), queries)
+    def save(self, track_id: int, copies: HostCopies) -> Recorded:
+        """Add what was recorded of a request to the copies."""
+        queries = self.queries.save(track_id, copies)
+        return Recorded(self.sentences.save(track_id, copies), queries)
 
-    def restore(self, slot: int, ring: int, recorded: Recorded) -> None:
+    def restore(self, track_id: int, recorded: Recorded) -> None:
         """Put it back, after ``start``, on the same stream."""
-        self.sentences.restore(slot, recorded.sentences)
-        if recorded.queries is not None:
-            self.queries.restore(ring, recorded.queries)
+        self.sentences.restore(track_id, recorded.sentences)
+        self.queries.restore(track_id, recorded.queries)
 
     def decode_recording(self, rows: Tensor, positions: Tensor) -> Recording:
         """Where a decode step writes. Graph-safe.
@@ -247,8 +201,7 @@ class Recorder:
         Args:
             rows: int64 [B], of the page table. positions: int64 [B], logical.
         """
-        slots = self.slots.of_row[rows]
-        return Recording(self.queries.of_tokens(slots, positions), positions, slots)
+        return Recording(self.tracks.of_row[rows], positions)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the forward, Hq * d] or [tokens, Hq, d]."""
@@ -256,14 +209,14 @@ class Recorder:
         q = q.view(-1, heads, head_dim)
         if recording.tokens is not None:
             q = q[recording.tokens]
-        self.queries.write(layer, recording.rings, recording.positions, q)
+        self.queries.write(layer, recording.tracks, recording.positions, q)
 
     def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
         """token_ids: int64 [tokens of the forward]; hidden: float [tokens, D], after final norm."""
-        if recording.slots is not None:
-            self.sentences.step(recording.slots, token_ids, hidden)
+        if recording.tokens is None:
+            self.sentences.step(recording.tracks, token_ids, hidden)
             return
-        for slot, first, stop in recording.replay:
-            slots = torch.full((1,), slot, dtype=torch.int64, device=hidden.device)
+        for track_id, first, stop in recording.replay:
+            track = torch.full((1,), track_id, dtype=torch.int64, device=hidden.device)
             for token in range(first, stop):
-                self.sentences.step(slots, token_ids[token : token + 1], hidden[token : token + 1])
+                self.sentences.step(track, token_ids[token : token + 1], hidden[token : token + 1])

@@ -1,8 +1,8 @@
 """Sentence vectors of every tracked request: summed while it decodes, compared at its compactions.
 
-Fixed buffers, one row per slot; slot 0 is scratch that untracked rows write to and nobody reads. A
-decode step writes through tensor indices only, so a CUDA graph captures it. What a compaction does
-is done for all due requests at once.
+Fixed buffers, one row per track id; track 0 is scratch that untracked rows write to and nobody
+reads. A decode step writes through tensor indices only, so a CUDA graph captures it. What a
+compaction does is done for all due requests at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SentenceTable:
 
     def __init__(
         self,
-        slots: int,
+        tracks: int,
         capacity: int,
         hidden_size: int,
         delimiters: Delimiters,
@@ -37,7 +37,7 @@ class SentenceTable:
         device: torch.device,
     ) -> None:
         self.capacity = capacity
-        rows = slots + 1
+        rows = tracks + 1
         self.bits = torch.frombuffer(delimiters.bits, dtype=torch.uint8).to(device)
         self.preset = torch.zeros(rows, dtype=torch.uint8, device=device)
         self.total = torch.zeros(rows, hidden_size, device=device)
@@ -48,24 +48,24 @@ class SentenceTable:
         self.vectors = torch.zeros(rows, capacity, hidden_size, dtype=dtype, device=device)
         self.redundancy = torch.full((rows, capacity), -1.0, device=device)
 
-    def reset(self, slot: int, preset_bit: int) -> None:
-        """Forget the slot's last request."""
-        self.preset[slot] = preset_bit
+    def reset(self, track: int, preset_bit: int) -> None:
+        """Forget the track's last request."""
+        self.preset[track] = preset_bit
         for table in (self.total, self.length, self.index, self.after_delimiter):
-            table[slot] = 0
-        self.redundancy[slot] = -1.0
+            table[track] = 0
+        self.redundancy[track] = -1.0
 
-    def save(self, slot: int, copies: HostCopies) -> dict[str, HostCopy]:
-        """Everything about the slot's call, added to the copies."""
-        return {name: copies.add(table[slot]) for name, table in self.tables().items()}
+    def save(self, track: int, copies: HostCopies) -> dict[str, HostCopy]:
+        """Everything about the track's call, added to the copies."""
+        return {name: copies.add(table[track]) for name, table in self.tables().items()}
 
-    def restore(self, slot: int, saved: Mapping[str, HostCopy]) -> None:
-        """What ``save`` gave, into a slot that was reset."""
+    def restore(self, track: int, saved: Mapping[str, HostCopy]) -> None:
+        """What ``save`` gave, into a track that was reset."""
         for name, table in self.tables().items():
-            table[slot] = saved[name].to(table.device)
+            table[track] = saved[name].to(table.device)
 
     def tables(self) -> dict[str, Tensor]:
-        """What is kept of a request, one entry per slot."""
+        """What is kept of a request, one entry per track id."""
         return {
             "total": self.total,
             "length": self.length,
@@ -75,81 +75,126 @@ class SentenceTable:
             "redundancy": self.redundancy,
         }
 
-    def step(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Add one token per row. slots, token_ids: int64 [B]; hidden: float [B, D]."""
+    def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
+        """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""
         tables = self.tables()
         del tables["redundancy"]  # between sentences: a matter of compactions
         if uses_triton(hidden.device):
             from sgl_skipkv.kernels.sentence_step import sentence_step
 
-            sentence_step(hidden, slots, token_ids, bits=self.bits, preset=self.preset, **tables)
+            sentence_step(hidden, tracks, token_ids, bits=self.bits, preset=self.preset, **tables)
         else:
-            is_delimiter = (self.bits[token_ids] & self.preset[slots]) != 0
-            reference.sentence_step(hidden, slots, is_delimiter, **tables)
+            is_delimiter = (self.bits[token_ids] & self.preset[tracks]) != 0
+            reference.sentence_step(hidden, tracks, is_delimiter, **tables)
 
-    def keep_entries(
+    def compare(
         self,
-        slots: Sequence[int],
+        tracks: Sequence[int],
+        used: Sequence[int],
         entries: Sequence[Sequence[int]],
-        closed_last: Sequence[bool],
-    ) -> None:
-        """Move each table's named entries to its front and forget the others.
+        spans: Sequence[Spans],
+    ) -> list[Sentences]:
+        """Raise each entry's redundancy to its similarity with any later entry of its table.
+
+        To do it twice changes nothing more, so a plan that fails may be made again.
 
         Args:
-            slots: whose tables, no slot twice.
+            tracks: whose tables, no track twice.
+            used: entries of each.
+            entries: of each those that the policy sees, ascending.
+            spans: logical spans of these.
+        """
+        device, counts = self.vectors.device, [len(one) for one in spans]
+        bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
+        table = [i for i, count in enumerate(counts) for _ in range(count)]
+        flat = [*bounds, table, [*chain(*entries)], tracks, used]
+        packed = device_tensor([*chain(*flat)], device)
+        starts, stops, whose, entry, at, count = torch.split(packed, [len(one) for one in flat])
+        if uses_triton(device):
+            from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+
+            raise_redundancy(self.vectors, self.redundancy, at, count, max_count=max(used))
+        else:
+            for track, n in zip(tracks, used, strict=True):
+                self._raise(track, n)
+        parts = [starts, stops, self.redundancy[at[whose], entry]]
+        of_request = zip(*(torch.split(part, counts) for part in parts), strict=True)
+        return [Sentences(*one) for one in of_request]
+
+    def moves(
+        self,
+        tracks: Sequence[int],
+        entries: Sequence[Sequence[int]],
+        closed_last: Sequence[bool],
+    ) -> TableMoves:
+        """What moves each table's named entries to its front and forgets the others.
+
+        Args:
+            tracks: whose tables, no track twice.
             entries: of each the indices to keep, ascending.
             closed_last: of each whether the last token seen was a delimiter, so that the running
                 sum still belongs to the newest entry.
         """
-        device, counts = self.vectors.device, [len(chosen) for chosen in entries]
-        ends = [n - closed for n, closed in zip(counts, closed_last, strict=True)]
-        table, target = _places(counts)
-        packed = device_tensor([*table, *target, *chain(*entries), *slots, *ends], device)
-        moves, at, end = torch.split(packed, [3 * len(table), len(slots), len(slots)])
-        redundancy = self.redundancy.new_full((len(slots), self.capacity), -1.0)
-        # No entry moves backwards, so a part never overwrites what a later part reads.
-        for whose, to, source in torch.split(moves.view(3, len(table)), _MOVED_AT_ONCE, dim=1):
-            slot = at[whose]
-            self.vectors[slot, to] = self.vectors[slot, source]
-            redundancy[whose, to] = self.redundancy[slot, source]
-        self.redundancy[at] = redundancy
-        self.index[at] = end
+        return TableMoves(self, tracks, entries, closed_last)
 
-    def compare(self, slots: Sequence[int], spans: Sequence[Spans]) -> list[Sentences]:
-        """Raise each entry's redundancy to its similarity with any later entry of its table.
-
-        Args:
-            slots: whose tables, no slot twice.
-            spans: of each the logical spans of its entries, in the table's order.
-        """
-        device, counts = self.vectors.device, [len(one) for one in spans]
-        bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
-        flat = [*bounds, *_places(counts), slots, counts]
-        packed = device_tensor([*chain(*flat)], device)
-        starts, stops, table, entry, at, used = torch.split(packed, [len(one) for one in flat])
-        if uses_triton(device):
-            from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
-
-            raise_redundancy(self.vectors, self.redundancy, at, used, max_count=max(counts))
-        else:
-            for slot, count in zip(slots, counts, strict=True):
-                self._raise(slot, count)
-        parts = [starts, stops, self.redundancy[at[table], entry]]
-        of_call = zip(*(torch.split(part, counts) for part in parts), strict=True)
-        return [Sentences(*one) for one in of_call]
-
-    def _raise(self, slot: int, count: int) -> None:
+    def _raise(self, track: int, count: int) -> None:
         """``compare`` of one table, in plain torch."""
         if count < 2:
             return
-        similarity = reference.sentence_similarity(self.vectors[slot, :count])
+        similarity = reference.sentence_similarity(self.vectors[track, :count])
         earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
         later = similarity.masked_fill(earlier, -1.0).amax(dim=1)
-        redundancy = self.redundancy[slot, :count]
-        self.redundancy[slot, :count] = torch.maximum(redundancy, later)
+        redundancy = self.redundancy[track, :count]
+        self.redundancy[track, :count] = torch.maximum(redundancy, later)
 
 
-def _places(counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of the entries of several tables, one after the other: which table, which entry of it."""
-    table = [i for i, count in enumerate(counts) for _ in range(count)]
-    return table, [entry for count in counts for entry in range(count)]
+class TableMoves:
+    """Entries that go to the front of their tables, with all the memory that this takes.
+
+    Raises:
+        torch.OutOfMemoryError: nothing has changed.
+    """
+
+    def __init__(
+        self,
+        table: SentenceTable,
+        tracks: Sequence[int],
+        entries: Sequence[Sequence[int]],
+        closed_last: Sequence[bool],
+    ) -> None:
+        device, capacity = table.vectors.device, table.capacity
+        self._table = table
+        counts = [len(chosen) for chosen in entries]
+        ends = [n - closed for n, closed in zip(counts, closed_last, strict=True)]
+        places = [
+            (i, track * capacity + to, track * capacity + source)
+            for i, (track, chosen) in enumerate(zip(tracks, entries, strict=True))
+            for to, source in enumerate(chosen)
+        ]
+        moved = [(to, source) for _, to, source in places if to != source]
+        row = [i * capacity + to % capacity for i, to, _ in places]
+        parts = [*zip(*moved, strict=True)] or [(), ()]
+        flat = [*parts, row, [source for _, _, source in places], tracks, ends]
+        packed = device_tensor([*chain(*flat)], device)
+        split = torch.split(packed, [len(one) for one in flat])
+        self._to, self._source, row_at, source_at, self._tracks, self._ends = split
+        # Entries before the first one that goes stay where they are.
+        self._staging = table.vectors.new_empty(
+            min(len(moved), _MOVED_AT_ONCE), table.vectors.shape[-1]
+        )
+        self._redundancy = table.redundancy.new_full((len(tracks), capacity), -1.0)
+        kept = table.redundancy.view(-1)[source_at]
+        self._redundancy.view(-1).index_copy_(0, row_at, kept)
+
+    def apply(self) -> None:
+        """Move the entries; allocates nothing, so it is done as a whole or not at all."""
+        table = self._table
+        vectors = table.vectors.view(-1, table.vectors.shape[-1])
+        # No entry moves backwards, so a part never overwrites what a later part reads.
+        for start in range(0, self._to.shape[0], _MOVED_AT_ONCE):
+            source = self._source[start : start + _MOVED_AT_ONCE]
+            staged = self._staging[: source.shape[0]]
+            torch.index_select(vectors, 0, source, out=staged)
+            vectors.index_copy_(0, self._to[start : start + _MOVED_AT_ONCE], staged)
+        table.redundancy.index_copy_(0, self._tracks, self._redundancy)
+        table.index.index_copy_(0, self._tracks, self._ends)

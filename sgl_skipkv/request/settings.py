@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final
 
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief, build
@@ -130,16 +131,10 @@ def _misspelt(name: str) -> bool:
         return False
     if name[: len(_PREFIX)].lower() == _PREFIX:
         return True
-    if len(name) > _LONGEST_OF_OURS + 1:  # whoever sends long names does not make us look closer
+    if len(name) > _LONGEST + 1:  # whoever sends long names does not make us look closer
         return False
     plain = name.lower().replace("-", "_")
-    return plain in _SETTINGS or not _NEAR_KEYS.isdisjoint(_with_one_less(plain))
-
-
-def _with_one_less(name: str) -> set[str]:
-    """The name, and what is left of it without any one character. Names for which these meet differ
-    by a character that is missing, wrong, or in its neighbour's place."""
-    return {name} | {name[:i] + name[i + 1 :] for i in range(len(name))}
+    return plain in _SETTINGS or bool(get_close_matches(plain, KEYS, n=1, cutoff=_CLOSE))
 
 
 _PREFIX: Final = "skipkv"
@@ -147,8 +142,9 @@ _PREFIX: Final = "skipkv"
 _SETTINGS: Final = {
     name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
 } - {"steering_capture"}
-_LONGEST_OF_OURS: Final = max(map(len, _SETTINGS))
-_NEAR_KEYS: Final = frozenset().union(*map(_with_one_less, KEYS))
+_LONGEST: Final = max(map(len, _SETTINGS))
+#: ``difflib``'s ratio: one character that is missing, wrong or too many, or two that are swapped
+_CLOSE: Final = 0.87
 
 
 def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSettings | None:

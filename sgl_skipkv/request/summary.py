@@ -19,19 +19,20 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
         generated: tokens that were generated and fed again.
         output_ids: all that were generated.
     """
+    report = state.report
     count_prompt = state.settings.policy.params.count_prompt
     full = generated + (state.prompt_tokens if count_prompt else 0)
     summary = {
         "policy": state.settings.policy.name,
         "kv_budget": state.settings.kv_budget,
-        "compactions": state.compactions,
-        "evicted_tokens": state.total_evicted_tokens,
-        "kv_tokens": max(full - state.evicted_tokens, 0),
-        "peak_kv_tokens": state.peak_budgeted_tokens,
-        "mean_kv_tokens": round(state.budgeted_token_steps / max(state.observed_steps, 1), 1),
+        "compactions": report.compactions,
+        "evicted_tokens": report.evicted_tokens,
+        "kv_tokens": max(full - state.kv.evicted_tokens, 0),
+        "peak_kv_tokens": report.peak_budgeted_tokens,
+        "mean_kv_tokens": round(report.budgeted_token_steps / max(report.observed_steps, 1), 1),
         "full_kv_tokens": full,
-        "sentences": len(state.tracker.closed),
-        "evicted_sentences": state.evicted_sentences,
+        "sentences": len(state.sentences.tracker.closed),
+        "evicted_sentences": report.evicted_sentences,
     }
     if state.schedule is not None:
         steered = state.schedule.copy()

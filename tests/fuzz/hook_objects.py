@@ -110,11 +110,14 @@ class HookObjects:
         state = self.world.runtime.open(req.rid, settings, req.origin_input_ids)
         req.skipkv = state
         if req.is_retracted:
-            state.returns, state.failure = len(req.output_ids), draw.one(None, "planted")
-            state.evicted_tokens = draw.count(CONTEXT)
+            state.offloaded.waiting_with, state.failure = (
+                len(req.output_ids),
+                draw.one(None, "planted"),
+            )
+            state.kv.evicted_tokens = draw.count(CONTEXT)
             copies = HostCopies(HostMemory(1 << 20, pinned=False))
             kv = [copies.add(torch.zeros(draw.count(CONTEXT), 1, HEAD_DIM))] * 2
-            state.backup = draw.one(None, Backup(kv, None))
+            state.offloaded.backup = draw.one(None, Backup(kv, None))
         return req
 
     def _settings(self) -> RequestSettings | None:

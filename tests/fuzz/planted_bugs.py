@@ -32,8 +32,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a compacted row is filed in the tree",
             release.limit_insert,
-            "and state.evicted_tokens:\n        return 0",
-            "and state.evicted_tokens:\n        return None",
+            "and state.kv.evicted_tokens:\n        return 0",
+            "and state.kv.evicted_tokens:\n        return None",
         ),
         (
             "a recomputed call hands its output to the tree",
@@ -119,7 +119,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "evictions outlive a retraction",
             life._start_anew,
-            "state.evicted_tokens, state.last, state.recorded_tokens = 0, None, 0",
+            "state.kv.evicted_tokens, state.kv.last, state.kv.recorded_tokens = 0, None, 0",
             "pass",
         ),
         (
@@ -128,7 +128,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
             "pass",
         ),
-        ("a row keeps its slot", life._release, "of_row[state.row] = 0", "of_row[0] = 0"),
+        ("a row keeps its slot", life._release, "of_row[state.held.row] = 0", "of_row[0] = 0"),
         (
             "positions are physical",
             forward.prepare_forward,
@@ -143,8 +143,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a call reserves a slot that is taken",
-            life.has_slot,
-            "return self.recorder.slots.free_slots > taken",
+            life.has_track,
+            "return self.recorder.tracks.free > taken",
             "return True",
         ),
         (
@@ -168,7 +168,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a restored row is not paid for",
             admission._restored_tokens,
-            "state.backup.row_tokens - req.prefix_len",
+            "state.offloaded.backup.row_tokens - req.prefix_len",
             "0",
         ),
         (
@@ -198,7 +198,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a call that ends while it waits keeps host memory",
             backup.drop_backup,
-            "state.backup = None",
+            "state.offloaded.backup = None",
             "pass",
         ),
         (
@@ -219,7 +219,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "not state.settings.steers",
             "True",
         ),
-        ("a row stays steered", life._release, "self.steerer.stop(state.row)", "pass"),
+        ("a row stays steered", life._release, "self.steerer.stop(state.held.row)", "pass"),
         (
             "tokens that are computed again are not steered",
             steering.prepare_prefill,
@@ -229,8 +229,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a call that comes back is steered as at its start",
             steering.prepare_prefill,
-            "steerer.start(state.row, schedule)",
-            "steerer.start(state.row, state.schedule)",
+            "steerer.start(state.held.row, schedule)",
+            "steerer.start(state.held.row, state.schedule)",
         ),
     ]
 

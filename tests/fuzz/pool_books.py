@@ -131,14 +131,14 @@ class Books:
         """A retraction; what a backup has is what the row had."""
         row, state = self.rows.pop(req.rid), getattr(req, "skipkv", None)
         self.count["retractions"] += 1
-        if state is None or state.backup is None:
+        if state is None or state.offloaded.backup is None:
             return
-        if state.backup.row_tokens > len(row):
+        if state.offloaded.backup.row_tokens > len(row):
             # This step's compaction is taken back.
             row, recomputed = self.uncompacted[req.rid]
             self.recomputed |= {req.rid} if recomputed else set()
             self.count["compactions taken back"] += 1
-        held = row[: state.backup.row_tokens]
+        held = row[: state.offloaded.backup.row_tokens]
         assert held[-1].position == len(req.origin_input_ids) + len(req.output_ids) - 2
         self.backed_up[req.rid] = held
         self.count["backups"] += 1
@@ -178,13 +178,13 @@ class Books:
     @staticmethod
     def _compactions(req: Any) -> int:
         state = getattr(req, "skipkv", None)
-        return 0 if state is None else state.compactions
+        return 0 if state is None else state.report.compactions
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """Kept + freed = old, the pinned entries among the kept, in order."""
         state, old = req.skipkv, self.rows[req.rid]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
-        kept = set(state.last.positions.tolist())
+        kept = set(state.kv.last.positions.tolist())
         stays = [entry.position in kept for entry in old]
         settings, params = state.settings, state.settings.policy.params
         prompt = len(req.origin_input_ids)
@@ -193,10 +193,10 @@ class Books:
         if params.protect_prompt:
             pinned |= set(range(prompt))
         assert pinned <= kept and len(kept) == sum(stays)
-        assert len(kept) == settings.keep_tokens(prompt, state.compactions)
-        if state.ring:
+        assert len(kept) == settings.keep_tokens(prompt, state.report.compactions)
+        if state.held.track_id:
             newest = old[-params.window :]
-            ring = self.recorder.queries.read(state.ring, newest[-1].position, len(newest))
+            ring = self.recorder.queries.read(state.held.track_id, newest[-1].position, len(newest))
             own = QUERIES[[entry.tag % len(QUERIES) for entry in newest]]
             assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
         self.uncompacted[req.rid] = old, req.rid in self.recomputed
@@ -262,7 +262,7 @@ class Books:
         if state is None or not state.settings.evicts:
             return private
         prompt = len(req.origin_input_ids)
-        assert state.evicted_tokens == row[-1].position + 1 - len(row)
+        assert state.kv.evicted_tokens == row[-1].position + 1 - len(row)
         assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else prompt)
         settings = state.settings
         if req.rid not in self.recomputed and not settings.policy.params.count_prompt:
@@ -276,10 +276,10 @@ class Books:
         assert self.runtime.host_memory.taken_bytes <= self.runtime.host_memory.limit_bytes
         lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
         slots = [slot for slot in lent.values() if slot]
-        assert len(slots) == len(set(slots)) == TRACKED - self.recorder.slots.free_slots
+        assert len(slots) == len(set(slots)) == TRACKED - self.recorder.tracks.free
         assert all(state.failure is None for state in states)
-        sharing = sum(1 for state in states if state.ring)
+        sharing = sum(1 for state in states if state.held.track_id)
         assert bool(self.runtime.rings.free_rings) == (sharing == 0)
         self.count["steps of two calls on one ring"] += sharing > 1
         for row in range(ROWS + 1):
-            assert int(self.recorder.slots.of_row[row]) == lent.get(row, 0), row
+            assert int(self.recorder.tracks.of_row[row]) == lent.get(row, 0), row

@@ -76,7 +76,7 @@ class Forward(Books):
         self.forward_stream.run()  # nothing of a step begins before the one before has ended
         for req in self.owners():
             state = getattr(req, "skipkv", None)
-            if state is not None and state.started and state.settings.policy.needs_sentences:
+            if state is not None and state.held.started and state.settings.policy.needs_sentences:
                 self._check_open_sentence(req)
         decode = batch.forward_mode.is_decode()
         counts = [1] * len(batch.reqs) if decode else batch.extend_lens

@@ -163,7 +163,7 @@ class World(Loop):
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        self.recorder.slots.use_rows(ROWS + 1)
+        self.recorder.tracks.use_rows(ROWS + 1)
         self.runtime = Runtime(
             config,
             delimiters,

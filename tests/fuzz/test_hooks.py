@@ -46,15 +46,19 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
     return [
         (scheduler.open_request, "isinstance(params, dict)", "params is not None"),
         (scheduler.bound_new_tokens, " if bound is not None else limit", ""),
-        (scheduler.is_stranded, "len(req.output_ids)", "state.table[0]"),
+        (scheduler.is_stranded, "len(req.output_ids)", "state.sentences.table[0]"),
         (tokenizer.collect_keys, "isinstance(custom, Mapping)", "custom"),
         (settings._check_budget, "type(kv_budget) is not int or ", ""),
         (settings._resolve_steering, "isinstance(value, int | float) and ", ""),
         (config.brief, "text if len(text) <= 80 else text[:77] + '...'", "str(value)"),
         (retraction.limit_prefix_match, "min(max_prefix_len, shareable)", "shareable - 1"),
         (retraction.order_victims, "must_stay(reqs[i])", "must_stay(reqs[i + 1])"),
-        (admission._restored_tokens, "0 if state.backup is None else ", ""),
-        (forward.prepare_forward, "0 if state is None else state.evicted_tokens", "state.slot"),
+        (admission._restored_tokens, "0 if state.offloaded.backup is None else ", ""),
+        (
+            forward.prepare_forward,
+            "0 if state is None else state.kv.evicted_tokens",
+            "state.held.track_id",
+        ),
     ]
 
 

@@ -92,15 +92,14 @@ class SyntheticServer:
         delimiters = Delimiters(TEXTS, VOCAB)
         self.recorder = Recorder(
             ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
-            slots=slots,
-            rings=self.config.rings(slots),
+            tracks=slots,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
             delimiters=delimiters,
             dtype=self.pool_keys.dtype,
             device=self.device,
         )
-        self.recorder.slots.use_rows(rows + 1)
+        self.recorder.tracks.use_rows(rows + 1)
         self.runtime = Runtime(
             self.config,
             delimiters,
@@ -150,9 +149,9 @@ class SyntheticServer:
             first = len(call.slots)
             count = min(chunk, total - first)
             self._append(call, count)
-            self.runtime.admit(call.state, call.row, total)
+            self.runtime.admit(call.state, call.row)
             self.runtime.start_recording(call.state)
-            self._record_prefill(call, first, count)
+            self._record_prefill(call, first, count, total)
         call.decoded = 0
         call.generated = total - call.prompt_tokens
 
@@ -160,7 +159,6 @@ class SyntheticServer:
         """One step of a batch: compact who is due, then one token each."""
         for call in calls:
             self.compact_if_due(call)
-        self.runtime.rings.step()
         for call in calls:
             self._append(call, 1)
             call.decoded += 1
@@ -186,24 +184,25 @@ class SyntheticServer:
             return None
         if not self.runtime.due(call.state, len(call.slots)):
             if self.runtime.planner.must_track(call.state, len(call.slots)):
-                self.runtime.planner.track([self.due(call)])
+                self.runtime.track([self.due(call)])
             return None
-        plan = self.plan(call)
-        freed = self.runtime.commit([(call.state, plan)], self.req_to_token)[0].tolist()
+        (done,) = self.runtime.compact([self.due(call)], self.req_to_token)
+        (plan,), freed = done.plans, done.freed[0].tolist()
         kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
         assert freed == [call.slots[i] for i in evicted]
         call.slots = [call.slots[i] for i in kept]
         call.positions = [call.positions[i] for i in kept]
         call.compactions.append(call.positions.copy())
-        assert call.state.last is not None
-        assert call.state.last.positions.tolist() == call.positions
+        assert call.state.kv.last is not None
+        assert call.state.kv.last.positions.tolist() == call.positions
         assert self.row_of(call) == call.slots
         self.free_slots += freed
         return plan
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
-        return self.runtime.plan([self.due(call)])[0]
+        self.runtime._read_back(call.state)
+        return self.runtime.planner.plan([self.due(call)])[0]
 
     def due(self, call: Call) -> Due:
         return Due(
@@ -221,8 +220,8 @@ class SyntheticServer:
         own = len(call.slots)
         self._give_back(call)
         self.runtime.close(call.state, own, call.output_ids, reason)
-        assert call.state.summary is not None
-        return call.state.summary
+        assert call.state.report.summary is not None
+        return call.state.report.summary
 
     def retract(self, call: Call) -> None:
         """The request loses its row and will be prefilled again."""
@@ -236,9 +235,8 @@ class SyntheticServer:
     def assert_idle(self) -> None:
         """Everything was given back."""
         assert self.runtime.open_requests == 0
-        assert self.recorder.slots.free_slots == len(self.recorder.sentences.vectors) - 1
-        assert self.runtime.rings.free_rings == self.recorder.rings
-        assert not self.recorder.slots.of_row.any()
+        assert self.recorder.tracks.free == len(self.recorder.sentences.vectors) - 1
+        assert not self.recorder.tracks.of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 
     def _append(self, call: Call, count: int) -> None:
@@ -252,16 +250,18 @@ class SyntheticServer:
             call.slots.append(slot)
             call.positions.append(position)
 
-    def _record_prefill(self, call: Call, first: int, count: int) -> None:
+    def _record_prefill(self, call: Call, first: int, count: int, total: int) -> None:
         state = call.state
-        if not state.slot:
+        if not state.held.track_id:
             return
-        wanted = range(max(first, state.records_from), first + count) if state.ring else range(0)
+        stop = first + count
+        window = self.config.query_window
+        wanted = range(max(first, state.records_from(total), stop - window), stop)
         tokens = [position - first for position in wanted]
         generated_from = max(call.prompt_tokens - first, 0)
-        replay = ((state.slot, generated_from, count),) if generated_from < count else ()
+        replay = ((state.held.track_id, generated_from, count),) if generated_from < count else ()
         recording = Recording(
-            self._tensor([state.ring] * len(tokens)),
+            self._tensor([state.held.track_id] * len(tokens)),
             self._tensor([*wanted]),
             tokens=self._tensor(tokens),
             replay=replay,

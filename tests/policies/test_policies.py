@@ -208,7 +208,7 @@ def test_full_evicts_nothing_and_needs_nothing() -> None:
     server = SyntheticServer()
     call = serve(server, ("full", {}))
     server.run(call, 120)
-    assert call.compactions == [] and call.state.slot == 0
+    assert call.compactions == [] and call.state.held.track_id == 0
     assert server.finish(call)["kv_tokens"] == 120
 
 

@@ -194,7 +194,7 @@ def test_a_backup_makes_one_tensor_at_a_time() -> None:
             del tensor
 
     server.runtime.back_up(call.state, kv(), recorded_tokens=10)
-    backup = call.state.backup
+    backup = call.state.offloaded.backup
     assert backup is not None and backup.row_tokens == 9 and len(seen) == 4
     assert [int(copy.to(server.device)[8, 1, 3]) for copy in backup.kv] == [0, 1, 2, 3]
 
@@ -205,7 +205,10 @@ def test_what_was_recorded_moves_to_another_slot_and_ring() -> None:
     first, second = (served(server, seed=seed) for seed in (1, 2))
     server.run(first, 30)
     recorder, memory = server.recorder, HostMemory(1 << 14, pinned=False)
-    here, there = (first.state.slot, first.state.ring), (second.state.slot, second.state.ring)
+    here, there = (
+        (first.state.held.track_id, first.state.held.track_id),
+        (second.state.held.track_id, second.state.held.track_id),
+    )
     assert all(here) and all(there) and here != there
     saved = recorder.save(*here, HostCopies(memory))
     chunks = -(-recorder.request_bytes() // memory.chunk_bytes)

@@ -103,11 +103,11 @@ def taken_back() -> list[list[int]]:
             tried, row = True, server.req_to_token[call.row].clone()
             runtime.observe(call.state, len(call.slots))
             plan = server.plan(call)
-            before = call.state.total_evicted_tokens
+            before = call.state.report.evicted_tokens
             runtime.commit([(call.state, plan)], server.req_to_token)
             compacted = server.req_to_token[call.row, : len(plan.selection.kept)]
             assert runtime.undo(call.state, compacted).tolist() == call.slots
-            assert call.state.total_evicted_tokens == before
+            assert call.state.report.evicted_tokens == before
             assert runtime.total_evicted_tokens == before
             server.req_to_token[call.row] = row
         server.decode(call)

@@ -238,7 +238,7 @@ def test_nothing_is_allocated_before_a_call_needs_it() -> None:
 
 
 def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
-    table, slot = server.recorder.sentences, call.state.slot
+    table, slot = server.recorder.sentences, call.state.held.track_id
     parts = {
         name: getattr(table, name)[slot]
         for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
@@ -288,7 +288,7 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     assert count == (7 if generated > 1 else 0)
     for layer in range(LAYERS):
         for server, owner in ((straight, call), (stopped, again)):
-            ring = server.recorder.queries.read(owner.state.ring, last, count)[layer]
+            ring = server.recorder.queries.read(owner.state.held.track_id, last, count)[layer]
             assert torch.equal(ring, call.queries[layer, last + 1 - count : last + 1].flip(0))
 
 
@@ -298,10 +298,13 @@ def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
     parameters = {"window": 6, "interval": 8, "count_prompt": True, "protect_prompt": False}
     call = server.open(words(4), prompt=[3, DELIMITER] * 10, kv_budget=13, kv_params=parameters)
     server.prefill(call, chunk=7)
-    ring = server.recorder.queries.read(call.state.ring, 19, 5)
+    ring = server.recorder.queries.read(call.state.held.track_id, 19, 5)
     assert torch.equal(ring, call.queries[:, 15:20].flip(1))
     table = server.recorder.sentences
-    assert not table.length[call.state.slot] and not table.after_delimiter[call.state.slot]
+    assert (
+        not table.length[call.state.held.track_id]
+        and not table.after_delimiter[call.state.held.track_id]
+    )
 
 
 def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
@@ -310,7 +313,7 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
     call = server.open(words(5, 5), kv_budget=64)
     server.prefill(call)
     server.run(call, 6)
-    slot, row = call.state.slot, call.row
+    slot, row = call.state.held.track_id, call.row
     server.finish(call)
     before = server.recorder.queries.data[:, slot].clone()
     sums = server.recorder.sentences.total[slot].clone()
@@ -354,18 +357,18 @@ def test_vectors_and_spans_belong_together_through_compactions(
         server.decode(call)
         if len(call.compactions) == compactions:
             continue
-        assert len(state.table) <= capacity - capacity // 4
-        assert state.table == sorted(set(state.table))
-        if len(state.tracker.closed) > closed:
-            closed = len(state.tracker.closed)
-            assert state.table[-1] == closed - 1, "the newest is always there"
-        for entry, sentence in enumerate(state.table):
-            start, stop = state.tracker.closed[sentence]
+        assert len(state.sentences.table) <= capacity - capacity // 4
+        assert state.sentences.table == sorted(set(state.sentences.table))
+        if len(state.sentences.tracker.closed) > closed:
+            closed = len(state.sentences.tracker.closed)
+            assert state.sentences.table[-1] == closed - 1, "the newest is always there"
+        for entry, sentence in enumerate(state.sentences.table):
+            start, stop = state.sentences.tracker.closed[sentence]
             exact = unit(call.hidden[10 + start : 10 + stop])
             # the step that followed may have merged a delimiter into the newest
-            if sentence == len(state.tracker.closed) - 1 and tokens[stop] == DELIMITER:
+            if sentence == len(state.sentences.tracker.closed) - 1 and tokens[stop] == DELIMITER:
                 exact = unit(call.hidden[10 + start : 10 + stop + 1])
-            stored = table.vectors[state.slot, entry].double()
+            stored = table.vectors[state.held.track_id, entry].double()
             assert torch.allclose(stored, exact, atol=1e-5), (entry, sentence)
     assert len(call.compactions) == 3
     server.finish(call)

@@ -50,7 +50,7 @@ def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() ->
     at, own = decoded(server, call, 110)
     assert at == [52, 64, 76, 88, 100]
     assert max(own) == BUDGET + INTERVAL and min(own[52:]) == BUDGET + 1
-    assert call.state.peak_budgeted_tokens == BUDGET + INTERVAL
+    assert call.state.report.peak_budgeted_tokens == BUDGET + INTERVAL
 
 
 def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
@@ -151,7 +151,7 @@ def exact_scores(call: Call, positions: list[int], redundant: dict[int, float]) 
 
 def redundant_positions(call: Call, tau: float) -> dict[int, float]:
     """lambda of every token of a sentence that resembles a sentence closed later."""
-    spans = call.state.tracker.closed
+    spans = call.state.sentences.tracker.closed
     means = [call.hidden[PROMPT + a : PROMPT + b].double().mean(dim=0).tolist() for a, b in spans]
     likeness = cosine_matrix(means) if means else []
     found = {}
@@ -188,7 +188,7 @@ def test_the_kept_set_is_that_of_the_exact_scores(policy: str, tau: float, seed:
         call.hidden[PROMPT + start : PROMPT + stop] += topics[i % 3]
     for _ in range(100):
         before, done = call.positions.copy(), len(call.compactions)
-        open_tokens = call.state.tracker
+        open_tokens = call.state.sentences.tracker
         server.decode(call)
         if len(call.compactions) > done:
             tail = WINDOW
@@ -225,15 +225,17 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     call.hidden[PROMPT : PROMPT + 16] = torch.ones(call.hidden.shape[1])
     server.run(call, 52)
     plan = server.plan(call)
-    assert state.table == [0, 1] and float(table.redundancy[state.slot, 0]) > 0.99
+    assert (
+        state.sentences.table == [0, 1] and float(table.redundancy[state.held.track_id, 0]) > 0.99
+    )
     # keep sentence 0, drop sentence 1 whole: as some other policy or budget might have
     drop = [call.positions.index(p) for p in range(PROMPT + 6, PROMPT + 16)]
     drop += [call.positions.index(p) for p in range(PROMPT + 20, PROMPT + 22)]
     commit_dropping(server, call, plan, drop)
     server.run(call, 12)
     server.plan(call)
-    assert state.table[0] == 0 and 1 not in state.table
-    assert float(table.redundancy[state.slot, 0]) > 0.99
+    assert state.sentences.table[0] == 0 and 1 not in state.sentences.table
+    assert float(table.redundancy[state.held.track_id, 0]) > 0.99
 
 
 def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[int]) -> None:
@@ -271,9 +273,9 @@ def test_dead_sentences_leave_the_table() -> None:
     server.compact_if_due(call)
     state, read_back = call.state, call.compactions[-2]
     known = {*read_back, *range(read_back[-1] + 1, PROMPT + 111)}
-    assert len(state.live) < len(state.tracker.closed)
-    for sentence in state.live:
-        start, stop = state.tracker.closed[sentence]
+    assert len(state.sentences.live) < len(state.sentences.tracker.closed)
+    for sentence in state.sentences.live:
+        start, stop = state.sentences.tracker.closed[sentence]
         # What the last compaction kept is read at the next one.
         assert any(PROMPT + start <= p < PROMPT + stop for p in known)
     summary = server.finish(call)

@@ -146,14 +146,23 @@ def test_retraction_starts_eviction_anew() -> None:
     server = SyntheticServer()
     call = served(server)
     server.run(call, 70)
-    assert call.state.evicted_tokens == 24 and call.state.slot
+    assert call.state.kv.evicted_tokens == 24 and call.state.held.track_id
     server.retract(call)
     state = call.state
-    assert (state.evicted_tokens, state.last, state.slot, state.row) == (0, None, 0, None)
-    assert (state.live, state.table, state.tracker.closed) == ([], [], [])
+    assert (state.kv.evicted_tokens, state.kv.last, state.held.track_id, state.held.row) == (
+        0,
+        None,
+        0,
+        None,
+    )
+    assert (state.sentences.live, state.sentences.table, state.sentences.tracker.closed) == (
+        [],
+        [],
+        [],
+    )
     server.assert_idle()
     server.prefill(call)
-    assert call.positions == list(range(PROMPT + 71)) and state.slot
+    assert call.positions == list(range(PROMPT + 71)) and state.held.track_id
     server.run(call, 30)
     assert [len(kept) for kept in call.compactions[2:]] == [PROMPT + BUDGET] * 3
     summary = server.finish(call)
@@ -181,7 +190,7 @@ def test_a_call_that_never_got_a_row_holds_nothing() -> None:
     call = served(server, prefill=False)
     assert server.runtime.open_requests == 0 and server.runtime.opened_requests == 1
     server.runtime.close(call.state, 0, [], "abort")
-    assert call.state.summary is not None and call.state.summary["kv_tokens"] == 0
+    assert call.state.report.summary is not None and call.state.report.summary["kv_tokens"] == 0
     server.assert_idle()
 
 
@@ -191,7 +200,7 @@ def test_a_call_closed_after_its_retraction_gives_back_once() -> None:
     server.run(call, 60)
     server.retract(call)
     server.runtime.close(call.state, 0, call.output_ids, "abort")
-    assert server.recorder.slots.free_slots == 2
+    assert server.recorder.tracks.free == 2
     server.assert_idle()
 
 
@@ -199,7 +208,7 @@ def test_chunks_of_a_prompt_admit_once() -> None:
     server = SyntheticServer(slots=2)
     call = served(server, prompt=[3] * 50, prefill=False)
     server.prefill(call, chunk=9)
-    assert server.recorder.slots.free_slots == 1 and server.runtime.open_requests == 1
+    assert server.recorder.tracks.free == 1 and server.runtime.open_requests == 1
     server.finish(call)
     server.assert_idle()
 
@@ -211,21 +220,21 @@ def test_slots_bound_admission() -> None:
     streaming = served(server, prefill=False, kv_policy="streaming")
     runtime = server.runtime
     ahead = served(server, prefill=False).state
-    assert runtime.has_slot(waiting.state) and not runtime.has_slot(waiting.state, [ahead])
-    assert runtime.has_slot(streaming.state, [ahead]), "nothing is recorded for it"
-    assert runtime.has_slot(first.state, [ahead]), "it holds its slot"
-    assert runtime.has_slot(waiting.state, [first.state, streaming.state]), "neither takes one"
+    assert runtime.has_track(waiting.state) and not runtime.has_track(waiting.state, [ahead])
+    assert runtime.has_track(streaming.state, [ahead]), "nothing is recorded for it"
+    assert runtime.has_track(first.state, [ahead]), "it holds its slot"
+    assert runtime.has_track(waiting.state, [first.state, streaming.state]), "neither takes one"
     server.prefill(waiting)
     third = served(server, prefill=False)
-    assert not runtime.has_slot(third.state)
+    assert not runtime.has_track(third.state)
     server.finish(first)
-    assert runtime.has_slot(third.state)
+    assert runtime.has_track(third.state)
 
 
 def test_policies_that_record_nothing_take_no_slot() -> None:
     server = SyntheticServer(slots=1)
     calls = [served(server, kv_policy=name) for name in ("streaming", "random", "skipkv")]
-    assert [bool(call.state.slot) for call in calls] == [False, False, True]
+    assert [bool(call.state.held.track_id) for call in calls] == [False, False, True]
     server.decode(*calls)
     for call in calls:
         server.finish(call)
