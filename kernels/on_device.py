@@ -7,6 +7,7 @@ tables. Nothing here waits for a device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -42,23 +43,10 @@ def device_tensor(
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
-def device_tensors(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """int64 [len(part)] each on the device: one copy for all of them, without waiting for it.
-
-    Each begins at a multiple of 16 bytes; for another address Triton would compile a kernel anew.
-    """
-    even = [value for part in parts for value in (*part, *[0] * (len(part) % 2))]
-    sizes = [len(part) + len(part) % 2 for part in parts]
-    split = torch.split(device_tensor(even, device), sizes)
-    return [values[: len(part)] for values, part in zip(split, parts, strict=True)]
-
-
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, by a copy that waits for nothing; on a CPU the tensor itself.
-
-    Only pinned memory takes such a copy. Whoever reads it comes later on the same stream, or waits.
-    """
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def device_tensors(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """int64 [len(part)] each, by one copy. Every one begins at a multiple of 16 bytes, because
+    Triton compiles a kernel for that."""
+    padded = [[*part, *[0] * (len(part) % 2)] for part in parts]
+    packed = device_tensor([*chain(*padded)], device)
+    split = torch.split(packed, [len(part) for part in padded])
+    return tuple(piece[: len(part)] for piece, part in zip(split, parts, strict=True))

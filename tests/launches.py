@@ -80,11 +80,7 @@ def launches(name: str, calls: int) -> Counter[str]:
     with on_triton(), counted.kernels():
         due = [server.due(call) for call in opened]
         with counted:
-            plans = server.runtime.plan(due)
-            server.runtime.commit(
-                [(call.state, plan) for call, plan in zip(opened, plans, strict=True)],
-                server.req_to_token,
-            )
+            server.runtime.compact(due, server.req_to_token)
     return counted.names
 
 

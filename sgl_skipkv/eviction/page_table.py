@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.select import Selection
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
 
 class RowRewrite:
@@ -71,9 +71,8 @@ class RowRewrite:
 
         device = req_to_token.device
         kept_counts, evicted_counts = ([half[i].shape[0] for half in selections] for i in (0, 1))
-        bounds = [0, *accumulate(kept_counts), 0, *accumulate(evicted_counts)]
-        packed = device_tensor([*bounds, *rows], device)
-        kept_at, evicted_at, at = torch.split(packed, [len(rows) + 1, len(rows) + 1, len(rows)])
+        offsets = ([0, *accumulate(counts)] for counts in (kept_counts, evicted_counts))
+        kept_at, evicted_at, at = device_tensors([*offsets, rows], device)
         kept, evicted = (torch.cat([half[i] for half in selections]) for i in (0, 1))
         flat = torch.cat(list(positions))
         freed = evicted.new_empty(evicted.shape[0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels import reference
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 from sgl_skipkv.offload.host_memory import HostCopies, HostCopy
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.recording.sentences import Delimiters
@@ -107,9 +107,8 @@ class SentenceTable:
         device, counts = self.vectors.device, [len(one) for one in spans]
         bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
         table = [i for i, count in enumerate(counts) for _ in range(count)]
-        flat = [*bounds, table, [*chain(*entries)], tracks, used]
-        packed = device_tensor([*chain(*flat)], device)
-        starts, stops, whose, entry, at, count = torch.split(packed, [len(one) for one in flat])
+        parts = [*bounds, table, [*chain(*entries)], tracks, used]
+        starts, stops, whose, entry, at, count = device_tensors(parts, device)
         if uses_triton(device):
             from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
@@ -117,8 +116,8 @@ class SentenceTable:
         else:
             for track, n in zip(tracks, used, strict=True):
                 self._raise(track, n)
-        parts = [starts, stops, self.redundancy[at[whose], entry]]
-        of_request = zip(*(torch.split(part, counts) for part in parts), strict=True)
+        found = [starts, stops, self.redundancy[at[whose], entry]]
+        of_request = zip(*(torch.split(one, counts) for one in found), strict=True)
         return [Sentences(*one) for one in of_request]
 
     def moves(
@@ -174,10 +173,10 @@ class TableMoves:
         moved = [(to, source) for _, to, source in places if to != source]
         row = [i * capacity + to % capacity for i, to, _ in places]
         parts = [*zip(*moved, strict=True)] or [(), ()]
-        flat = [*parts, row, [source for _, _, source in places], tracks, ends]
-        packed = device_tensor([*chain(*flat)], device)
-        split = torch.split(packed, [len(one) for one in flat])
-        self._to, self._source, row_at, source_at, self._tracks, self._ends = split
+        parts += [row, [source for _, _, source in places], tracks, ends]
+        self._to, self._source, row_at, source_at, self._tracks, self._ends = device_tensors(
+            parts, device
+        )
         # Entries before the first one that goes stay where they are.
         self._staging = table.vectors.new_empty(
             min(len(moved), _MOVED_AT_ONCE), table.vectors.shape[-1]

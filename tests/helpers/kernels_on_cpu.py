@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 from triton_tools import interpreted
 
-import sgl_skipkv.kernels.carried_columns as carried_columns
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.ring_write as ring_write
 import sgl_skipkv.kernels.row_compaction as row_compaction
@@ -29,8 +28,9 @@ from sgl_skipkv.kernels import on_device
 from sgl_skipkv.recording import recorder, sentence_table
 from sgl_skipkv.steering import steerer
 
-KERNELS = (carried_columns, key_redundancy, ring_write, row_compaction, sentence_redundancy)
-KERNELS += (sentence_step, spared_columns, steering_add, step_attention, window_attention)
+KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy)
+KERNELS += (sentence_step, spared_columns, steering_add, step_attention)
+KERNELS += (window_attention,)
 USERS = (page_table, recorder, sentence_table, steerer, on_device)
 
 

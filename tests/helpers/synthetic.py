@@ -186,23 +186,36 @@ class SyntheticServer:
             if self.runtime.planner.must_track(call.state, len(call.slots)):
                 self.runtime.track([self.due(call)])
             return None
-        (done,) = self.runtime.compact([self.due(call)], self.req_to_token)
-        (plan,), freed = done.plans, done.freed[0].tolist()
-        kept, evicted = plan.selection.kept.tolist(), plan.selection.evicted.tolist()
-        assert freed == [call.slots[i] for i in evicted]
-        call.slots = [call.slots[i] for i in kept]
-        call.positions = [call.positions[i] for i in kept]
-        call.compactions.append(call.positions.copy())
-        assert call.state.kv.last is not None
-        assert call.state.kv.last.positions.tolist() == call.positions
-        assert self.row_of(call) == call.slots
-        self.free_slots += freed
-        return plan
+        return next(iter(self.compact([call])), None)
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
-        self.runtime._read_back(call.state)
-        return self.runtime.planner.plan([self.due(call)])[0]
+        return self.plans([call])[0]
+
+    def plans(self, calls: Sequence[Call]) -> list[Plan]:
+        """What a compaction of several requests would do now."""
+        for call in calls:
+            self.runtime._read_back(call.state)
+        return self.runtime.planner.plan([self.due(call) for call in calls])
+
+    def compact(self, calls: Sequence[Call]) -> list[Plan]:
+        """Compact these requests together, as a server does."""
+        done = self.runtime.compact([self.due(call) for call in calls], self.req_to_token)
+        of_state = {id(call.state): call for call in calls}
+        plans = []
+        for compaction in done:
+            for plan, freed in zip(compaction.plans, compaction.freed, strict=True):
+                call, kept = of_state[id(plan.state)], plan.selection.kept.tolist()
+                assert freed.tolist() == [call.slots[i] for i in plan.selection.evicted.tolist()]
+                call.slots = [call.slots[i] for i in kept]
+                call.positions = [call.positions[i] for i in kept]
+                call.compactions.append(call.positions.copy())
+                assert call.state.kv.last is not None
+                assert call.state.kv.last.positions.tolist() == call.positions
+                assert self.row_of(call) == call.slots
+                self.free_slots += freed.tolist()
+                plans.append(plan)
+        return plans
 
     def due(self, call: Call) -> Due:
         return Due(

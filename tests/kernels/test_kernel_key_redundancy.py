@@ -30,19 +30,17 @@ from triton_tools import (
 
 from sgl_skipkv.kernels import key_redundancy as module
 from sgl_skipkv.kernels import reference, spared_columns
-from sgl_skipkv.kernels.spared_columns import KnownSpared
 
 device = device_fixture(module, spared_columns)
 fixtures = (poisoned_memory,)  # for every test
 
 
-def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[tuple[Any, Any]]:
-    """Per request: redundancy float32 [n] and spared columns int32 [L, Hkv, n], of the kernel."""
+def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[Tensor]:
+    """float32 [n] of each request, of the kernel."""
     limits = torch.tensor(thresholds, device=world.rows.device)
-    redundancy, spared = module.key_redundancy(world.paged, limits, **options)
-    assert redundancy.dtype == torch.float32 and spared.dtype == torch.int32
-    tokens = world.row_tokens
-    return [*zip(redundancy.split(tokens), spared.split(tokens, dim=2), strict=True)]
+    redundancy = module.key_redundancy(world.paged, limits, **options)
+    assert redundancy.dtype == torch.float32
+    return list(redundancy.split(world.row_tokens))
 
 
 def exact(keys: Tensor, threshold: float) -> Tensor:
@@ -66,10 +64,7 @@ def assert_as_reference(
 ) -> None:
     world = paged([keys.to(device) for keys in of_request], seed=len(of_request))
     found = scored(world, thresholds)
-    for keys, threshold, (redundancy, spared) in zip(
-        world.of_request, thresholds, found, strict=True
-    ):
-        assert torch.equal(spared, spared_truth(keys, threshold))
+    for keys, threshold, redundancy in zip(world.of_request, thresholds, found, strict=True):
         assert_as_close(redundancy, referred(keys, threshold), exact(keys, threshold))
 
 
@@ -131,10 +126,9 @@ def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:
     together = scored(world, thresholds)
     for programs in (1, 5, 1000):
         for one, other in zip(together, scored(world, thresholds, programs=programs), strict=True):
-            assert all(map(torch.equal, one, other))
-    for b, (redundancy, spared) in enumerate(together):
-        alone = scored(world.alone(b), thresholds[b : b + 1])[0]
-        assert torch.equal(redundancy, alone[0]) and torch.equal(spared, alone[1])
+            assert torch.equal(one, other)
+    for b, redundancy in enumerate(together):
+        assert torch.equal(redundancy, scored(world.alone(b), thresholds[b : b + 1])[0])
 
 
 def test_only_the_requests_own_keys_are_loaded(device: torch.device) -> None:
@@ -167,15 +161,14 @@ def test_nobody_and_requests_without_tokens(
     empty = keys[0][:, :0]
     world = paged([one.to(device) for one in (empty, keys[0], empty, keys[1])])
     found, expected = scored(world, [0.5] * 4), [scored(world.alone(b), [0.5])[0] for b in (1, 3)]
-    assert [len(redundancy) for redundancy, _ in found] == [0, 33, 0, 20]
+    assert [len(redundancy) for redundancy in found] == [0, 33, 0, 20]
     for one, other in zip((found[1], found[3]), expected, strict=True):
-        assert all(map(torch.equal, one, other))
+        assert torch.equal(one, other)
     forbid_launches(monkeypatch)
     nobody = dataclasses.replace(
         world.paged, rows=world.rows[:0], row_tokens=[], offsets=torch.zeros_like(world.rows[:1])
     )
-    redundancy, spared = module.key_redundancy(nobody, torch.zeros(0, device=device))
-    assert redundancy.shape == (0,) and spared.shape == (2, 2, 0)
+    assert module.key_redundancy(nobody, torch.zeros(0, device=device)).shape == (0,)
 
 
 def test_offsets_beyond_two_to_the_31(device: torch.device) -> None:
@@ -190,7 +183,7 @@ def test_offsets_beyond_two_to_the_31(device: torch.device) -> None:
         far_table[2**22 + row, :n] = plain.req_to_token[row, :n] + (len(far) - slots)
     distant = PagedWorld([far], plain.of_request, far_table, plain.rows + 2**22)
     for one, other in zip(scored(plain, [0.5] * 2), scored(distant, [0.5] * 2), strict=True):
-        assert all(map(torch.equal, one, other))
+        assert torch.equal(one, other)
 
 
 def test_launches_do_not_grow_with_the_batch(
@@ -199,36 +192,24 @@ def test_launches_do_not_grow_with_the_batch(
     world = paged([keys.to(device) for keys in clustered([20, 50, 33], [0.5] * 3, layers=4)])
     launched = counted_launches(monkeypatch)
     scored(world, [0.5] * 3)
-    expected = ["_norms_kernel", "_search_kernel", "_column_sums_kernel", "_mean_kernel"]
+    expected = ["_norms_kernel", "_spared_columns_kernel", "_column_sums_kernel", "_mean_kernel"]
     assert launched == expected
 
 
-@pytest.mark.parametrize("known_tokens", [None, [60, 0, 100]])
-def test_the_stated_workspace_is_what_it_takes(
-    known_tokens: list[int] | None, device: torch.device
-) -> None:
-    """A dozen bytes per key, no matrix; and besides it nothing but the output."""
+def test_the_stated_workspace_is_what_it_takes(device: torch.device) -> None:
+    """16 bytes per key, no matrix; and besides it nothing but the output."""
     tokens, thresholds = [71, 9, 130], [0.5] * 3
     world = paged([keys.to(device) for keys in clustered(tokens, thresholds)])
-    limits, told = torch.tensor(thresholds, device=device), world.paged
-    known = None
-    if known_tokens is not None:
-        nothing = torch.full((2, 2, sum(known_tokens)), -1, dtype=torch.int32, device=device)
-        offsets = torch.tensor([0, 60, 60, 160], device=device)
-        known = KnownSpared(nothing, known_tokens, offsets)
+    limits = torch.tensor(thresholds, device=device)
     with Allocations() as taken:
-        redundancy, spared = module.key_redundancy(told, limits, known)
-    shape = {"layers": 2, "kv_heads": 2, "head_dim": 16}
-    stated = module.workspace_bytes(tokens, known_tokens, **shape)
-    assert taken.total_bytes == stated + redundancy.nbytes + spared.nbytes
+        redundancy = module.key_redundancy(world.paged, limits)
+    stated = module.workspace_bytes(tokens, layers=2, kv_heads=2, head_dim=16)
+    assert taken.total_bytes == stated + redundancy.nbytes
 
 
 def test_floors() -> None:
-    """1152 and 100 tokens of R1-Qwen-7B, 1024 of the first known."""
+    """1152 and 100 tokens of R1-Qwen-7B."""
     shape = {"layers": 28, "kv_heads": 4, "head_dim": 128}
-    moved = module.bytes_moved([1152, 100], [1024, 0], **shape, key_bytes=2)
+    moved = module.bytes_moved([1152, 100], **shape, key_bytes=2)
     assert moved["keys"] == 1252 * 112 * 128 * 2
-    assert moved["spared"] == (1252 + 1024) * 112 * 4
-    compared = 1152**2 - 1024**2 + 100**2
-    assert module.operations([1152, 100], [1024, 0], **shape) == 2 * 112 * 128 * compared
-    assert module.operations([1152], **shape) == 2 * 112 * 128 * 1152**2
+    assert module.operations([1152, 100], **shape) == 2 * 112 * 128 * (1152**2 + 100**2)

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 import pytest
 import torch
+from row_rewrites import compact_row
 from torch import Tensor
 from triton_tools import device_fixture, far_tensor, forbid_launches
 
-from sgl_skipkv.eviction.page_table import compact_row
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import row_compaction as module
 from sgl_skipkv.kernels.row_compaction import bytes_moved, compact_rows
@@ -38,15 +38,20 @@ def compacted(
 ) -> tuple[Tensor, Tensor]:
     device = table.device
     kept, evicted = [s.kept for s in selections], [s.evicted for s in selections]
-    return compact_rows(
+    every = flat(positions, device)
+    freed, stayed = (every.new_empty(sum(map(len, half))) for half in (evicted, kept))
+    compact_rows(
         table,
         torch.tensor(rows, dtype=torch.int64, device=device),
         flat(kept, device),
         offsets(kept, device),
         flat(evicted, device),
         offsets(evicted, device),
-        flat(positions, device),
+        every,
+        freed,
+        stayed,
     )
+    return freed, stayed
 
 
 def assert_as_one_by_one(
@@ -136,6 +141,8 @@ def test_a_wider_table_than_its_rows(device: torch.device) -> None:
         evicted,
         torch.tensor([0, 2, 5], device=device),
         torch.arange(9, device=device),
+        evicted.new_empty(5),
+        kept.new_empty(4),
     )
     expected = torch.arange(1, 61, dtype=torch.int32).view(5, 12)
     expected[3, 2:6] = torch.tensor([41, 42, 0, 0])
@@ -165,11 +172,11 @@ def test_what_does_not_fit_is_refused() -> None:
     table, two = torch.ones(2, 8, dtype=torch.int32), torch.arange(2)
     one, ends = torch.ones(1, dtype=torch.int64), torch.tensor([0, 2])
     with pytest.raises(ValueError, match=r"^positions: expected 2 \+ 2 for contiguous rows, got 2"):
-        compact_rows(table, one, two, ends, two, ends, two)
+        compact_rows(table, one, two, ends, two, ends, two, two, two)
     with pytest.raises(ValueError, match=r"^positions: expected 2 \+ 2 for contiguous rows"):
-        compact_rows(table.t(), one, two, ends, two, ends, torch.arange(4))
+        compact_rows(table.t(), one, two, ends, two, ends, torch.arange(4), two, two)
     with pytest.raises(ValueError, match=r"^kept_offsets, evicted_offsets: expected 1 \+ 1"):
-        compact_rows(table, one, two, ends, two, torch.tensor([2]), torch.arange(4))
+        compact_rows(table, one, two, ends, two, torch.tensor([2]), torch.arange(4), two, two)
 
 
 def test_bytes_moved() -> None:

@@ -39,7 +39,8 @@ def rkv_scores(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "knobs", [{}, {"sigma": 0.0}, {"sigma": 1.0}, {"kernel": 1, "threshold": 0.2, "sigma": 0.5}]
+    "parameters",
+    [{}, {"sigma": 0.0}, {"sigma": 1.0}, {"kernel": 1, "threshold": 0.2, "sigma": 0.5}],
 )
 def test_rkv_scores(seed: int, parameters: dict[str, Any]) -> None:
     inputs = score_input(seed)

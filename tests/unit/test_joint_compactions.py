@@ -29,15 +29,8 @@ def step(server: SyntheticServer, calls: Sequence[Call]) -> int:
         runtime.observe(call.state, len(call.slots))
         if call.decoded >= 1 and runtime.due(call.state, len(call.slots)):
             due.append(call)
-    plans = runtime.plan([server.due(call) for call in due]) if due else []
-    together = [(call.state, plan) for call, plan in zip(due, plans, strict=True)]
-    freed = runtime.commit(together, server.req_to_token) if due else []
-    for call, plan, slots in zip(due, plans, freed, strict=True):
-        kept = plan.selection.kept.tolist()
-        call.slots = [call.slots[i] for i in kept]
-        call.positions = [call.positions[i] for i in kept]
-        call.compactions.append(call.positions.copy())
-        server.free_slots += slots.tolist()
+    if due:
+        server.compact(due)
     server.decode(*calls)
     return len(due)
 
@@ -63,7 +56,7 @@ def lives(
 
 
 def test_kernels_and_torch_keep_the_same() -> None:
-    """Several compactions of each, so what is known of one comes back to the same call."""
+    """Several compactions of each."""
     prompts = [PROMPT + 3 * i for i in range(len(ASKED))]
     expected, most = lives(ASKED, 80, prompts)
     with on_triton():
@@ -93,31 +86,8 @@ def retracted() -> list[list[int]]:
     return call.compactions
 
 
-def taken_back() -> list[list[int]]:
-    """A request whose third compaction is taken back and comes again."""
-    server = SyntheticServer(check_ledger=False)
-    call = served(server, kv_policy="rkv")
-    runtime, tried = server.runtime, False
-    for _ in range(100):
-        if not tried and len(call.compactions) == 2 and runtime.due(call.state, len(call.slots)):
-            tried, row = True, server.req_to_token[call.row].clone()
-            runtime.observe(call.state, len(call.slots))
-            plan = server.plan(call)
-            before = call.state.report.evicted_tokens
-            runtime.commit([(call.state, plan)], server.req_to_token)
-            compacted = server.req_to_token[call.row, : len(plan.selection.kept)]
-            assert runtime.undo(call.state, compacted).tolist() == call.slots
-            assert call.state.report.evicted_tokens == before
-            assert runtime.total_evicted_tokens == before
-            server.req_to_token[call.row] = row
-        server.decode(call)
-    assert tried
-    return call.compactions
-
-
-@pytest.mark.parametrize("life", [retracted, taken_back])
-def test_what_is_known_of_a_row_goes_and_comes_with_it(life: Any) -> None:
-    expected = life()
+def test_a_recomputed_request_begins_anew() -> None:
+    expected = retracted()
     with on_triton():
-        assert life() == expected
+        assert retracted() == expected
     assert len(expected) >= 4

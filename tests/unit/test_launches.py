@@ -40,7 +40,7 @@ def test_calls_with_knobs_of_their_own_keep_what_they_keep_alone() -> None:
     for _ in range(2):
         decode_to_due(server, calls)
         with on_triton():
-            together = server.runtime.plan([server.due(call) for call in calls])
+            together = server.plans(calls)
             for call, plan in zip(calls, together, strict=True):
                 alone = server.plan(call)
                 assert torch.equal(plan.selection.kept, alone.selection.kept)

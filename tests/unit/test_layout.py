@@ -209,7 +209,7 @@ def test_reference_kernels_import_without_triton_and_sglang() -> None:
     assert run_fresh(code) == "(2, 2)"
 
 
-BOUNDARY = ROOT / "patches" / "engine" / "error_boundary.py"  # the one place that says why it may
+BOUNDARY = PACKAGE / "eviction" / "error_boundary.py"  # the one place that says why it may
 FORBIDDEN_NAMES = {"eval", "exec", "__import__"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
 

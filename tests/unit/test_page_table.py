@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_rewrites import compact_row
 from torch import Tensor
 
-from sgl_skipkv.eviction.page_table import LedgerError, check_ledger, compact_row
+from sgl_skipkv.eviction.page_table import LedgerError, check_ledger
 from sgl_skipkv.eviction.select import Selection
 
 REPEATABLE = settings(deadline=None, derandomize=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
 from torch import Tensor
 
-from sgl_skipkv.recording.recorder import Loan, ModelShape, QueryRings, Recording, SlotTable
+from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tracks
 from sgl_skipkv.recording.sentence_table import SentenceTable
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
@@ -23,29 +23,29 @@ def unit(rows: Tensor) -> Tensor:
     return mean / mean.norm().clamp_min(1e-8)
 
 
-# -- slots and rings
+# -- tracks and rings
 
 
-def test_slots_are_lent_once_and_never_slot_zero() -> None:
-    table = SlotTable(slots=4, device=CPU)
+def test_tracks_are_taken_once_and_never_track_zero() -> None:
+    table = Tracks(4, device=CPU)
     table.use_rows(3)
     taken = [table.take() for _ in range(4)]
-    assert sorted(taken) == [1, 2, 3, 4] and table.free_slots == 0
+    assert sorted(taken) == [1, 2, 3, 4] and table.free == 0
     table.give_back(3)
-    assert table.free_slots == 1 and table.take() == 3
+    assert table.free == 1 and table.take() == 3
     assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
 
 
 def query_rings(
     layers: int,
-    rings: int,
+    tracks: int,
     window: int,
     heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.float32,
 ) -> QueryRings:
     shape = ModelShape(layers, heads, head_dim, hidden_size=1)
-    return QueryRings(shape, slots=6, rings=rings, window=window, dtype=dtype, device=CPU)
+    return QueryRings(shape, tracks=tracks, window=window, dtype=dtype, device=CPU)
 
 
 @REPEATABLE
@@ -82,26 +82,12 @@ def test_ring_takes_a_batch() -> None:
     assert not ring.data[0, [2, 4]].any()
 
 
-def test_a_loan_says_which_positions_are_recorded() -> None:
-    rings = query_rings(1, 4, 3, 1, 1)
-    rings.lend(2, Loan(ring=3, first=20, interval=10, window=3))
-    rings.lend(5, Loan(ring=1))
-    at = torch.arange(0, 60)
-    found = rings.of_tokens(torch.full((60,), 2), at)
-    assert found[20:].nonzero().flatten().tolist() == [0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32]
-    assert set(found.tolist()) == {0, 3}
-    assert rings.of_tokens(torch.full((60,), 5), at).tolist() == [1] * 60, "all of them"
-    assert not rings.of_tokens(torch.tensor([0, 1, 4]), torch.tensor([1, 2, 3])).any()
-    rings.lend(2, Loan())
-    assert not rings.of_tokens(torch.full((60,), 2), at).any()
-
-
 # -- sentence tables
 
 
-def sentence_table(capacity: int = 8, slots: int = 2) -> SentenceTable:
+def sentence_table(capacity: int = 8, tracks: int = 2) -> SentenceTable:
     delimiters = Delimiters([(DELIMITER, ".\n"), (2, ":\n")], 3)
-    return SentenceTable(slots, capacity, 4, delimiters, torch.float32, CPU)
+    return SentenceTable(tracks, capacity, 4, delimiters, torch.float32, CPU)
 
 
 def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
@@ -150,7 +136,7 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
     tokens = words(2, 2, 2, 2) + ([] if ends == "closed" else [WORD])
     feed(table, 1, tokens, hidden[: len(tokens)])
     table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    table.keep_entries([1], [[1, 3]], [ends == "closed"])
+    keep_entries(table, [1], [[1, 3]], [ends == "closed"])
     for entry, first in ((0, 2), (1, 6)):
         assert torch.allclose(
             table.vectors[1, entry].double(), unit(hidden[first : first + 2]), atol=1e-6
@@ -164,17 +150,26 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
     assert first and torch.allclose(table.vectors[1, 2].double(), unit(last), atol=1e-6)
 
 
+def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
+    table.moves(tracks, entries, closed).apply()
+
+
+def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:
+    everything = [*range(len(spans))]
+    return table.compare([1], [len(spans)], [everything], [spans])[0]
+
+
 def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a part holds: the end of one table, the beginning of the next."""
     kept = [[0, 2, 3, 6], [], [1, 5, 6, 7], [4]]
     found = []
     for at_once in (100, 3, 1):
         monkeypatch.setattr("sgl_skipkv.recording.sentence_table._MOVED_AT_ONCE", at_once)
-        table = sentence_table(slots=5)
+        table = sentence_table(tracks=5)
         table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
         table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
         before = table.vectors.clone(), table.redundancy.clone()
-        table.keep_entries([4, 1, 2, 5], kept, [False] * 4)
+        keep_entries(table, [4, 1, 2, 5], kept, [False] * 4)
         for slot, entries in zip([4, 1, 2, 5], kept, strict=True):
             assert torch.equal(table.vectors[slot, : len(entries)], before[0][slot, entries])
             assert torch.equal(table.redundancy[slot, : len(entries)], before[1][slot, entries])
@@ -188,7 +183,7 @@ def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
     table, hidden = sentence_table(), rows(5)
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), hidden[:4])
-    table.keep_entries([1], [[1]], [True])
+    keep_entries(table, [1], [[1]], [True])
     feed(table, 1, [DELIMITER], hidden[4:])
     assert torch.allclose(table.vectors[1, 0].double(), unit(hidden[2:5]), atol=1e-6)
     assert int(table.index[1]) == 0
@@ -198,8 +193,8 @@ def test_keeping_nothing() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), rows(4))
-    table.keep_entries([1], [[]], [False])
-    found = table.compare([1], [[]])[0]
+    keep_entries(table, [1], [[]], [False])
+    found = compared(table, [])
     assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
     assert found.starts.dtype == torch.int64
 
@@ -208,7 +203,7 @@ def test_compare_raises_each_entry_to_its_most_similar_later_one() -> None:
     table = sentence_table()
     angle = torch.tensor([0.0, 1.0, 0.1, 2.0])
     table.vectors[1, :4, 0], table.vectors[1, :4, 1] = angle.cos(), angle.sin()
-    found = table.compare([1], [[(10, 12), (12, 15), (15, 18), (18, 19)]])[0]
+    found = compared(table, [(10, 12), (12, 15), (15, 18), (18, 19)])
     between = [[float(torch.cos(a - b)) for b in angle] for a in angle]
     expected = [max(between[0][1:]), max(between[1][2:]), between[2][3], -1.0]
     assert found.redundancy.tolist() == pytest.approx(expected, abs=1e-6)
@@ -219,9 +214,9 @@ def test_redundancy_never_falls() -> None:
     """The later partner is gone, the flag stays."""
     table = sentence_table()
     table.vectors[1, :3] = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0]])
-    assert table.compare([1], [[(0, 2), (2, 4), (4, 6)]])[0].redundancy.tolist() == [1.0, 0.0, -1.0]
-    table.keep_entries([1], [[0, 2]], [False])
-    assert table.compare([1], [[(0, 2), (4, 6)]])[0].redundancy.tolist() == [1.0, -1.0]
+    assert compared(table, [(0, 2), (2, 4), (4, 6)]).redundancy.tolist() == [1.0, 0.0, -1.0]
+    keep_entries(table, [1], [[0, 2]], [False])
+    assert compared(table, [(0, 2), (4, 6)]).redundancy.tolist() == [1.0, -1.0]
 
 
 # -- whole requests
@@ -283,8 +278,7 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     last = call.positions[-1]
-    count = len(range(again.state.records_from, last + 1))
-    assert again.state.records_from == call.state.records_from
+    count = len(range(again.state.records_from(last + 1), last + 1))
     assert count == (7 if generated > 1 else 0)
     for layer in range(LAYERS):
         for server, owner in ((straight, call), (stopped, again)):
@@ -318,7 +312,7 @@ def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
     before = server.recorder.queries.data[:, slot].clone()
     sums = server.recorder.sentences.total[slot].clone()
     late = server.recorder.decode_recording(torch.tensor([row]), torch.tensor([16]))
-    assert late.slots is not None and late.slots.tolist() == late.rings.tolist() == [0]
+    assert late.tokens is None and late.tracks.tolist() == [0]
     server.recorder.record_queries(late, 0, torch.ones(1, 4, 16))
     server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
     assert torch.equal(server.recorder.queries.data[:, slot], before)

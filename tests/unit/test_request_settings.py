@@ -288,7 +288,7 @@ def test_counted_and_pinned_prompt_must_leave_room() -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "parameters",
     [
         {"count_prompt": True, "protect_prompt": False},
         {"count_prompt": False, "protect_prompt": True},

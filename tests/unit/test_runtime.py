@@ -22,7 +22,7 @@ from synthetic import (
     words,
 )
 
-from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.policy import Policy
 
 WINDOW = 8
@@ -53,24 +53,6 @@ def test_a_compaction_is_due_when_the_call_grew_an_interval_past_its_budget() ->
     assert call.state.report.peak_budgeted_tokens == BUDGET + INTERVAL
 
 
-def test_staggered_calls_compact_early_once_by_their_prompt() -> None:
-    """The first compaction comes early by less than an interval; then the interval holds."""
-    first: set[int] = set()
-    for prompt in ([3] * PROMPT, [4] * PROMPT, [5] * PROMPT):
-        calls = []
-        for _ in range(2):
-            server = SyntheticServer(stagger=True)
-            call = served(server, prompt=prompt)
-            at, own = decoded(server, call, 100)
-            assert BUDGET < at[0] <= BUDGET + INTERVAL
-            assert at == list(range(at[0], 100, INTERVAL))
-            assert max(own) <= BUDGET + INTERVAL + 1
-            calls.append(at)
-        assert calls[0] == calls[1], "the same prompt, the same phase"
-        first.add(calls[0][0])
-    assert len(first) == 3
-
-
 def test_calls_that_are_due_together_share_a_scoring_call() -> None:
     """One per policy and parameters, and what each keeps is what it keeps alone."""
     server = SyntheticServer()
@@ -90,7 +72,7 @@ def test_calls_that_are_due_together_share_a_scoring_call() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "scores_together", scores_together)
-        plans = server.runtime.plan([server.due(call) for call in calls])
+        plans = server.plans(calls)
     assert sorted(asked) == [["rkv", "rkv"], ["skipkv"], ["streaming"]]
     for call, plan in zip(calls, plans, strict=True):
         assert torch.equal(plan.selection.kept, server.plan(call).selection.kept)
@@ -225,16 +207,14 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     call.hidden[PROMPT : PROMPT + 16] = torch.ones(call.hidden.shape[1])
     server.run(call, 52)
     plan = server.plan(call)
-    assert (
-        state.sentences.table == [0, 1] and float(table.redundancy[state.held.track_id, 0]) > 0.99
-    )
+    assert plan.table == [0, 1] and float(table.redundancy[state.held.track_id, 0]) > 0.99
     # keep sentence 0, drop sentence 1 whole: as some other policy or budget might have
     drop = [call.positions.index(p) for p in range(PROMPT + 6, PROMPT + 16)]
     drop += [call.positions.index(p) for p in range(PROMPT + 20, PROMPT + 22)]
     commit_dropping(server, call, plan, drop)
     server.run(call, 12)
-    server.plan(call)
-    assert state.sentences.table[0] == 0 and 1 not in state.sentences.table
+    plan = server.plan(call)
+    assert plan.table is not None and plan.table[0] == 0 and 1 not in plan.table
     assert float(table.redundancy[state.held.track_id, 0]) > 0.99
 
 
@@ -243,7 +223,9 @@ def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[
     kept = [i for i in range(len(call.slots)) if i not in drop]
     selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
     changed = plan._replace(selection=selection)
-    [freed] = server.runtime.commit([(call.state, changed)], server.req_to_token)
+    compaction = Compaction([changed], server.req_to_token, server.recorder, check=True)
+    compaction.apply()
+    [freed] = compaction.freed
     server.free_slots += freed.tolist()
     call.slots = [call.slots[i] for i in kept]
     call.positions = [call.positions[i] for i in kept]
@@ -286,7 +268,7 @@ def test_dead_sentences_leave_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sink", "budget", "knobs"),
+    ("sink", "budget", "parameters"),
     [
         (20, 29, {}),
         (100, 109, {}),
