@@ -60,15 +60,19 @@ def kept_statistics(
         row_tokens: n of each.
     """
     remaining: list[dict[str, Tensor]] = [{} for _ in statistics]
-    for name in {name: None for one in statistics for name in one}:
-        chosen = [i for i, one in enumerate(statistics) if name in one]
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, values in enumerate(statistics):
+        if values:
+            alike[tuple(values)].append(i)
+    for names, chosen in alike.items():
         counts, lengths = [kept[i].shape[0] for i in chosen], [row_tokens[i] for i in chosen]
-        flat = torch.cat([statistics[i][name] for i in chosen])
-        starts, count = device_tensors([[0, *accumulate(lengths[:-1])], counts], flat.device)
-        start: Tensor = starts.repeat_interleave(count, output_size=sum(counts))
-        rest = flat[torch.cat([kept[i] for i in chosen]) + start]
-        for i, values in zip(chosen, torch.split(rest, counts), strict=True):
-            remaining[i][name] = values
+        rows = torch.cat([kept[i] for i in chosen])
+        starts, count = device_tensors([[0, *accumulate(lengths[:-1])], counts], rows.device)
+        rows += starts.repeat_interleave(count, output_size=sum(counts))
+        for name in names:
+            rest = torch.cat([statistics[i][name] for i in chosen])[rows]
+            for i, own in zip(chosen, torch.split(rest, counts), strict=True):
+                remaining[i][name] = own
     return remaining
 
 

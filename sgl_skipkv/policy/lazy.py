@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 
@@ -53,11 +54,10 @@ class Lazy(Policy):
             for name in ("last_active", "longest_gap")
         )
         now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
-        elapsed = now.float() - last
-        likely = 2.0 * torch.sigmoid(-elapsed / longest.clamp_min(1.0))
-        frequent = 2.0 * torch.sigmoid(-longest / self.params.interval)
-        scores = likely + torch.where(longest > 0, frequent, 0.0)
-        return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
+        likely = 2.0 * torch.sigmoid((last - now) / longest.clamp_min(1.0))
+        frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
+        scores = likely + frequent * (longest > 0)
+        return by_request(scores, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``H1 + H2`` of one request."""

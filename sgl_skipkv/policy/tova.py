@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
 from sgl_skipkv.policy.paged_requests import recent_attention
 
 
@@ -30,7 +31,7 @@ class TOVA(Policy):
         if any(one.location is None for one in requests):
             return super().scores_together(requests)
         attention = recent_attention(requests, steps=1, firsts=[0] * len(requests), causal=True)
-        return list(torch.split(attention[0], [one.positions.shape[0] for one in requests]))
+        return by_request(attention[0], requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention of the last query to every cached token; sums to 1."""

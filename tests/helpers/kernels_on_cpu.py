@@ -19,6 +19,7 @@ import sgl_skipkv.kernels.ring_write as ring_write
 import sgl_skipkv.kernels.row_compaction as row_compaction
 import sgl_skipkv.kernels.selection as selection
 import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
+import sgl_skipkv.kernels.sentence_scores as sentence_scores
 import sgl_skipkv.kernels.sentence_step as sentence_step
 import sgl_skipkv.kernels.spared_columns as spared_columns
 import sgl_skipkv.kernels.steering_add as steering_add
@@ -31,7 +32,7 @@ from sgl_skipkv.steering import steerer
 
 KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy)
 KERNELS += (sentence_step, spared_columns, steering_add, step_attention)
-KERNELS += (selection, window_attention)
+KERNELS += (selection, sentence_scores, window_attention)
 USERS = (page_table, recorder, select, sentence_table, steerer, on_device)
 
 
