@@ -16,6 +16,7 @@ import torch
 
 from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import resume
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import due_of, paged_cache, poison
@@ -45,10 +46,6 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         runtime.observe(state, row_tokens)
         if state.failure is not None:
             end_request(req, state)
-        # Before the first decode step the prefill may still be running and its prompt is not in the
-        # tree yet. A restored request is as far as it was: it compacts when it would have.
-        elif req.decode_batch_idx < 1 and not state.offloaded.restored:
-            continue
         else:
             is_due = runtime.due(state, row_tokens)
             if is_due:
@@ -139,4 +136,4 @@ def admit_rows(result: None, batch: Any) -> None:
         if state is not None:
             if state.offloaded.backup is not None:
                 resume(req, batch, i)
-            binding.runtime.admit(state, req.kv.req_pool_idx)
+            binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

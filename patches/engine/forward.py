@@ -10,7 +10,6 @@ from typing import Any
 
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.graph_capture import is_capturing
 from sgl_skipkv.patches.engine.sampling import note_shifts
@@ -79,14 +78,13 @@ def _prefill_recording(
     replay: list[tuple[int, int, int]] = []
     window = runtime.config.query_window
     offset = 0  # of this request's tokens in the flattened batch
-    parts = zip(batch.reqs, states, firsts, batch.extend_lens, strict=True)
-    for req, state, first, count in parts:
+    for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
         if state is not None:
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # token of position p is number at + p
             track_id = state.held.track_id
             # Not more than a ring holds, or two tokens of this pass would write to one place.
-            wanted = max(first, state.records_from(prefill_tokens(req)), stop - window)
+            wanted = max(first, state.records_from, stop - window)
             recorded = range(wanted, stop) if track_id else range(0)
             tracks.extend(track_id for _ in recorded)
             positions.extend(recorded)

@@ -117,15 +117,21 @@ class Runtime:
         taken = sum(1 for other in before if other.needs_track and not other.held.track_id)
         return self.recorder.tracks.free > taken
 
-    def admit(self, state: RequestState, row: int) -> None:
-        """The request got a row of the page table: it starts to hold things."""
+    def admit(self, state: RequestState, row: int, prefill_tokens: int) -> None:
+        """The request got a row of the page table: it starts to hold things.
+
+        Args:
+            prefill_tokens: the prompt, and what was generated before a retraction.
+        """
         if state.held.row is not None:
             return
         offloaded = state.offloaded
         state.held = Held(row, self.recorder.tracks.take() if state.needs_track else 0)
-        offloaded.restored = offloaded.backup is not None
+        if offloaded.backup is None:  # else it is as far as it was
+            # Until the first decode step the prefill may still be running.
+            state.kv.not_before = prefill_tokens + 1
         if offloaded.waiting_with is not None and self._trace is not None:
-            event = "restore" if offloaded.restored else "recompute"
+            event = "recompute" if offloaded.backup is None else "restore"
             self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
         offloaded.waiting_with = None
         if state.schedule is not None and self.steerer is not None:
@@ -152,8 +158,10 @@ class Runtime:
 
     def due(self, state: RequestState, row_tokens: int) -> bool:
         """Whether the request has grown ``interval`` past its budget."""
-        evicts = state.settings.evicts and state.failure is None
-        return evicts and state.budgeted_tokens(row_tokens) >= state.due_tokens
+        if not state.settings.evicts or state.failure is not None:
+            return False
+        decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
+        return decodes and state.budgeted_tokens(row_tokens) >= state.due_tokens
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date, in parts that the workspace holds.

@@ -172,7 +172,7 @@ class TableMoves:
         ]
         moved = [(to, source) for _, to, source in places if to != source]
         row = [i * capacity + to % capacity for i, to, _ in places]
-        parts = [*zip(*moved, strict=True)] or [(), ()]
+        parts: list[Sequence[int]] = [[to for to, _ in moved], [source for _, source in moved]]
         parts += [row, [source for _, _, source in places], tracks, ends]
         self._to, self._source, row_at, source_at, self._tracks, self._ends = device_tensors(
             parts, device

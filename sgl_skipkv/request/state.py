@@ -41,6 +41,7 @@ class KVState:
         statistics: what the policy tracks, name -> one value per row entry with a statistic.
         tracked_tokens: logical tokens whose queries the statistics have seen.
         recorded_tokens: logical tokens that were recorded before the row came back from a backup.
+        not_before: logical length before which nothing is compacted: the first decode step.
     """
 
     tracked_tokens: int
@@ -49,6 +50,7 @@ class KVState:
     last_is_read: bool = False
     statistics: dict[str, Tensor] = field(default_factory=dict)
     recorded_tokens: int = 0
+    not_before: int = 0
 
 
 @dataclass
@@ -78,12 +80,10 @@ class Offloaded:
     Attributes:
         backup: KV and recordings in host memory, until the row is back.
         waiting_with: generated tokens with which the request waits to come back; None: it does not.
-        restored: whether the row of the last admission came from a backup.
     """
 
     backup: Backup | None = None
     waiting_with: int | None = None
-    restored: bool = False
 
 
 @dataclass
@@ -146,19 +146,14 @@ class RequestState:
         interval = self.settings.policy.params.interval
         return self.settings.budget_after(self.report.compactions) + interval
 
-    def records_from(self, prefill_tokens: int) -> int:
-        """First position of a prefill whose query a compaction asks for.
-
-        Args:
-            prefill_tokens: of the whole prefill. The first decode step follows before a compaction.
-        """
+    @property
+    def records_from(self) -> int:
+        """First position of a prefill whose query is asked for later."""
         policy = self.settings.policy
-        if self.offloaded.restored:
-            return 0  # it computes one token, which decoding would have recorded
         if policy.needs_attention:
             return self.kv.tracked_tokens
         due = self.due_tokens + self.settings.prompt_on_top(self.prompt_tokens)
-        return max(prefill_tokens + 1, due + self.kv.evicted_tokens) - policy.params.window
+        return max(self.kv.not_before, due + self.kv.evicted_tokens) - policy.params.window
 
     @property
     def keeps_prompt_private(self) -> bool:

@@ -18,7 +18,7 @@ from pool_world import World
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
-from sgl_skipkv.patches.api.tokenizer import Gate
+from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.engine.binding import Binding, state_of
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness

@@ -15,7 +15,7 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv.eviction import page_table, planner, ring_book, runtime
+    from sgl_skipkv.eviction import page_table, planner, runtime
     from sgl_skipkv.patches.engine import (
         admission,
         backup,
@@ -27,7 +27,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         steering,
     )
 
-    compact, part, life = batch._compact, batch._compact_part, runtime.Runtime
+    shorten, life, rewrite = batch._shorten, runtime.Runtime, page_table.RowRewrite
     return [
         (
             "a compacted row is filed in the tree",
@@ -49,54 +49,59 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "allocated length stays",
-            part,
+            shorten,
             "batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens",
             "pass",
         ),
         (
             "committed length stays",
-            part,
+            shorten,
             "batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens",
             "pass",
         ),
         (
             "sequence lengths stay",
-            compact,
+            shorten,
             "batch.seq_lens_cpu - torch.tensor(evicted)",
             "batch.seq_lens_cpu",
         ),
         (
             "a due call is left out of its part",
-            compact,
-            "[due[j] for j in part]",
-            "[due[j] for j in part[1:] or part]",
+            life.compact,
+            "[due[i] for i in part]",
+            "[due[i] for i in part[1:] or part]",
         ),
         (
             "a part forgets what the others freed",
-            compact,
-            "freed += _compact_part",
-            "freed = _compact_part",
+            batch.compact_due_requests,
+            "for compaction in done for slots in compaction.freed",
+            "for slots in done[-1].freed",
         ),
-        ("device lengths stay", compact, "batch.seq_lens = ", "_ = "),
+        ("device lengths stay", shorten, "batch.seq_lens = ", "_ = "),
         (
             "slots are freed twice",
-            compact,
+            shorten,
             "        allocator.free(slots)\n",
             "        allocator.free(slots)\n        allocator.free(slots)\n",
         ),
-        ("slots are not freed", compact, "        allocator.free(slots)\n", "        pass\n"),
-        ("one slot is forgotten", page_table.compact_row, "return freed", "return freed[1:]"),
+        ("slots are not freed", shorten, "        allocator.free(slots)\n", "        pass\n"),
+        (
+            "one slot is forgotten",
+            rewrite.__init__,
+            "slots[evicted].to(torch.int64)",
+            "slots[evicted[1:]].to(torch.int64)",
+        ),
         (
             "the slot before the first evicted one is freed",
-            page_table.compact_row,
-            "return freed",
-            "return torch.cat([kept[-1:].to(torch.int64), freed[1:]])",
+            rewrite.__init__,
+            "slots[evicted].to(torch.int64)",
+            "torch.cat([slots[kept][-1:], slots[evicted[1:]]]).to(torch.int64)",
         ),
         (
             "the kept slots are written one entry too far",
-            page_table.compact_row,
-            "req_to_token[row, :keep_tokens] = kept",
-            "req_to_token[row, 1 : keep_tokens + 1] = kept",
+            rewrite.write,
+            "[row, :keep_tokens] = slots",
+            "[row, 1 : keep_tokens + 1] = slots",
         ),
         (
             "the prompt may go although the tree owns it",
@@ -119,8 +124,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "evictions outlive a retraction",
             life._start_anew,
-            "state.kv.evicted_tokens, state.kv.last, state.kv.recorded_tokens = 0, None, 0",
-            "pass",
+            "state.kv = KVState(",
+            "_ = KVState(",
         ),
         (
             "a finished call keeps its slot",
@@ -128,7 +133,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
             "pass",
         ),
-        ("a row keeps its slot", life._release, "of_row[state.held.row] = 0", "of_row[0] = 0"),
+        ("a row keeps its slot", life._release, "of_row[row] = 0", "of_row[0] = 0"),
         (
             "positions are physical",
             forward.prepare_forward,
@@ -148,10 +153,10 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "return True",
         ),
         (
-            "two calls record on one ring in the same step",
-            ring_book.RingBook.fits,
-            "any(not ring & steps for ring in booked)",
-            "True",
+            "a row that a step saw otherwise is backed up",
+            life.can_back_up,
+            "if self.compacted_ahead(state, generated):",
+            "if False:",
         ),
         (
             "a backup comes back a token off",
@@ -219,7 +224,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "not state.settings.steers",
             "True",
         ),
-        ("a row stays steered", life._release, "self.steerer.stop(state.held.row)", "pass"),
+        ("a row stays steered", life._release, "self.steerer.stop(row)", "pass"),
         (
             "tokens that are computed again are not steered",
             steering.prepare_prefill,

@@ -76,8 +76,6 @@ class Books:
 
     Attributes:
         rows: request id -> its row; content: slot -> hash of what was last written there.
-        uncompacted: request id -> its row before its last compaction, and whether it was in
-            ``recomputed`` then.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
         generated: request id -> its generated tokens that were ever fed; computed: what came of
@@ -98,7 +96,6 @@ class Books:
     def __init__(self) -> None:
         self.rows: dict[str, list[Entry]] = {}
         self.content: dict[int, int] = {}
-        self.uncompacted: dict[str, tuple[list[Entry], bool]] = {}
         self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
         self.generated: dict[str, list[int]] = {}
@@ -133,11 +130,6 @@ class Books:
         self.count["retractions"] += 1
         if state is None or state.offloaded.backup is None:
             return
-        if state.offloaded.backup.row_tokens > len(row):
-            # This step's compaction is taken back.
-            row, recomputed = self.uncompacted[req.rid]
-            self.recomputed |= {req.rid} if recomputed else set()
-            self.count["compactions taken back"] += 1
         held = row[: state.offloaded.backup.row_tokens]
         assert held[-1].position == len(req.origin_input_ids) + len(req.output_ids) - 2
         self.backed_up[req.rid] = held
@@ -199,7 +191,6 @@ class Books:
             ring = self.recorder.queries.read(state.held.track_id, newest[-1].position, len(newest))
             own = QUERIES[[entry.tag % len(QUERIES) for entry in newest]]
             assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
-        self.uncompacted[req.rid] = old, req.rid in self.recomputed
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
         freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
@@ -223,8 +214,12 @@ class Books:
         while begins and not (tokens[begins - 1] == DELIMITER != tokens[begins]):
             begins -= 1
         own = [HIDDENS[tags[prompt + i] % len(HIDDENS)] for i in range(begins, len(tokens))]
-        assert int(table.length[req.skipkv.slot]) == len(own), "a token is missing, or there twice"
-        torch.testing.assert_close(table.total[req.skipkv.slot], torch.stack(own).sum(dim=0))
+        assert int(table.length[req.skipkv.held.track_id]) == len(own), (
+            "a token is missing, or there twice"
+        )
+        torch.testing.assert_close(
+            table.total[req.skipkv.held.track_id], torch.stack(own).sum(dim=0)
+        )
 
     def _free_slots(self) -> list[int]:
         free: list[int] = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
@@ -274,12 +269,13 @@ class Books:
         states = [req.skipkv for req in owners if getattr(req, "skipkv", None) is not None]
         assert self.runtime.open_requests == len(states)
         assert self.runtime.host_memory.taken_bytes <= self.runtime.host_memory.limit_bytes
-        lent = {req.kv.req_pool_idx: req.skipkv.slot for req in owners if hasattr(req, "skipkv")}
+        lent = {
+            req.kv.req_pool_idx: req.skipkv.held.track_id
+            for req in owners
+            if hasattr(req, "skipkv")
+        }
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - self.recorder.tracks.free
         assert all(state.failure is None for state in states)
-        sharing = sum(1 for state in states if state.held.track_id)
-        assert bool(self.runtime.rings.free_rings) == (sharing == 0)
-        self.count["steps of two calls on one ring"] += sharing > 1
         for row in range(ROWS + 1):
             assert int(self.recorder.tracks.of_row[row]) == lent.get(row, 0), row

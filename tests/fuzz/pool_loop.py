@@ -170,7 +170,11 @@ class Loop(Forward):
         if not enough or self.retract_now:
             self.count["retractions, pool full"] += not enough
             self.retract_now = False
+            ahead = {req.rid for req in batch.reqs if self._compacted_ahead(req)}
             retracted, _, hopeless = batch.retract_decode()
+            self.count["recomputed because just compacted"] += sum(
+                req.rid in ahead for req in retracted
+            )
             for req in hopeless:
                 self.rows.pop(req.rid)
                 self.aborted.append(req)
@@ -180,6 +184,11 @@ class Loop(Forward):
         if not batch.is_empty():
             batch.prepare_for_decode()
         return batch
+
+    def _compacted_ahead(self, req: Any) -> bool:
+        state = getattr(req, "skipkv", None)
+        generated = len(req.output_ids)
+        return state is not None and self.runtime.compacted_ahead(state, generated)
 
     # -- results
 

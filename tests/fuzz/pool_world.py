@@ -135,14 +135,12 @@ class World(Loop):
         from sgl_skipkv.eviction.runtime import Runtime
         from sgl_skipkv.patches.engine.binding import Binding
         from sgl_skipkv.patches.engine.metrics import Metrics
-        from sgl_skipkv.patches.engine.poison import Poison
         from sgl_skipkv.patches.readiness import Readiness
         from sgl_skipkv.recording.recorder import ModelShape, Recorder
         from sgl_skipkv.recording.sentences import Delimiters
 
         config = ServerConfig(
             query_window=4,
-            query_rings=1,
             max_sentences=8,
             max_tracked_requests=TRACKED,
             retraction_backup_bytes=backup_bytes,
@@ -155,8 +153,7 @@ class World(Loop):
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
             ModelShape(1, QUERY_HEADS, self.head_dim, HIDDEN),
-            slots=TRACKED,
-            rings=config.rings(TRACKED),
+            tracks=TRACKED,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
@@ -175,9 +172,7 @@ class World(Loop):
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
         )
         ready = Readiness((), enabled=False)
-        self.skipkv = Binding(
-            *(config, ready, self.runtime, self, Metrics(None, ready)), poison=Poison()
-        )
+        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
         self.req_to_token_pool.skipkv = self.skipkv
 
     # -- what the hooked methods of the real Scheduler call

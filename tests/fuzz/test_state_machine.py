@@ -63,7 +63,10 @@ def test_admission_of_budgeted_calls_never_overbooks(
     assert len(world.finished) == len(calls)
     for req in world.finished:
         assert len(req.output_ids) == 2 * POOL
-        assert req.skipkv.summary["peak_kv_tokens"] <= req.skipkv.settings.peak_budgeted_tokens()
+        assert (
+            req.skipkv.report.summary["peak_kv_tokens"]
+            <= req.skipkv.settings.peak_budgeted_tokens()
+        )
     assert together > 1
 
 
@@ -116,8 +119,8 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
             world.step()
             world.check()
         assert call.finished() and call.retraction_count >= min(retractions, 5)
-        assert world.count["restored"] == call.retraction_count
-        summary = {**call.skipkv.summary, "mean_kv_tokens": None}  # over steps that were run
+        assert world.count["restored"] == world.count["retractions"]
+        summary = {**call.skipkv.report.summary, "mean_kv_tokens": None}  # over steps that were run
         outputs.append((list(call.output_ids), summary))
     assert outputs[0] == outputs[1]
 
@@ -171,7 +174,10 @@ def test_a_call_that_is_backed_up_before_it_compacts_again(
     for _ in range(40):
         world.step()
         world.check()
-    assert world.count["restored"] == 1
+    # With the overlap scheduler it may have compacted right then, so there is nothing to go on
+    # from.
+    recomputed = world.count["recomputed because just compacted"]
+    assert world.count["restored"] + recomputed == 1 and recomputed <= (overlap and steps == 1)
     world.drain()
 
 
@@ -186,11 +192,11 @@ def test_a_row_comes_back_behind_the_step_that_runs(
         monkeypatch.setattr(backup, "_wait_for_forward", lambda pool: None)
     world = World(late=True, newest_first=True, token_ratio=0.02, backup_bytes=1 << 20)
     ends, returns = long_calls(world, 26, 26)
-    assert ends.skipkv.evicted_tokens  # or the tree would have its slots
+    assert ends.skipkv.kv.evicted_tokens  # or the tree would have its slots
     world.abort(ends)
     world.retract_now = True
     world.step()
-    assert ends.finished() and returns.skipkv.backup is not None
+    assert ends.finished() and returns.skipkv.offloaded.backup is not None
     if waits:
         world.step()
         assert world.count["restored"] == 1
@@ -212,7 +218,7 @@ def test_a_backup_that_is_forgotten_leaves_nothing_behind(overlap: bool) -> None
     world.retract_now = True
     world.step()
     (call,) = world.waiting_queue
-    assert call in calls and call.skipkv.backup is not None
+    assert call in calls and call.skipkv.offloaded.backup is not None
     call.init_next_round_input(world.tree_cache)
     world.pause()
     for _ in range(60):
@@ -230,8 +236,8 @@ def test_prompts_of_embeddings_are_not_backed_up() -> None:
     for embeddings in ([[0.0]], None):
         call.input_embeds = embeddings
         backup.back_up(call.skipkv, call, world.tree_cache)
-        assert (call.skipkv.backup is None) == (embeddings is not None)
-    call.skipkv.backup = None
+        assert (call.skipkv.offloaded.backup is None) == (embeddings is not None)
+    call.skipkv.offloaded.backup = None
     world.drain()
 
 
@@ -246,29 +252,11 @@ def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
         world.check()
     (refused,) = world.aborted
     assert refused in calls and not world.waiting_queue
-    assert refused.skipkv.summary["compactions"] > 0 and world.runtime.open_requests == 1
+    assert refused.skipkv.report.summary["compactions"] > 0 and world.runtime.open_requests == 1
     world.drain()
 
 
-def test_who_needs_no_ring_waits_for_none() -> None:
-    """There is one ring. Requests that need it come one after the other; others run meanwhile."""
-    world = World()
-    keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
-    ringed = [world.arrive([5, 6, 7, 20 + i], 40, **keys) for i in range(3)]
-    streaming = {**keys, "kv_policy": "streaming"}
-    free = [world.arrive([5, 6, 8, 20], 40, **streaming), world.arrive([5, 6, 8, 21], 40)]
-    world.step()
-    assert world.owners() == [ringed[0], *free] and world.waiting_queue == ringed[1:]
-    begun = [ringed[0]]
-    while len(begun) < 3:
-        world.step()
-        world.check()
-        begun += [call for call in ringed if call in world.owners() and call not in begun]
-    assert begun == ringed
-    world.drain()
-
-
-def test_who_needs_no_slot_waits_for_none() -> None:
+def test_who_needs_no_track_waits_for_none() -> None:
     world = World()
     keys = {"kv_budget": 8, "kv_policy": "skipkv", "kv_params": KNOBS}
     slotted = [world.arrive([5, 6, 7, 20 + i], 90, **keys) for i in range(TRACKED + 1)]
@@ -282,7 +270,7 @@ def test_who_needs_no_slot_waits_for_none() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
-    """With 500 and the reason; its slot, ring and KV come back, its neighbour never notices."""
+    """With 500 and the reason; its track and KV come back, its neighbour never notices."""
     world = World(overlap=overlap)
     keys = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
     failing, sound = (
@@ -297,9 +285,12 @@ def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
     assert len(sound.output_ids) == 60 and sound.finished_reason.to_json()["type"] == "length"
     ended = failing.finished_reason.to_json()
     assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
-    assert ended["message"].startswith(f"kv_budget call {failing.rid}: a score was not finite")
+    assert ended["message"].startswith(f"kv_budget request {failing.rid}: a score was not finite")
     assert before <= len(failing.output_ids) <= before + 3
-    assert failing.skipkv.summary["compactions"] == 1 and sound.skipkv.summary["compactions"] > 4
+    assert (
+        failing.skipkv.report.summary["compactions"] == 1
+        and sound.skipkv.report.summary["compactions"] > 4
+    )
 
 
 def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +312,10 @@ def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.Mon
     assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
     assert "an error of the plugin, IndexError" in ended["message"]
     assert outputs[0] == outputs[1] and len(outputs[0]) == 60
-    assert sound.skipkv.summary["compactions"] > 4 and not failing.skipkv.summary["compactions"]
+    assert (
+        sound.skipkv.report.summary["compactions"] > 4
+        and not failing.skipkv.report.summary["compactions"]
+    )
     world.drain()
 
 
@@ -350,8 +344,7 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
     """SGLang looks for memory, finds too little, and lets a request that is about to finish end
     first.
 
-    Found by fuzzing (seed 102501): the rings' steps went on without a decode step, and the requests
-    that share them were ended.
+    Found by fuzzing (seed 102501).
     """
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -371,7 +364,7 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
         world.step()
         world.check()
     assert world.count["decode steps that waited for memory"] == 1
-    assert len(call.output_ids) == 60 and call.skipkv.summary["compactions"] > 4
+    assert len(call.output_ids) == 60 and call.skipkv.report.summary["compactions"] > 4
 
 
 def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
@@ -385,7 +378,7 @@ def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
     world.retract_now = True
     world.step()
     (waiting,) = world.waiting_queue
-    assert waiting.skipkv.backup is not None
+    assert waiting.skipkv.offloaded.backup is not None
     world.pause()
     assert {id(call) for call in calls} == {id(call) for call in world.aborted}
     late = world.arrive([9, 9, 8], 4)

@@ -149,9 +149,9 @@ class SyntheticServer:
             first = len(call.slots)
             count = min(chunk, total - first)
             self._append(call, count)
-            self.runtime.admit(call.state, call.row)
+            self.runtime.admit(call.state, call.row, total)
             self.runtime.start_recording(call.state)
-            self._record_prefill(call, first, count, total)
+            self._record_prefill(call, first, count)
         call.decoded = 0
         call.generated = total - call.prompt_tokens
 
@@ -263,13 +263,13 @@ class SyntheticServer:
             call.slots.append(slot)
             call.positions.append(position)
 
-    def _record_prefill(self, call: Call, first: int, count: int, total: int) -> None:
+    def _record_prefill(self, call: Call, first: int, count: int) -> None:
         state = call.state
         if not state.held.track_id:
             return
         stop = first + count
         window = self.config.query_window
-        wanted = range(max(first, state.records_from(total), stop - window), stop)
+        wanted = range(max(first, state.records_from, stop - window), stop)
         tokens = [position - first for position in wanted]
         generated_from = max(call.prompt_tokens - first, 0)
         replay = ((state.held.track_id, generated_from, count),) if generated_from < count else ()

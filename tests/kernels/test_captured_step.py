@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton_tools import DEVICES
 from vector_files import origin
 
-from sgl_skipkv.recording.recorder import Loan, ModelShape, Recorder
+from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters
 from sgl_skipkv.steering.steerer import Steerer
 from sgl_skipkv.steering.vector import SteeringVector
@@ -123,8 +123,7 @@ class World:
 
         self.recorder = Recorder(
             ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
-            slots=SLOTS,
-            rings=SLOTS,
+            tracks=SLOTS,
             query_window=WINDOW,
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
@@ -223,9 +222,8 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
         if rng.random() < 0.3 and len(running) < SLOTS:
             row = rng.choice([row for row in range(1, SLOTS + 1) if row not in running])
             running[row] = rng.randrange(50)
-            loan = Loan(row, rng.randrange(50, 60), interval=7, window=3)
             for world in worlds:
-                world.recorder.start(row, row, PRESETS["math"], loan)
+                world.recorder.start(row, row, PRESETS["math"])
                 if row != 2:
                     schedule = world.steerer.schedule(0.5, [])
                     schedule.thinks = True
@@ -264,7 +262,7 @@ def test_a_step_that_looks_at_the_python_state_is_not_captured() -> None:
     with tape:
         world.step()
     draw = torch.Generator().manual_seed(0)
-    world.recorder.start(1, 1, PRESETS["math"], Loan(1))
+    world.recorder.start(1, 1, PRESETS["math"])
     world.fill([1, 0, 0, 0], [0] * LANES, [0] * LANES, draw)
     tape.replay()
     assert not world.recorder.queries.data.any()

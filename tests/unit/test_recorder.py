@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
 from torch import Tensor
 
+from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tracks
 from sgl_skipkv.recording.sentence_table import SentenceTable
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
@@ -120,7 +123,7 @@ def test_reset_forgets_the_last_call() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2, 3)[:-1], rows(6))
-    table.compare([1], [[(0, 2), (2, 4)]])
+    compared(table, [(0, 2), (2, 4)])
     table.reset(1, PRESETS["code"])
     assert not table.total[1].any() and not table.length[1].any() and not table.index[1].any()
     assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
@@ -278,7 +281,7 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     last = call.positions[-1]
-    count = len(range(again.state.records_from(last + 1), last + 1))
+    count = len(range(again.state.records_from, last + 1))
     assert count == (7 if generated > 1 else 0)
     for layer in range(LAYERS):
         for server, owner in ((straight, call), (stopped, again)):

@@ -91,7 +91,7 @@ def test_capacity_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "524,288 KV tokens of 2,048 bytes" in shown
     assert f"{524288 // 161:,}" in shown and f"{524288 // 16384}" in shown
     config = json.loads((REASONER / "config.json").read_text())
-    held = sum(recorded_bytes(config, 524288 // 161, 128, ServerConfig(), 2).values())
+    held = sum(recorded_bytes(config, 524288 // 161, ServerConfig(), 2).values())
     assert f"{held / 2**20:,.0f}" in shown and f"{held / 2**30:.1%}" in shown
 
 
