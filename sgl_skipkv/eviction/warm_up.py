@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.select import Selection
+from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import Recorder, Recording
@@ -49,6 +49,8 @@ def warm_up(
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+    from sgl_skipkv.kernels.sentence_scores import sentence_scores
+    from sgl_skipkv.kernels.step_attention import step_attention
     from sgl_skipkv.kernels.window_attention import window_attention
 
     device, width = recorder.device, cache.req_to_token.shape[1]
@@ -70,10 +72,23 @@ def warm_up(
         queries = recorder.queries.data
         one = paged(window + _NEW_TOKENS)
         window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
-    key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds)
-    entries = torch.arange(_KEEP_TOKENS + _NEW_TOKENS, device=device)
-    selections = [Selection(entries[:_KEEP_TOKENS], entries[_KEEP_TOKENS:])] * _REQUESTS
-    positions: list[Tensor] = [entries] * _REQUESTS
+    tokens = _KEEP_TOKENS + _NEW_TOKENS
+    key_redundancy(paged(tokens), thresholds)
+    steps, firsts, queries = [1] * _REQUESTS, [0] * _REQUESTS, recorder.queries.data
+    step_attention(paged(tokens), queries, nobody, last, steps, firsts, causal=True, scale=1.0)
+    positions = [torch.arange(tokens, device=device)] * _REQUESTS
+    scores = torch.zeros(tokens * _REQUESTS, device=device)
+    sentence_scores(
+        *(scores, scores, torch.cat(positions), [tokens] * _REQUESTS),
+        *(nobody, nobody, thresholds, [1] * _REQUESTS),
+        window=1,
+        sigma=0.5,
+        tau=0.5,
+        ending=1,
+    )
+    selections, _ = select_together(
+        torch.split(scores, tokens), [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS
+    )
     RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
     sentences = recorder.sentences
     raise_redundancy(

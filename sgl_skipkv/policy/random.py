@@ -8,6 +8,7 @@ the compaction and ``seed`` alone, so a request keeps the same set in any batch.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
 
 
 class RandomParams(PolicyParams):
@@ -26,9 +28,15 @@ class Random(Policy):
     Params: ClassVar[type[PolicyParams]] = RandomParams
     params: RandomParams
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Uniform in [0, 1), drawn on the CPU so that every device draws the same; one copy."""
+        draws = torch.cat([self._draw(one) for one in requests])
+        return by_request(draws.to(requests[0].positions.device, non_blocking=True), requests)
+
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """Uniform in [0, 1), drawn on the CPU so that every device draws the same."""
+        return self.scores_together([inputs])[0]
+
+    def _draw(self, inputs: ScoreInput) -> Tensor:
         seed = zlib.crc32(f"{inputs.seed}:{self.params.seed}".encode())
         generator = torch.Generator().manual_seed(seed)
-        draw = torch.rand(inputs.positions.shape[0], generator=generator)
-        return draw.to(inputs.positions.device, non_blocking=True)
+        return torch.rand(inputs.positions.shape[0], generator=generator)
