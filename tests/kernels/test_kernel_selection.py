@@ -1,4 +1,4 @@
-"""``kernels/selection.py`` against the sort in plain torch; tests/unit/test_select.py has the rest."""
+"""``kernels/selection.py`` against the sort in torch; tests/unit/test_select.py has the rest."""
 
 from __future__ import annotations
 
