@@ -45,7 +45,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        read = host_read(func, args) if "output_size" not in (kwargs or {}) else None
+        read = host_read(func, args, kwargs)
         assert read is None, f"{read} waits for the device"
         if name == "lift_fresh" or not (func.is_view or name.startswith(("empty", "new_empty"))):
             self.names[name] += 1

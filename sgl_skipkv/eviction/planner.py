@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.policy.base import (
-    KeyLocation,
-    PagedCache,
     Policy,
     PolicyParams,
     ScoreInput,
@@ -28,34 +27,6 @@ from sgl_skipkv.policy.base import (
 from sgl_skipkv.policy.token_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
-
-
-class Due(NamedTuple):
-    """A request whose compaction is due.
-
-    Attributes:
-        row_tokens: entries of its row in use.
-        output_ids: generated token ids; at least those whose KV is in the row.
-        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
-        cache: where they lie, for kernels that read them in place; None where none run.
-    """
-
-    state: RequestState
-    row_tokens: int
-    output_ids: Sequence[int]
-    keys: Callable[[int], Tensor]
-    cache: PagedCache | None = None
-
-    @property
-    def logical_tokens(self) -> int:
-        """Cached and evicted."""
-        return self.row_tokens + self.state.kv.evicted_tokens
-
-    def location(self, ring: Tensor) -> KeyLocation:
-        """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
-        held, newest = self.state.held, self.logical_tokens - 1
-        assert self.cache is not None and held.row is not None
-        return KeyLocation(self.cache, held.row, ring, held.track_id, newest)
 
 
 class Planner:

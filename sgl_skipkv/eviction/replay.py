@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams
 from sgl_skipkv.policy.paged_requests import paged_at
 from sgl_skipkv.recording.recorder import Recorder
-
-if TYPE_CHECKING:
-    from sgl_skipkv.eviction.planner import Due
 
 
 def replay_steps(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.error_boundary import attempt
-from sgl_skipkv.eviction.planner import Due, Planner
+from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory

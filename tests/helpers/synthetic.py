@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
