@@ -37,8 +37,11 @@ class SkipKV(RKV):
     needs_sentences = True
     protects_open_sentence = True
     params: SkipKVParams
-    #: tokens before a sentence's delimiter with a bonus
-    ending_tokens = 0
+
+    @property
+    def ending_tokens(self) -> int:
+        """Tokens before a sentence's delimiter that get a bonus."""
+        return 0
 
     def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
         """``Z - lambda_s``, and the bonus of subclasses."""

@@ -41,7 +41,7 @@ class SkipKVPlus(SkipKV):
     params: SkipKVPlusParams
 
     @property
-    def ending_tokens(self) -> int:  # type: ignore[override]
+    def ending_tokens(self) -> int:
         return self.params.ending
 
     def protected_tail(self, kv_budget: int) -> int:
