@@ -39,8 +39,12 @@ def device_tensor(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """dtype [len(values)] on the device, without waiting for it."""
-    pinned = device.type != "cpu"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the CPU on the device, without waiting: pinned memory alone allows that."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def device_tensors(parts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:

@@ -117,10 +117,10 @@ class ServerConfig(Settings):
         256, ge=1, le=65536, description="scored requests that can run at once; more wait"
     )
     retraction_backup_bytes: int = Field(
-        4 << 30,
+        1 << 30,
         ge=0,
         le=1 << 60,
-        description="host memory for the KV of retracted requests; 0: none",
+        description="host memory for the KV of retracted requests, down to a power of two; 0: none",
     )
     compaction_work_bytes: int = Field(
         96 << 20,

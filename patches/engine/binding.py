@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
+from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.request.state import RequestState
@@ -28,6 +29,7 @@ class Binding:
     Attributes:
         key_scale: layer -> what its cached keys are to be multiplied with; None: keys are cached
             in the model's type, as they are.
+        compilation: of the kernels, where they are compiled after the start.
     """
 
     config: ServerConfig
@@ -37,6 +39,7 @@ class Binding:
     metrics: Metrics
     capture: HiddenCapture | None = None
     key_scale: KeyScale | None = None
+    compilation: KernelCompilation = field(default_factory=KernelCompilation)
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -83,9 +83,10 @@ def _prefill_recording(
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # token of position p is number at + p
             track_id = state.held.track_id
-            # Not more than a ring holds, or two tokens of this pass would write to one place.
-            wanted = max(first, state.records_from, stop - window)
-            recorded = range(wanted, stop) if track_id else range(0)
+            recorded = range(0)
+            if track_id:
+                # Not more than a ring holds, or two tokens of this pass would write to one place.
+                recorded = range(max(first, state.records_from, stop - window), stop)
             tracks.extend(track_id for _ in recorded)
             positions.extend(recorded)
             tokens.extend(at + position for position in recorded)

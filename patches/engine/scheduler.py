@@ -12,6 +12,7 @@ import torch
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.kernel_compilation import KernelsUnavailable
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import (
     RequestSettings,
@@ -61,20 +62,34 @@ def _open(
             return
         settings.check_prompt(len(req.origin_input_ids))
         _check_request_kind(settings, recv_req)
+        if settings.changes_kv:
+            binding.compilation.check()
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
     except ValueError as error:
         req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
         return
+    except KernelsUnavailable as error:
+        _refuse_for_now(req, f"kv_budget: {error}")
+        return
     except torch.OutOfMemoryError as error:
-        req.set_finish_with_abort(
-            f"kv_budget: no device memory for the recording buffers ({error}); lower "
-            "max_tracked_requests or --mem-fraction-static",
-            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
-            err_type="ServiceUnavailableError",
-        )
+        message = f"kv_budget: no device memory for the recording buffers ({error}); lower "
+        _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
+        return
+    except MemoryError as error:
+        message = f"kv_budget: no room for the copies of retracted requests: {error}; "
+        _refuse_for_now(req, message + "lower retraction_backup_bytes (0: no copies)")
         return
     if req.skipkv.keeps_prompt_private:
         req.skip_radix_cache_insert = True
+
+
+def _refuse_for_now(req: Any, message: str) -> None:
+    """The request is right and this server cannot serve it: it may be sent again."""
+    req.set_finish_with_abort(
+        message,
+        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+        err_type="ServiceUnavailableError",
+    )
 
 
 def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:

@@ -10,10 +10,11 @@ import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.eviction.warm_up import warm_up, windows_of
+from sgl_skipkv.eviction.warm_up import warm_up, warm_up_without_scores, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
+from sgl_skipkv.patches.engine.kernel_compilation import own_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.engine.model_side import (
@@ -26,6 +27,8 @@ from sgl_skipkv.patches.engine.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities
 from sgl_skipkv.patches.startup.flags import config_of
+from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.vector import SteeringVector
@@ -112,8 +115,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     metrics = Metrics(collector, readiness)
     binding = Binding(*(config, readiness, runtime, scheduler, metrics, capture, key_scale))
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
-    if runtime is not None and config.enabled:
-        _warm_up(config, scheduler, runtime)
+    if runtime is not None:
+        _warm_up(binding, runtime)
     logger.info(readiness.message())
 
 
@@ -133,11 +136,29 @@ def _has_no_gate(server_args: Any) -> bool:
     return any(getattr(server_args, name, False) for name in ("smg_grpc_mode", "grpc_mode"))
 
 
-def _warm_up(config: ServerConfig, scheduler: Any, runtime: Runtime) -> None:
-    """Compile what steps and compactions launch, before anybody waits for it."""
-    cache = paged_cache(scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator)
-    if cache is not None:
-        warm_up(runtime.recorder, cache, windows_of(config), runtime.steerer)
+def _warm_up(binding: Binding, runtime: Runtime) -> None:
+    """Compile what steps and compactions launch, before anybody waits for it: before the server is
+    ready if it was configured for eviction, else while it serves."""
+    pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
+    cache = paged_cache(pool, binding.scheduler.token_to_kv_pool_allocator)
+    windows, width = windows_of(binding.config), pool.req_to_token.shape[1]
+
+    def launch(recorder: Recorder, cache: PagedCache | None) -> None:
+        if cache is None:
+            warm_up_without_scores(recorder, width, runtime.steerer)
+        else:
+            warm_up(recorder, cache, windows, runtime.steerer)
+
+    def compile_kernels() -> None:
+        with own_stream(recorder.device):
+            launch(recorder.scratch(), None if cache is None else cache.scratch())
+
+    if not uses_triton(recorder.device):
+        return
+    if binding.config.enabled:
+        launch(recorder, cache)
+    else:
+        binding.compilation.start(compile_kernels)
 
 
 def _build_runtime(

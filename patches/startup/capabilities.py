@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from sgl_skipkv.kernels.compile_case import KEY_NAMES
 from sgl_skipkv.patches.engine.model_side import model_side_of
 
@@ -35,6 +37,11 @@ def _backend(scheduler: Any) -> str | None:
     if not other:
         return None
     return f"attention backend {', '.join(other)} (supported: {', '.join(BACKENDS)})"
+
+
+def _rocm(scheduler: Any) -> str | None:
+    version = torch.version.hip
+    return None if version is None else f"ROCm {version}: untested"
 
 
 def _page_size(scheduler: Any) -> str | None:
@@ -149,6 +156,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("overlap scheduler", "yes", "only token ids are futures; lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
+    Capability("ROCm", "no", "untested: unavailable", _rocm),
     Capability("page size > 1", "no", "a page is freed whole, with its live tokens", _page_size),
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
     Capability("MLA", "no", "one latent per token; no keys per head to score", _pool),

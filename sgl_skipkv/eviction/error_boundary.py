@@ -19,8 +19,19 @@ from sgl_skipkv.eviction.page_table import LedgerError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: what stops the worker wherever it happens
-FATAL = (LedgerError, torch.AcceleratorError)
+#: how Triton's driver begins the message of a device's error; it has no class of its own
+_DRIVER_ERRORS = ("Triton Error [CUDA]: ", "Triton Error [HIP]: ")
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether an error stops the worker wherever it happens.
+
+    Whoever found no memory, for a pinned tensor or a kernel, left the device as it was.
+    """
+    message = str(error).partition("\n")[0]
+    of_driver = type(error) is RuntimeError and message.startswith(_DRIVER_ERRORS)
+    of_device = of_driver or isinstance(error, torch.AcceleratorError)
+    return isinstance(error, LedgerError) or (of_device and not message.endswith("out of memory"))
 
 
 def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -30,12 +41,12 @@ def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
         what: whose work it is, for the log.
 
     Raises:
-        LedgerError, torch.AcceleratorError: as they came.
+        Exception: as it came, if ``is_fatal``.
     """
     try:
         return work(), None
-    except FATAL:
-        raise
     except Exception as error:
+        if is_fatal(error):
+            raise
         logger.exception(what)
         return None, f"an error of the plugin, {type(error).__name__}; the server's log has it"

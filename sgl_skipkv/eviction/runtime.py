@@ -80,6 +80,7 @@ class Runtime:
 
         Raises:
             torch.OutOfMemoryError: the first such request, and no room for the recording buffers.
+            MemoryError: the first one that evicts, and no room for backups in the host's memory.
         """
         prompt_tokens = len(prompt_ids)
         state = RequestState(
@@ -95,6 +96,8 @@ class Runtime:
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
+        if settings.evicts:
+            self.host_memory.reserve()
         if state.needs_track:
             self.recorder.reserve()
         return state
@@ -326,8 +329,8 @@ class Runtime:
         last, sentences = state.kv.last, state.sentences
         if last is None or state.kv.last_is_read:
             return
-        state.kv.last_is_read = True
         kept, finite = last.read()
+        state.kv.last_is_read = True
         if not finite:
             state.failure = "a score was not finite, so the kept set means nothing"
         spans = {i: state.span(i) for i in sentences.live}

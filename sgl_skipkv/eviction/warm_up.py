@@ -48,16 +48,13 @@ def warm_up(
     """
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys
-    from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
     from sgl_skipkv.kernels.sentence_scores import sentence_scores
     from sgl_skipkv.kernels.step_attention import step_attention
     from sgl_skipkv.kernels.window_attention import window_attention
 
-    device, width = recorder.device, cache.req_to_token.shape[1]
-    wanted = max(_KEEP_TOKENS, *windows, 0) + _NEW_TOKENS
-    while width < wanted:
-        width *= 3  # a multiple of 16 or not, as it was
-    table = torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
+    warm_up_without_scores(recorder, cache.req_to_token.shape[1], steerer)
+    device = recorder.device
+    table = _table(cache.req_to_token.shape[1], max(_KEEP_TOKENS, *windows, 0), device)
     rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
 
     def paged(tokens: int) -> PagedKeys:
@@ -66,34 +63,54 @@ def warm_up(
         return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
 
     nobody, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
-    _step(recorder, steerer, nobody)
     for window in windows:
         widths = torch.full_like(rows, 7, dtype=torch.int32)
         queries = recorder.queries.data
         one = paged(window + _NEW_TOKENS)
         window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
-    tokens = _KEEP_TOKENS + _NEW_TOKENS
+    tokens, ring = _KEEP_TOKENS + _NEW_TOKENS, recorder.queries.data
     key_redundancy(paged(tokens), thresholds)
-    steps, firsts, queries = [1] * _REQUESTS, [0] * _REQUESTS, recorder.queries.data
-    step_attention(paged(tokens), queries, nobody, last, steps, firsts, causal=True, scale=1.0)
-    positions = [torch.arange(tokens, device=device)] * _REQUESTS
+    steps, firsts = [1] * _REQUESTS, [0] * _REQUESTS
+    step_attention(paged(tokens), ring, nobody, last, steps, firsts, causal=True, scale=1.0)
     scores = torch.zeros(tokens * _REQUESTS, device=device)
+    positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
     sentence_scores(
-        *(scores, scores, torch.cat(positions), [tokens] * _REQUESTS),
+        *(scores, scores, positions, [tokens] * _REQUESTS),
         *(nobody, nobody, thresholds, [1] * _REQUESTS),
         window=1,
         sigma=0.5,
         tau=0.5,
         ending=1,
     )
-    selections, _ = select_together(
-        torch.split(scores, tokens), [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS
-    )
+
+
+def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | None = None) -> None:
+    """Launch what also runs where heads have a size that the scoring kernels do not read.
+
+    Args:
+        width: of the page table.
+    """
+    from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+
+    device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
+    nobody = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
+    _step(recorder, steerer, nobody)
+    table = _table(width, _KEEP_TOKENS, device)
+    scores = [torch.zeros(tokens, device=device)] * _REQUESTS
+    selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
+    positions = [torch.arange(tokens, device=device)] * _REQUESTS
     RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
     sentences = recorder.sentences
     raise_redundancy(
         *(sentences.vectors, sentences.redundancy, nobody[:1], nobody[:1] + 2), max_count=2
     )
+
+
+def _table(width: int, keep_tokens: int, device: torch.device) -> Tensor:
+    """int32 [_REQUESTS, width or more], a page table whose entries are slot 0."""
+    while width < keep_tokens + _NEW_TOKENS:
+        width *= 3  # a multiple of 16 or not, as it was
+    return torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
 
 
 def _step(recorder: Recorder, steerer: Steerer | None, nobody: Tensor) -> None:

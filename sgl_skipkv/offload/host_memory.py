@@ -1,9 +1,8 @@
-"""Host memory for copies of device tensors: equal chunks, used again, within a limit that holds.
+"""Host memory for copies of device tensors: one slab, taken once and divided into equal chunks.
 
-PyTorch rounds each pinned allocation up to a power of two and keeps it, when it is freed, for later
-ones of that size only. Copies of all sizes would take up to twice their bytes, and once more for
-every new size, for ever. So all memory here is taken in chunks of one power of two, and what a dead
-copy leaves is lent to the next.
+A copy is needed when the KV pool is full, often because memory is short everywhere, so nothing is
+allocated then. PyTorch rounds a pinned allocation up to a power of two, so the slab is the largest
+one within its limit. What a dead copy leaves is lent to the next.
 
 Nothing here waits for a device, so a chunk may change hands while a copy from or to it still runs.
 That is safe as long as only device copies write and read chunks, in stream order: whoever adds a
@@ -19,64 +18,72 @@ from torch import Tensor
 
 #: one copy of this size keeps a bus busy far longer than it takes to launch
 _CHUNK_BYTES = 4 << 20
-#: in a small limit chunks are smaller, so that it is divided among several requests
+#: a small slab has smaller chunks, so that it is divided among several requests
 _FEWEST_CHUNKS = 16
+#: what PyTorch says of a CUDA or HIP device's pinned memory, and of the CPU's
+_NO_MEMORY = ("out of memory", "can't allocate memory")
 
 
 class HostMemory:
-    """Chunks of host memory, never more than fit in the limit.
-
-    What was taken once is kept for later copies, not given back to the system.
+    """A slab of host memory in chunks; nothing can be copied before ``reserve``.
 
     Args:
-        limit_bytes: of all chunks together; with 0 nothing can be copied. On a GPU 64 KiB or more,
-            because pinned memory comes in pages of 4 KiB.
+        limit_bytes: of the slab; with 0 nothing can be copied.
         pinned: whether copies come from a device that is not the CPU. It copies without waiting
             into pinned memory only.
 
     Attributes:
+        slab_bytes: the largest power of two within the limit.
         chunk_bytes: of one chunk, a power of two.
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool) -> None:
-        self.limit_bytes = limit_bytes
-        largest_bytes = max(limit_bytes // _FEWEST_CHUNKS, 1)
-        self.chunk_bytes = min(_CHUNK_BYTES, 1 << (largest_bytes.bit_length() - 1))
+        self.slab_bytes = 1 << (limit_bytes.bit_length() - 1) if limit_bytes else 0
+        self.chunk_bytes = max(min(_CHUNK_BYTES, self.slab_bytes // _FEWEST_CHUNKS), 1)
         self._pinned = pinned
-        self._taken_chunks = 0
+        self._reserved = False
         self._free: list[Tensor] = []
-
-    @property
-    def taken_bytes(self) -> int:
-        """What all chunks take of the host's memory, lent or not; it never shrinks."""
-        return self._taken_chunks * self.chunk_bytes
 
     @property
     def used_bytes(self) -> int:
         """What the chunks that are lent take now."""
-        return self.taken_bytes - len(self._free) * self.chunk_bytes
+        free_bytes = len(self._free) * self.chunk_bytes
+        return self.slab_bytes - free_bytes if self._reserved else 0
+
+    def reserve(self) -> None:
+        """Take the slab, unless it was taken before.
+
+        Raises:
+            MemoryError: the host has no room for it.
+        """
+        if self._reserved:
+            return
+        try:
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if not any(text in reason for text in _NO_MEMORY):
+                raise
+            raise MemoryError(f"{self.slab_bytes} bytes of host memory ({reason})") from error
+        self._free += torch.split(slab, self.chunk_bytes) if self.slab_bytes else ()
+        self._reserved = True
 
     def fits(self, nbytes: int) -> bool:
         """Whether there are chunks for one more ``HostCopies`` of this size."""
-        chunks = -(-nbytes // self.chunk_bytes)
-        return self.used_bytes + chunks * self.chunk_bytes <= self.limit_bytes
+        return nbytes <= len(self._free) * self.chunk_bytes
 
     def lend(self) -> Tensor:
         """uint8 [chunk_bytes], a chunk that nobody else has until ``take_back``.
 
         Raises:
-            MemoryError: all that fit in the limit are lent; ``fits`` would have said so.
+            MemoryError: all chunks are lent; ``fits`` would have said so.
         """
-        if self._free:
-            return self._free.pop()
-        if self.taken_bytes + self.chunk_bytes > self.limit_bytes:
+        if not self._free:
             raise MemoryError(
-                f"host memory for copies: expected at most {self.limit_bytes} bytes, got one more "
-                f"chunk of {self.chunk_bytes} beside {self.taken_bytes}"
+                f"host memory for copies: expected a free chunk of {self.chunk_bytes} bytes, got "
+                f"{self.used_bytes} of {self.slab_bytes} lent"
             )
-        chunk = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        self._taken_chunks += 1
-        return chunk
+        return self._free.pop()
 
     def take_back(self, chunks: list[Tensor]) -> None:
         """These chunks may be lent again."""

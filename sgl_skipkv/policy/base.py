@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -102,6 +102,14 @@ class PagedCache:
         if k_scales is not None:
             scales = on_device.device_tensor(k_scales, first.device, torch.float32)
         return cls(first, pointers, req_to_token, scales)
+
+    def scratch(self) -> PagedCache:
+        """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
+        slot, strides = self.layer[:1], self.layer.stride()  # strides are compiled in
+        layer = torch.empty_strided(
+            slot.shape, strides, dtype=slot.dtype, device=slot.device
+        ).zero_()
+        return replace(self, layer=layer, k_ptrs=torch.full_like(self.k_ptrs, layer.data_ptr()))
 
 
 @dataclass(frozen=True)

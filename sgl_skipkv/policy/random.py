@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sgl_skipkv.kernels.on_device import to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.concatenated import by_request
 
@@ -31,7 +32,7 @@ class Random(Policy):
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Uniform in [0, 1), drawn on the CPU so that every device draws the same; one copy."""
         draws = torch.cat([self._draw(one) for one in requests])
-        return by_request(draws.to(requests[0].positions.device, non_blocking=True), requests)
+        return by_request(to_device(draws, requests[0].positions.device), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         return self.scores_together([inputs])[0]

@@ -143,6 +143,15 @@ class Recorder:
         self.current: Recording | None = None
         self.records_decode = False
         self.tracks = Tracks(tracks, device)
+        self._like = partial(
+            Recorder,
+            shape,
+            query_window=query_window,
+            max_sentences=max_sentences,
+            delimiters=delimiters,
+            dtype=dtype,
+            device=device,
+        )
         self._new_queries = partial(
             QueryRings, shape, tracks=tracks, window=query_window, dtype=dtype, device=device
         )
@@ -155,6 +164,10 @@ class Recorder:
             dtype=dtype,
             device=device,
         )
+
+    def scratch(self) -> Recorder:
+        """A recorder of one track: kernels are compiled for it as for this one, in other memory."""
+        return self._like(tracks=1)
 
     @cached_property
     def queries(self) -> QueryRings:

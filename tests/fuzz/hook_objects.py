@@ -115,7 +115,9 @@ class HookObjects:
                 draw.one(None, "planted"),
             )
             state.kv.evicted_tokens = draw.count(CONTEXT)
-            copies = HostCopies(HostMemory(1 << 20, pinned=False))
+            memory = HostMemory(1 << 20, pinned=False)
+            memory.reserve()
+            copies = HostCopies(memory)
             kv = [copies.add(torch.zeros(draw.count(CONTEXT), 1, HEAD_DIM))] * 2
             state.offloaded.backup = draw.one(None, Backup(kv, None))
         return req

@@ -268,7 +268,7 @@ class Books:
         """Our state belongs to rows, one slot each, and to nothing else."""
         states = [req.skipkv for req in owners if getattr(req, "skipkv", None) is not None]
         assert self.runtime.open_requests == len(states)
-        assert self.runtime.host_memory.taken_bytes <= self.runtime.host_memory.limit_bytes
+        assert self.runtime.host_memory.used_bytes <= self.runtime.host_memory.slab_bytes
         lent = {
             req.kv.req_pool_idx: req.skipkv.held.track_id
             for req in owners

@@ -104,7 +104,7 @@ SPECS: dict[str, Spec] = {
         ("oracle", "oracle_steering"),
         "qwen3",
         (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
-        {"query_rings": 2, "poison_evicted": True},
+        {"poison_evicted": True},
         steering_layer=1,
     ),
     # A float8 cache.
@@ -120,7 +120,7 @@ SPECS: dict[str, Spec] = {
         ("retraction",),
         "llama",
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {**CHECKED, "query_rings": 3, "retraction_backup_bytes": 0},
+        {**CHECKED, "retraction_backup_bytes": 0},
         {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
         steering_layer=1,
     ),

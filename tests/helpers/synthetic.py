@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import PagedCache
@@ -201,6 +201,10 @@ class SyntheticServer:
     def compact(self, calls: Sequence[Call]) -> list[Plan]:
         """Compact these requests together, as a server does."""
         done = self.runtime.compact([self.due(call) for call in calls], self.req_to_token)
+        return self.book(done, calls)
+
+    def book(self, done: Sequence[Compaction], calls: Sequence[Call]) -> list[Plan]:
+        """Free the slots of compactions, and hold the rows against them."""
         of_state = {id(call.state): call for call in calls}
         plans = []
         for compaction in done:

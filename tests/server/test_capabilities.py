@@ -51,6 +51,14 @@ def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
     assert isinstance(row.check(All(True)), str)
 
 
+def test_rocm_is_untested_and_so_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = (row for row in CAPABILITIES if row.name == "ROCm")
+    assert row.supported == "no" and row.why == "untested: unavailable" and row.check is not None
+    assert row.check(None) is None
+    monkeypatch.setattr(torch.version, "hip", "7.0.1")
+    assert row.check(None) == "ROCm 7.0.1: untested"
+
+
 def test_most_rows_are_of_these_kinds() -> None:
     assert len(SETTINGS) >= 14 and len(SWITCHES) >= 8
 

@@ -1,4 +1,4 @@
-"""Copies in host memory: to the bit, in chunks that are lent again, within the limit."""
+"""Copies in host memory: to the bit, in chunks of one slab that are lent again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from triton_tools import DEVICES
 from sgl_skipkv.offload.host_memory import HostCopies, HostCopy, HostMemory
 
 REPEATABLE = settings(deadline=None, derandomize=True)
-CHUNK_BYTES, CHUNKS = 256, 20
-LIMIT_BYTES = CHUNK_BYTES * CHUNKS + 100  # the last 100 are not enough for a chunk
+CHUNK_BYTES, CHUNKS = 256, 16
+LIMIT_BYTES = CHUNK_BYTES * CHUNKS + 1000  # what is beyond a power of two is not taken
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64)
 SHAPES = st.one_of(
     st.lists(st.integers(0, 7), max_size=3),  # numbers and empty tensors among them
@@ -57,7 +57,9 @@ def copied(memory: HostMemory, tensors: Sequence[Tensor]) -> list[HostCopy]:
 
 
 def memory_for(device: torch.device, limit_bytes: int = LIMIT_BYTES) -> HostMemory:
-    return HostMemory(limit_bytes, pinned=device.type != "cpu")
+    memory = HostMemory(limit_bytes, pinned=device.type != "cpu")
+    memory.reserve()
+    return memory
 
 
 def chunks_of(tensors: Sequence[Tensor]) -> int:
@@ -70,11 +72,10 @@ def chunks_of(tensors: Sequence[Tensor]) -> int:
 def test_copies_come_back_whatever_came_and_went(
     device: torch.device, actions: list[Any], seed: int
 ) -> None:
-    """Nothing is taken beyond the most that was ever lent, so all that goes is lent again."""
     memory, draw = memory_for(device), torch.Generator().manual_seed(seed)
     assert memory.chunk_bytes == CHUNK_BYTES
     alive: list[tuple[list[HostCopy], list[Tensor]]] = []
-    lent_chunks = most_chunks = 0
+    lent_chunks = 0
     for action in actions:
         if isinstance(action, int):
             if alive:
@@ -86,13 +87,10 @@ def test_copies_come_back_whatever_came_and_went(
             if fits:
                 alive.append((copied(memory, tensors), tensors))
                 lent_chunks += chunks_of(tensors)
-                most_chunks = max(most_chunks, lent_chunks)
             else:
-                with pytest.raises(MemoryError, match="5220 bytes, got one more chunk of 256 "):
+                with pytest.raises(MemoryError, match="chunk of 256 bytes, got 4096 of 4096 lent"):
                     copied(memory, tensors)
-                most_chunks = CHUNKS
-        assert memory.used_bytes == lent_chunks * CHUNK_BYTES
-        assert memory.taken_bytes == most_chunks * CHUNK_BYTES <= LIMIT_BYTES
+        assert memory.used_bytes == lent_chunks * CHUNK_BYTES <= LIMIT_BYTES
         assert_back(*alive)
 
 
@@ -131,50 +129,95 @@ def test_chunks_stay_lent_while_one_copy_is_left() -> None:
     last = copies.pop()
     copies.clear()
     assert memory.used_bytes == 4 * CHUNK_BYTES
-    others = copied(memory, [torch.zeros(16 * CHUNK_BYTES, dtype=torch.uint8)])
+    others = copied(memory, [torch.zeros(12 * CHUNK_BYTES, dtype=torch.uint8)])
     assert not memory.fits(1) and last.to(torch.device("cpu")).tolist() == [1] * 100
     del last
-    assert memory.used_bytes == 16 * CHUNK_BYTES and len(others) == 1
+    assert memory.used_bytes == 12 * CHUNK_BYTES and len(others) == 1
 
 
 @settings(REPEATABLE, max_examples=300)
 @given(st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 60)))
-def test_chunks_are_of_one_power_of_two_and_several_fit(limit_bytes: int) -> None:
+def test_the_slab_is_a_power_of_two_within_the_limit(limit_bytes: int) -> None:
+    """PyTorch would round a pinned one up, beyond the limit."""
     memory = HostMemory(limit_bytes, pinned=False)
-    chunk_bytes = memory.chunk_bytes
+    slab_bytes, chunk_bytes = memory.slab_bytes, memory.chunk_bytes
+    assert slab_bytes & (slab_bytes - 1) == 0 and slab_bytes <= limit_bytes < max(2 * slab_bytes, 1)
     assert chunk_bytes & (chunk_bytes - 1) == 0 and 1 <= chunk_bytes <= 4 << 20
-    assert limit_bytes < 16 or limit_bytes // chunk_bytes >= 16
-    assert chunk_bytes == 4 << 20 or limit_bytes // chunk_bytes <= 32
-    assert memory.fits(limit_bytes // chunk_bytes * chunk_bytes)
-    assert not memory.fits(limit_bytes // chunk_bytes * chunk_bytes + 1)
+    assert slab_bytes < 16 or slab_bytes // chunk_bytes >= 16
+    assert chunk_bytes == 4 << 20 or slab_bytes // chunk_bytes <= 16
 
 
-def test_without_a_limit_to_fill_nothing_is_copied() -> None:
-    memory = HostMemory(0, pinned=False)
-    assert not memory.fits(1)
+@pytest.mark.parametrize("limit_bytes", [0, LIMIT_BYTES])
+def test_without_a_slab_nothing_is_copied(limit_bytes: int) -> None:
+    memory = HostMemory(limit_bytes, pinned=False)
+    if not limit_bytes:
+        memory.reserve()  # of nothing
+    assert not memory.fits(1) and memory.fits(0) and not memory.used_bytes
     with pytest.raises(MemoryError):
         copied(memory, [torch.ones(1)])
-    assert not memory.taken_bytes
 
 
-def test_beside_a_gpu_all_that_is_allocated_is_pinned_and_of_one_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """PyTorch gives exactly a power of two, so the sum is what the host loses."""
-    asked: list[tuple[int, bool]] = []
-    empty = torch.empty
+class Allocations:
+    """What is asked of ``torch.empty`` in bytes of the host, and how often it has no room."""
 
-    def spied(size: Any, *, pin_memory: bool = False, **how: Any) -> Tensor:
-        made = empty(size, **how)  # pinned only where there is a device
-        if pin_memory:
-            asked.append((made.nbytes, pin_memory))
-        return made
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failures: str) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        self._failures = [*failures]
+        self._empty = torch.empty
+        monkeypatch.setattr(torch, "empty", self._spied)
 
-    monkeypatch.setattr(torch, "empty", spied)
+    def _spied(self, size: Any, *, pin_memory: bool = False, **how: Any) -> Tensor:
+        if how.get("dtype") is not torch.uint8 or not size or "device" in how:
+            return self._empty(size, **how)
+        self.asked.append((size, pin_memory))
+        if self._failures:
+            raise RuntimeError(self._failures.pop(0))
+        return self._empty(size, **how)  # pinned only where there is a device
+
+
+def test_the_slab_is_all_that_is_ever_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocations = Allocations(monkeypatch)
     memory = HostMemory(LIMIT_BYTES, pinned=True)
-    for nbytes in (1, 300, 5000, 5120, 7):
+    for nbytes in (1, 300, 4000, 4096, 7):
+        memory.reserve()
         assert len(copied(memory, [torch.ones(nbytes, dtype=torch.uint8)])) == 1
-    assert asked == [(CHUNK_BYTES, True)] * CHUNKS
+    assert allocations.asked == [(CHUNKS * CHUNK_BYTES, True)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory\nCompile with ...",
+        "DefaultCPUAllocator: can't allocate memory: 9",
+    ],
+)
+def test_no_room_for_the_slab(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied then; with room the next one takes it."""
+    allocations = Allocations(monkeypatch, message, message)
+    memory = HostMemory(LIMIT_BYTES, pinned=True)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match=rf"^4096 bytes of host memory \({message[:12]}.*\)$"):
+            memory.reserve()
+        assert not memory.fits(1) and not memory.used_bytes
+    memory.reserve()
+    assert memory.fits(4096) and len(allocations.asked) == 3
+
+
+def test_a_fault_of_the_device_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    Allocations(monkeypatch, "CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        HostMemory(LIMIT_BYTES, pinned=True).reserve()
+
+
+def test_only_a_request_that_evicts_takes_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one; a request that could not be backed up needs none."""
+    allocations = Allocations(monkeypatch)
+    server = SyntheticServer(retraction_backup_bytes=10_000)
+    server.open([5] * 20, kv_policy="full")
+    assert not allocations.asked
+    for _ in range(2):
+        server.open([5] * 20, kv_budget=64)
+        assert allocations.asked == [(8192, False)]
 
 
 # -- what a request held
@@ -204,7 +247,7 @@ def test_what_was_recorded_moves_to_another_track() -> None:
     server = SyntheticServer(max_sentences=8)
     first, second = (served(server, seed=seed) for seed in (1, 2))
     server.run(first, 30)
-    recorder, memory = server.recorder, HostMemory(1 << 14, pinned=False)
+    recorder, memory = server.recorder, memory_for(server.device, 1 << 14)
     here, there = first.state.held.track_id, second.state.held.track_id
     assert here and there and here != there
     saved = recorder.save(here, HostCopies(memory))

@@ -12,23 +12,26 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "sgl_skipkv"
-LINKED = ("kernels", "patches")
-
-# The rooms, from the lowest up. A module may import its own room and every room below it.
-ROOMS = (
-    *("kernels", "config", "cpu", "offload", "policy", "recording", "steering", "request"),
-    *("eviction", "patches/hook", "patches/readiness", "patches/hooks", "patches/engine"),
-    *("patches/api", "patches/registry", "patches/startup", "plugin", "frontend", "cli", ""),
+from bench.report.rooms import (
+    FIGURE,
+    LINKED,
+    PACKAGE,
+    ROOMS,
+    ROOT,
+    imports_between_rooms,
+    own_files,
+    parts_of,
+    room_of,
+    told,
 )
+
 # Who may import SGLang, and what below its root (``import sglang`` itself is free to them).
 SGLANG = {
     "patches": ("sglang.",),
@@ -43,32 +46,6 @@ class Import(NamedTuple):
 
     name: str
     top: bool
-
-
-def own_files() -> list[Path]:
-    """Every Python file that is installed, at its real path."""
-    return sorted(
-        path
-        for folder in (PACKAGE, *(ROOT / name for name in LINKED))
-        for path in folder.rglob("*.py")
-        if not any(part.is_symlink() for part in path.parents)
-    )
-
-
-def room_of(parts: Sequence[str]) -> str:
-    """``policy`` for ("policy", "rkv"), ``patches/api`` for ("patches", "api", "gate").
-
-    The tables of hooks, ``patches/*/hooks.py``, are data: a room of their own, below all code.
-    """
-    if parts and parts[0] == "patches":
-        return "patches/hooks" if parts[2:3] == ("hooks",) else "/".join(parts[:2])
-    return parts[0] if parts and parts[0] in ROOMS else ""
-
-
-def parts_of(path: Path) -> tuple[str, ...]:
-    """Of a module's name below the package: ("policy", "rkv"); () for the package itself."""
-    relative = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
-    return tuple(part for part in relative.with_suffix("").parts if part != "__init__")
 
 
 def imports_of(path: Path) -> Iterator[Import]:
@@ -100,7 +77,7 @@ def run_fresh(code: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("path", own_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    room = room_of(parts_of(path))
+    room, order = room_of(parts_of(path)), [*ROOMS]
     for found in imports_of(path):
         root, *rest = found.name.split(".")
         if root != "sgl_skipkv":
@@ -108,9 +85,13 @@ def test_imports_point_down(path: Path) -> None:
         target = room_of(tuple(rest))
         if target == "patches" or (target.startswith("patches/") and target not in ROOMS):
             continue  # ``from sgl_skipkv.patches import registry``: its second name is looked at
-        allowed = target == room or ROOMS.index(target) < ROOMS.index(room)
+        allowed = target == room or order.index(target) < order.index(room)
         allowed = allowed or (room == "" and not found.top)  # install() reaches up, when called
         assert allowed, f"{path.name} ({room}) imports {found.name} ({target})"
+
+
+def test_the_picture_shows_the_imports() -> None:
+    assert told(imports_between_rooms()) in FIGURE.read_text(), "python -m bench.report.rooms"
 
 
 def test_no_import_runs_in_a_circle() -> None:

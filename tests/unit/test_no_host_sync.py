@@ -21,6 +21,7 @@ from synthetic import KNOBS, SyntheticServer, served
 from triton_tools import DEVICES
 
 from sgl_skipkv import policy
+from sgl_skipkv.kernels import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE_PATH = sorted(
@@ -118,10 +119,40 @@ def test_no_source_of_the_device_path_waits(path: Path) -> None:
     assert not waits, f"{path.name}: {waits}"
 
 
+def copies_without_waiting(path: Path) -> list[int]:
+    """Lines of the file that ask a copy not to wait: it does, unless the CPU's side is pinned."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = [(call.lineno, keyword.arg) for call in calls for keyword in call.keywords]
+    return [line for line, name in names if name == "non_blocking"]
+
+
+@pytest.mark.parametrize("path", DEVICE_PATH, ids=lambda path: path.name)
+def test_only_who_pins_memory_copies_without_waiting(path: Path) -> None:
+    pins = path.name in ("on_device.py", "host_memory.py", "compaction.py")
+    assert pins == bool(copies_without_waiting(path)), path.name
+
+
+def test_what_goes_to_a_device_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    draw = torch.rand(3)
+    assert on_device.to_device(draw, torch.device("cpu")) is draw and not pinned
+    assert on_device.to_device(draw, torch.device("meta")).device.type == "meta"
+    assert on_device.device_tensor([1, 2], torch.device("meta")).dtype is torch.int64
+    assert pinned[0] is draw and pinned[1].tolist() == [1, 2]
+
+
 def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
     source = tmp_path / "bad.py"
     source.write_text("def f(t):\n    return t.sum().item()\n")
     assert waiting_calls(source) == [("f", 2)]
+    source.write_text("def f(t):\n    return t.to('cuda', non_blocking=True)\n")
+    assert copies_without_waiting(source) == [2]
     reads: list[Any] = [
         lambda t: bool(t.any()),
         lambda t: t[t > 0],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels_on_cpu import KERNELS, on_triton
 from pool_steering import make_steerer
-from synthetic import HIDDEN, PROMPT, TEXTS, SyntheticServer, served
+from synthetic import HIDDEN, LAYERS, PROMPT, TEXTS, SyntheticServer, served
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton_tools import triton_type, variant
@@ -145,6 +145,25 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
     assert launched == warm
     called_by_kernels = {"widened", "_query_offsets", "_logits"}
     assert {name for name, *_ in warm} == set(FUNCTIONS) - called_by_kernels
+
+
+def test_scratch_memory_compiles_the_same_and_touches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a thread does beside a server that serves: its tables do not even exist."""
+    with on_triton():
+        launched = launched_variants(monkeypatch)
+        server, windows = SyntheticServer(check_ledger=False), {4, 7}
+        cache = PagedCache.of(list(server.pool_keys), server.req_to_token, [0.5] * LAYERS)
+        assert cache is not None
+        scratch = cache.scratch()
+        assert {*scratch.k_ptrs.tolist()} == {scratch.layer.data_ptr()} != {cache.layer.data_ptr()}
+        warm_up(server.recorder.scratch(), scratch, windows)
+        beside = set(launched)
+        assert not {"queries", "sentences"} & vars(server.recorder).keys()
+        launched.clear()
+        warm_up(server.recorder, cache, windows)
+    assert launched == beside and len(beside) > 8
 
 
 def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""Draw the rooms of the package and what imports what: docs/figures/rooms.svg.
+
+    python -m bench.report.rooms
+
+A room is a folder, or a module at the top, that owns one thing. An arrow says "imports"; arrows
+that follow from others are left out. ``tests/unit/test_layout.py`` holds the imports to the order
+of the rooms, and the picture to the imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "sgl_skipkv"
+LINKED = ("kernels", "patches")
+FIGURE = ROOT / "docs" / "figures" / "rooms.svg"
+
+#: from the lowest up; a module may import its own room and every room below it
+ROOMS = {
+    "kernels": "formulas in plain torch,\nTriton kernels",
+    "config": "server settings, and how\na wrong value is refused",
+    "cpu": "SGLang platform for machines\nwithout an accelerator",
+    "offload": "host memory for retracted\nrequests",
+    "policy": "one file per policy: scores\nof cached tokens",
+    "recording": "what decoding leaves: recent\nqueries, sentence vectors",
+    "steering": "the vector, and when and how\nstrongly it is added",
+    "request": "what one request asked for,\nand what is known of it",
+    "eviction": "plan a compaction, rewrite\nthe row, free the slots",
+    "patches/hook": "one hook into SGLang",
+    "patches/readiness": "ready, unavailable\nor refused",
+    "patches/hooks": "tables of every hooked\nfunction",
+    "patches/engine": "hooks into the scheduler,\nmemory, forward pass",
+    "patches/api": "hooks into every API",
+    "patches/registry": "install the hooks,\nverify that they took",
+    "patches/startup": "flags, capabilities, start",
+    "plugin": "SGLang's entry point",
+    "frontend": "sgl.gen(kv_budget=)",
+    "cli": "skipkv doctor, trace,\nreport, steering",
+    "": "sgl_skipkv.install()",
+}
+
+
+def own_files() -> list[Path]:
+    """Every Python file that is installed, at its real path."""
+    return sorted(
+        path
+        for folder in (PACKAGE, *(ROOT / name for name in LINKED))
+        for path in folder.rglob("*.py")
+        if not any(part.is_symlink() for part in path.parents)
+    )
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    """Of a module's name below the package: ("policy", "rkv"); () for the package itself."""
+    relative = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
+    return tuple(part for part in relative.with_suffix("").parts if part != "__init__")
+
+
+def room_of(parts: Sequence[str]) -> str:
+    """``policy`` for ("policy", "rkv"), ``patches/api`` for ("patches", "api", "gate").
+
+    The tables of hooks, ``patches/*/hooks.py``, are data: a room of their own, below all code.
+    """
+    if parts and parts[0] == "patches":
+        return "patches/hooks" if parts[2:3] == ("hooks",) else "/".join(parts[:2])
+    return parts[0] if parts and parts[0] in ROOMS else ""
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, ...]]:
+    """Modules of ours that a file imports, at its top or inside a function."""
+    known = {parts_of(file) for file in own_files()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = tuple(name.split("."))
+            if parts[0] == "sgl_skipkv":
+                rest = parts[1:]
+                yield rest if rest in known else rest[:-1]
+
+
+def imports_between_rooms() -> set[tuple[str, str]]:
+    """(room, room that it imports), without what follows from others."""
+    edges = set()
+    for path in own_files():
+        room = room_of(parts_of(path))
+        edges |= {(room, room_of(module)) for module in imported_modules(path)}
+    below: dict[str, set[str]] = {room: set() for room in ROOMS}
+    for room in ROOMS:  # from the lowest up
+        for _, other in sorted(edge for edge in edges if edge[0] == room != edge[1]):
+            below[room] |= {other, *below[other]}
+    return {
+        (room, other)
+        for room, other in edges
+        if room != other
+        and not any(other in below[between] for left, between in edges if left == room != between)
+    }
+
+
+def floors(edges: set[tuple[str, str]]) -> dict[str, int]:
+    """The floor of each room: one above the highest that it imports."""
+    found: dict[str, int] = {}
+    for room in ROOMS:
+        found[room] = max((found[other] + 1 for one, other in edges if one == room), default=0)
+    return found
+
+
+def draw(path: Path) -> None:
+    """A box per room, the lowest floor at the bottom, and an arrow per import."""
+    edges = imports_between_rooms()
+    of_floor: dict[int, list[str]] = {}
+    for room, floor in floors(edges).items():
+        of_floor.setdefault(floor, []).append(room)
+    width = max(map(len, of_floor.values()))
+    plt.rcParams.update({"svg.hashsalt": "rooms", "svg.fonttype": "none", "font.size": 9})
+    figure, axes = plt.subplots(figsize=(2.6 * width, 1.25 * len(of_floor)))
+    centre: dict[str, tuple[float, float]] = {}
+    for floor, rooms in of_floor.items():
+        for i, room in enumerate(rooms):
+            centre[room] = (2.6 * (i + (width - len(rooms)) / 2), 1.3 * floor)
+    for room, (x, y) in centre.items():
+        hooks = room.startswith("patches")
+        box = FancyBboxPatch((x - 1.05, y - 0.38), 2.1, 0.76, boxstyle="round,pad=0.04")
+        box.set(facecolor="#e8eef7" if hooks else "#f4f1ea", edgecolor="#555555", linewidth=0.8)
+        axes.add_patch(box)
+        axes.text(x, y + 0.2, room or "sgl_skipkv", ha="center", va="center", weight="bold")
+        axes.text(x, y - 0.13, ROOMS[room], ha="center", va="center", size=7.5, linespacing=1.1)
+    for room, other in sorted(edges):
+        (x, y), (to_x, to_y) = centre[room], centre[other]
+        arrow = FancyArrowPatch((x, y - 0.42), (to_x, to_y + 0.42), arrowstyle="-|>")
+        arrow.set(mutation_scale=8, linewidth=0.7, color="#888888", zorder=0)
+        axes.add_patch(arrow)
+    axes.set_xlim(-1.3, 2.6 * (width - 1) + 1.3)
+    axes.set_ylim(-0.6, 1.3 * (len(of_floor) - 1) + 0.6)
+    axes.axis("off")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Description": told(edges)})
+    plt.close(figure)
+
+
+def told(edges: set[tuple[str, str]]) -> str:
+    """The imports as text, kept in the picture, so that a test can hold it against them."""
+    return "; ".join(f"{room or 'sgl_skipkv'} imports {other}" for room, other in sorted(edges))
+
+
+def main() -> int:
+    draw(FIGURE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

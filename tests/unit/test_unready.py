@@ -1,0 +1,201 @@
+"""Requests that are right, to a server that cannot evict yet, or has no memory for it: 503."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+import torch
+from kernels_on_cpu import on_triton
+from pool_books import plugin_and_topology
+from pool_machine import KNOBS
+from pool_world import World
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.startup import bind
+
+KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+SECONDS = 60  # far more than anything here takes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    with plugin_and_topology():
+        yield
+
+
+class HeldCompilation:
+    """Compiles nothing, and not before it is released."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._released = threading.Event()
+        self._error = error
+
+    def __call__(self) -> None:
+        assert self._released.wait(SECONDS)
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> HeldCompilation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        self._released.set()
+        for thread in compiling():
+            thread.join(SECONDS)
+        assert not compiling()
+
+
+def compiling() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "skipkv-compile"]
+
+
+def assert_refused(req: Any, *reasons: str) -> None:
+    end = req.to_finish
+    assert (end.status_code, end.err_type) == (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "ServiceUnavailableError",
+    )
+    assert end.message.startswith("kv_budget: ") and all(text in end.message for text in reasons)
+    assert not hasattr(req, "skipkv")
+
+
+def assert_served(world: World, *requests: Any) -> None:
+    while world.owners() or world.waiting_queue:
+        world.step()
+        world.check()
+    for req in requests:
+        assert req in world.finished and len(req.output_ids) == 40, "to its end"
+
+
+def test_who_evicts_is_refused_while_a_thread_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    world = World()
+    with HeldCompilation() as held:
+        world.skipkv.compilation.start(held)
+        plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
+        refused = world.arrive([5, 6, 9], 40, **KEYS)
+        assert_refused(
+            refused, "compiling kernels", "not configured for eviction", "retry in a moment"
+        )
+        wrong = world.arrive([5, 6, 9], 40, kv_budget=-1)
+        assert wrong.to_finish.status_code == HTTPStatus.BAD_REQUEST, "what is wrong stays wrong"
+        assert_served(world, plain, full)
+        assert compiling() and world.runtime.opened_requests == 1
+    budgeted = world.arrive([5, 6, 9], 40, **KEYS)
+    assert_served(world, budgeted)
+    assert budgeted.skipkv.report.summary["compactions"] > 2
+    world.drain()
+    own = [record.message for record in caplog.records if "skipkv" in record.name]
+    first, last = (message for message in own if "compil" in message)
+    assert "kv_budget requests get 503" in first and "kernels compiled in" in last
+
+
+def test_kernels_that_do_not_compile(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the traceback, every request that evicts the reason, nobody else notices."""
+    world, held = World(), HeldCompilation(TypeError("planted"))
+    world.skipkv.compilation.start(held)
+    held.finish()
+    plain = world.arrive([5, 6, 7], 40)
+    for _ in range(2):
+        refused = world.arrive([5, 6, 9], 40, **KEYS)
+        assert_refused(refused, "this server's kernels were not compiled", "TypeError", "log")
+        assert "retry" not in refused.to_finish.message
+    assert_served(world, plain)
+    (record,) = (record for record in caplog.records if record.exc_info is not None)
+    assert "planted" in caplog.text and "compiling kernels" in record.message
+
+
+def test_a_fault_of_the_device_while_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the thread as it came, and no request with a budget begins on that device."""
+    faults: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    world, held = World(), HeldCompilation(torch.AcceleratorError("CUDA error: planted"))
+    world.skipkv.compilation.start(held)
+    held.finish()
+    assert [fault.exc_type for fault in faults] == [torch.AcceleratorError]
+    assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "a fault of the device")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_when_a_server_with_kernels_compiles(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is ready where it was configured, else in a thread, in scratch memory."""
+    launched: list[tuple[Any, bool]] = []
+    warm_up = bind.warm_up
+
+    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any = None) -> None:
+        beside = threading.current_thread().name == "skipkv-compile"
+        if beside:
+            held()
+        warm_up(recorder, cache, {4}, steerer)
+        launched.append((recorder, beside))
+
+    monkeypatch.setattr(bind, "warm_up", spied)
+    monkeypatch.setattr(bind, "uses_triton", lambda device: True)
+    with on_triton(), HeldCompilation() as held:
+        world = World(head_dim=16, check_ledger=False)
+        config = world.runtime.config if enabled else ServerConfig()
+        assert config.enabled == enabled
+        world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=config)
+        bind._warm_up(world.skipkv, world.runtime)
+        if enabled:
+            assert launched == [(world.recorder, False)] and not compiling()
+        else:
+            assert not launched and len(compiling()) == 1
+            assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "compiling kernels")
+        held.finish()
+        ((recorder, beside),) = launched
+        assert (recorder is world.recorder, beside) == (enabled, not enabled)
+        assert ("queries" in vars(world.recorder)) == enabled
+        world.skipkv.compilation.check()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_heads_that_no_kernel_reads(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scores are plain torch; recording and the rewrite of rows are compiled all the same."""
+    launched: list[Any] = []
+    warm_up = bind.warm_up_without_scores
+
+    def spied(recorder: Any, width: int, steerer: Any) -> None:
+        warm_up(recorder, width, steerer)
+        launched.append(recorder)
+
+    monkeypatch.setattr(bind, "warm_up_without_scores", spied)
+    monkeypatch.setattr(bind, "uses_triton", lambda device: True)
+    with on_triton(), HeldCompilation() as held:
+        world = World(head_dim=4, check_ledger=False)
+        config = world.runtime.config if enabled else ServerConfig()
+        world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=config)
+        bind._warm_up(world.skipkv, world.runtime)
+        held.finish()
+        world.skipkv.compilation.check()
+    assert [one is world.recorder for one in launched] == [enabled]
+
+
+def test_a_server_without_kernels_compiles_nothing() -> None:
+    world = World()
+    world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=ServerConfig())
+    bind._warm_up(world.skipkv, world.runtime)
+    assert not compiling()
+    world.skipkv.compilation.check()
+
+
+def test_no_host_memory_for_copies() -> None:
+    """Of a size that no host has. Requests that do not evict never take it."""
+    world = World(backup_bytes=1 << 60)
+    plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
+    for _ in range(2):
+        refused = world.arrive([5, 6, 9], 40, **KEYS)
+        assert_refused(refused, "lower retraction_backup_bytes", f"{1 << 60} bytes of host memory")
+    assert_served(world, plain, full)
+    world.drain()
