@@ -27,8 +27,9 @@ from synthetic import Call, SyntheticServer, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.lib.record import append_row
+from sgl_skipkv.policy import names
 
-POLICIES = ("snapkv", "rkv", "skipkv", "skipkv+")
+POLICIES = tuple(name for name in names() if name != "full")
 CALLS = (1, 2, 16)
 
 
@@ -44,7 +45,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        read = host_read(func, args) if "output_size" not in (kwargs or {}) else None
+        read = host_read(func, args, kwargs)
         assert read is None, f"{read} waits for the device"
         if name == "lift_fresh" or not (func.is_view or name.startswith(("empty", "new_empty"))):
             self.names[name] += 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.decode.model import DecodeModel, KVPool, Size
 from sgl_skipkv.cli import report
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
 from sgl_skipkv.policy.base import PagedCache

@@ -16,10 +16,13 @@ from sgl_skipkv.kernels import (
     key_redundancy,
     ring_write,
     row_compaction,
+    selection,
     sentence_redundancy,
+    sentence_scores,
     sentence_step,
     spared_columns,
     steering_add,
+    step_attention,
     window_attention,
 )
 from sgl_skipkv.kernels.dtype_names import KEY_NAMES, TRITON_NAMES
@@ -305,14 +308,83 @@ def window_attention_cases() -> list[CompileCase]:
     ]
 
 
+def selection_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    int64 = ("offsets", "kept_offsets", "ranges", "range_offsets", "kept", "evicted")
+    signature = {"scores": "*fp32", "keys": "*i32", **dict.fromkeys(int64, "*i64"), "finite": "*i1"}
+    return [
+        CompileCase(
+            "fp32",
+            selection._select_kernel,
+            signature,
+            {"BLOCK": selection._BLOCK},
+            num_warps=selection._WARPS,
+        )
+    ]
+
+
+def sentence_scores_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    signature = {
+        **dict.fromkeys(("positions", "offsets", "starts", "stops", "sentence_offsets"), "*i64"),
+        **dict.fromkeys(("importance", "redundancy", "similarity", "out"), "*fp32"),
+        **dict.fromkeys(("sigma", "rest", "tau"), "fp32"),
+        **dict.fromkeys(("window", "ending", "blocks", "rounds"), "i32"),
+    }
+    return [
+        CompileCase(
+            "fp32",
+            sentence_scores._sentence_scores_kernel,
+            signature,
+            {"BLOCK": sentence_scores._BLOCK},
+        )
+    ]
+
+
+def step_attention_cases() -> list[CompileCase]:
+    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), with rings of 8 queries."""
+    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    cases = []
+    for dtype, head_dim in COMPILED:
+        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
+        both = {
+            **_PAGED,
+            "queries": f"*{TRITON_NAMES[wide]}",
+            **dict.fromkeys(("query_slots", "last_positions", "step_counts", "firsts"), "*i64"),
+            **dict.fromkeys((*strides, "causal", "tiles"), "i32"),
+            **dict.fromkeys(("highest", "normaliser"), "*fp32"),
+            "scale_log2": "fp32",
+        }
+        mean = {**both, "out": "*fp32", **dict.fromkeys(step_attention._RUNTIME[2:], "i32")}
+        scales: dict[str, Any] = {"k_scales": None}
+        if dtype != wide:
+            both["k_scales"] = mean["k_scales"] = "*fp32"
+            scales = {}
+        for group in {128: (7, 4), 64: (5,), 256: (8,)}[head_dim]:
+            options = step_attention._options(wide, head_dim, 8, group)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            constexprs = {**_constants(dtype, head_dim), **scales, **options}
+            name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}"
+            for what, kernel, signature in (
+                ("normaliser", step_attention._normaliser_kernel, both),
+                ("mean", step_attention._mean_attention_kernel, mean),
+            ):
+                launch = (signature, constexprs, strides, warps, stages)
+                cases.append(CompileCase(f"{what}-{name}", kernel, *launch))
+    return cases
+
+
 #: kernel module -> its variants
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "key_redundancy": key_redundancy_cases,
     "ring_write": ring_write_cases,
     "row_compaction": row_compaction_cases,
+    "selection": selection_cases,
     "sentence_redundancy": sentence_redundancy_cases,
+    "sentence_scores": sentence_scores_cases,
     "sentence_step": sentence_step_cases,
     "spared_columns": spared_columns_cases,
     "steering_add": steering_add_cases,
+    "step_attention": step_attention_cases,
     "window_attention": window_attention_cases,
 }

@@ -37,7 +37,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     if runtime.open_requests == 0:
         return
     due: dict[RequestState, int] = {}
-    untracked: dict[RequestState, int] = {}
+    tracked: dict[RequestState, int] = {}
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
@@ -46,22 +46,23 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         runtime.observe(state, row_tokens)
         if state.failure is not None:
             end_request(req, state)
-        elif runtime.due(state, row_tokens):
-            check_lengths(req, state, int(batch.seq_lens_cpu[i]))
-            due[state] = i
-        elif runtime.planner.must_track(state, row_tokens):
-            untracked[state] = i
-    if not due and not untracked:
+        else:
+            is_due = runtime.due(state, row_tokens)
+            if is_due:
+                check_lengths(req, state, int(batch.seq_lens_cpu[i]))
+                due[state] = i
+            if runtime.planner.must_track(state, row_tokens, is_due):
+                tracked[state] = i
+    if not due and not tracked:
         return
     # The running step writes keys, queries and hidden states on the forward stream.
     binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
-    for state, i in untracked.items():
-        runtime.track(due_of(batch, i, state, cache))
-    if not due:
+    runtime.track([due_of(batch, i, state, cache) for state, i in tracked.items()])
+    wanted = [due_of(batch, i, state, cache) for state, i in due.items() if state.failure is None]
+    if not wanted:
         return
-    inputs = [due_of(batch, i, state, cache) for state, i in due.items()]
-    done = runtime.compact(inputs, batch.req_to_token_pool.req_to_token)
+    done = runtime.compact(wanted, batch.req_to_token_pool.req_to_token)
     freed = [slots for compaction in done for slots in compaction.freed]
     plans = [plan for compaction in done for plan in compaction.plans]
     if plans:

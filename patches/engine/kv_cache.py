@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KeyScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState

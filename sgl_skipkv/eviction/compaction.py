@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.page_table import RowRewrite
+from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentence_table import TableMoves
@@ -76,10 +77,11 @@ class Compaction:
                 [plan.entries for plan in tabled],
                 [plan.state.sentences.tracker.after_delimiter for plan in tabled],
             )
-        self._statistics = [
-            {name: values[plan.selection.kept] for name, values in plan.state.kv.statistics.items()}
-            for plan in plans
-        ]
+        self._statistics = kept_statistics(
+            [plan.state.kv.statistics for plan in plans],
+            [plan.selection.kept for plan in plans],
+            [plan.row_tokens for plan in plans],
+        )
         kept, finite = self._rows.kept_positions, torch.stack([plan.finite for plan in plans])
         pairs = [(tensor, _host_buffer(tensor)) for tensor in (kept, finite)]
         self._copies = [(tensor, host) for tensor, host in pairs if tensor is not host]

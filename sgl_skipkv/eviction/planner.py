@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import (
-    KeyLocation,
-    PagedCache,
     Policy,
     PolicyParams,
     ScoreInput,
@@ -28,28 +27,6 @@ from sgl_skipkv.policy.base import (
 from sgl_skipkv.policy.token_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
-
-
-class Due(NamedTuple):
-    """A request whose compaction is due.
-
-    Attributes:
-        row_tokens: entries of its row in use.
-        output_ids: generated token ids; at least those whose KV is in the row.
-        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
-        cache: where they lie, for kernels that read them in place; None where none run.
-    """
-
-    state: RequestState
-    row_tokens: int
-    output_ids: Sequence[int]
-    keys: Callable[[int], Tensor]
-    cache: PagedCache | None = None
-
-    @property
-    def logical_tokens(self) -> int:
-        """Cached and evicted."""
-        return self.row_tokens + self.state.kv.evicted_tokens
 
 
 class Planner:
@@ -70,7 +47,8 @@ class Planner:
             due: whose last compaction is read back, so that ``live`` is true.
         """
         for one in due:
-            self._catch_up(one)
+            _feed(one)
+        self.track([one for one in due if one.state.settings.policy.needs_attention])
         tables = [self._table(one.state) for one in due]
         inputs = self._score_inputs(due, tables)
         policies = [one.state.settings.policy for one in due]
@@ -101,49 +79,19 @@ class Planner:
             for one, selection, seen, is_finite, table in parts
         ]
 
-    def must_track(self, state: RequestState, row_tokens: int) -> bool:
-        """Whether the next decode step would overwrite a query that no statistic has seen."""
+    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
+        """Whether the request's statistics must be brought up to date in this step.
+
+        They must before a compaction, and before a decode step overwrites a query that they have
+        not seen.
+        """
         untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
         policy = state.settings.policy
-        return policy.needs_attention and untracked >= self._recorder.queries.window
+        return policy.needs_attention and (is_due or untracked >= self._recorder.queries.window)
 
-    def track(self, due: Due) -> None:
-        """Bring the policy's statistics up to date: replay the decode steps since the last time.
-
-        The row has only grown since then, so every step's attention can be computed once more from
-        its query and the keys it saw.
-        """
-        state, row_tokens, device = due.state, due.row_tokens, self._recorder.device
-        policy, kv = state.settings.policy, state.kv
-        if due.logical_tokens == kv.tracked_tokens:
-            return  # a plan that failed is made again
-        known = next((len(values) for values in kv.statistics.values()), 0)
-        first_new = due.logical_tokens - (row_tokens - known)
-        new_tokens = torch.arange(first_new, due.logical_tokens, device=device)
-        statistics = policy.initial_statistics(new_tokens)
-        if known:
-            statistics = {
-                name: torch.cat([kv.statistics[name], new]) for name, new in statistics.items()
-            }
-        steps = torch.arange(kv.tracked_tokens, due.logical_tokens, device=device)
-        newest, count = due.logical_tokens - 1, steps.shape[0]
-        queries = self._recorder.queries.read(state.held.track_id, newest, count)
-        attention = torch.zeros(count, row_tokens, device=device)
-        for layer in range(self._layers):
-            oldest_first = queries[layer].flip(0)
-            attention += causal_attention(oldest_first, due.keys(layer), scale=self._scale)
-        kv.statistics = policy.track(statistics, attention / self._layers, steps)
-        kv.tracked_tokens = due.logical_tokens
-
-    def _catch_up(self, due: Due) -> None:
-        """Sentences and statistics of the request know every cached token."""
-        sentences = due.state.sentences
-        tracker, generated = sentences.tracker, due.logical_tokens - due.state.prompt_tokens
-        tracker.feed(due.output_ids[tracker.seen_tokens : generated])
-        sentences.live.extend(range(sentences.seen, len(tracker.closed)))
-        sentences.seen = len(tracker.closed)
-        if due.state.settings.policy.needs_attention:
-            self.track(due)
+    def track(self, due: Sequence[Due]) -> None:
+        """Bring the policies' statistics up to date with every decode step of these requests."""
+        replay_steps(due, self._recorder, layers=self._layers, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[_Table | None]
@@ -174,9 +122,7 @@ class Planner:
         queries, location = None, None
         newest = due.logical_tokens - 1
         if due.cache is not None and policy.kernel_scores:
-            assert state.held.row is not None
-            ring = self._recorder.queries.data
-            location = KeyLocation(due.cache, state.held.row, ring, state.held.track_id, newest)
+            location = due.location(self._recorder.queries.data)
         elif policy.needs_queries:
             queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.report.compactions}".encode())
@@ -218,6 +164,15 @@ class Planner:
         most = capacity - capacity // 4
         entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
         return _Table(len(known), entries, [known[i] for i in entries])
+
+
+def _feed(due: Due) -> None:
+    """The request's sentences know every cached token."""
+    sentences = due.state.sentences
+    tracker, generated = sentences.tracker, due.logical_tokens - due.state.prompt_tokens
+    tracker.feed(due.output_ids[tracker.seen_tokens : generated])
+    sentences.live.extend(range(sentences.seen, len(tracker.closed)))
+    sentences.seen = len(tracker.closed)
 
 
 class _Table(NamedTuple):

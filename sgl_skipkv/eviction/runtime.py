@@ -19,8 +19,9 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.error_boundary import attempt
-from sgl_skipkv.eviction.planner import Due, Planner
+from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
@@ -166,11 +167,24 @@ class Runtime:
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
         return decodes and state.budgeted_tokens(row_tokens) >= state.due_tokens
 
-    def track(self, due: Due) -> None:
-        """Bring a request's statistics up to date, or set its ``failure``."""
-        _, error = attempt(_name(due.state), partial(self.planner.track, due))
-        if error is not None:
-            due.state.failure = error
+    def track(self, due: Sequence[Due]) -> None:
+        """Bring the requests' statistics up to date, in parts that the workspace holds.
+
+        A request for which that fails has its ``failure`` set. Requests are tracked together; if
+        that raises, each is tracked alone.
+        """
+        row_tokens, steps = [one.row_tokens for one in due], self.config.query_window
+        for part in split_to_fit(row_tokens, 0, self.config.compaction_work_bytes, steps=steps):
+            together = [due[i] for i in part]
+            what = ", ".join(_name(one.state) for one in together)
+            _, error = attempt(what, partial(self.planner.track, together))
+            if error is None:
+                continue
+            for one in together:
+                if len(together) > 1:
+                    _, error = attempt(_name(one.state), partial(self.planner.track, [one]))
+                if error is not None:
+                    one.state.failure = error
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due, in parts that the workspace holds.

@@ -1,7 +1,7 @@
 """Scores, protected ranges and integer counts become the kept sets of all requests that are due.
 
 The counts are the primitive: the CPU decides how many, the device decides which. Nothing here reads
-a device value back, and what is started on the device does not grow with the number of requests.
+a device value back, and on a GPU one kernel selects for all requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -58,48 +58,47 @@ def select_together(
             raise ValueError(
                 f"keep_tokens: expected an integer in [{covered} protected, {n} cached], got {keep}"
             )
-    calls, width, starts = len(lengths), max(lengths), accumulate(lengths)
-    # A score that is no number is lower than every other: what is protected may not be ours alone.
-    flat = torch.cat(list(scores)).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
-    last = [stop - 1 for stop in starts]
-    n, keep, end = device_tensor([*lengths, *keep_tokens, *last], flat.device).view(3, calls, 1)
-    # One row per request, the newest token first: of equals, a stable sort keeps the first.
-    column = torch.arange(width, device=flat.device)
-    age = n - 1 - column
-    beyond = age < 0  # of the request's first token; what stands there is somebody else's
-    table = flat[end - column]
-    protected_columns = _protected_columns(protected, lengths, width, flat.device)
-    keys = table.masked_fill(beyond, -torch.inf).masked_fill(protected_columns, torch.inf)
-    order = keys.sort(dim=1, descending=True, stable=True).indices
-    goes = torch.empty_like(beyond).scatter_(1, order, column >= keep)
-    # Ascending position is descending age, so a running count from the newest says how many places
-    # from its half's end an entry goes. Columns beyond stay behind both halves.
-    gone = goes.cumsum(1)
-    place = torch.where(goes, n - gone, keep - 1 - column + gone)
-    partition = torch.empty_like(age).scatter_(1, torch.where(beyond, column, place), age)
-    return (
+    choose = _by_kernel if uses_triton(scores[0].device) else _by_sort
+    return choose(scores, protected, keep_tokens)
+
+
+def _by_kernel(
+    scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
+) -> tuple[list[Selection], Tensor]:
+    from sgl_skipkv.kernels.selection import select_tokens
+
+    lengths, flat = [one.shape[0] for one in scores], torch.cat(list(scores)).float()
+    sizes = (lengths, keep_tokens, [len(own) for own in protected])
+    offsets, kept_offsets, range_offsets, ranges = device_tensors(
         [
-            Selection(row[:kept], row[kept:tokens])
-            for row, kept, tokens in zip(partition.unbind(), keep_tokens, lengths, strict=True)
+            *([0, *accumulate(one)] for one in sizes),
+            [bound for own in protected for bounds in own for bound in bounds],
         ],
-        ((table > -torch.inf) | beyond).all(dim=1),
+        flat.device,
     )
+    kept, evicted, finite = select_tokens(
+        flat, offsets, kept_offsets, ranges, range_offsets, sum(keep_tokens)
+    )
+    evict_tokens = [n - keep for n, keep in zip(lengths, keep_tokens, strict=True)]
+    halves = torch.split(kept, list(keep_tokens)), torch.split(evicted, evict_tokens)
+    return [Selection(*both) for both in zip(*halves, strict=True)], finite
 
 
-def _protected_columns(
-    protected: Sequence[Ranges], lengths: Sequence[int], width: int, device: torch.device
-) -> Tensor:
-    """bool [requests, width], what is protected, newest token first."""
-    bounds, signs = [], []
-    for i, (ranges, n) in enumerate(zip(protected, lengths, strict=True)):
+def _by_sort(
+    scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
+) -> tuple[list[Selection], Tensor]:
+    """In plain torch: the truth that the kernel is tested against."""
+    selections = []
+    for own, ranges, keep in zip(scores, protected, keep_tokens, strict=True):
+        # A score that is no number is lower than every other: a protected token may be shared.
+        keys = own.nan_to_num(-torch.inf, -torch.inf, -torch.inf)
         for start, stop in ranges:
-            if start < min(stop, n):
-                bounds += [i * (width + 1) + n - min(stop, n), i * (width + 1) + n - start]
-                signs += [1, -1]
-    at, sign = device_tensor([*bounds, *signs], device).view(2, len(bounds))
-    edges = torch.zeros(len(lengths) * (width + 1), dtype=torch.int64, device=device)
-    edges.index_add_(0, at, sign)
-    return edges.view(len(lengths), width + 1)[:, :width].cumsum(1) > 0
+            keys[start:stop] = torch.inf
+        # The newest token first: of equals, a stable sort keeps the first.
+        best = keys.flip(0).sort(descending=True, stable=True).indices
+        rows = own.shape[0] - 1 - best
+        selections.append(Selection(rows[:keep].sort().values, rows[keep:].sort().values))
+    return selections, torch.stack([own.isfinite().all() for own in scores])
 
 
 def _covered_tokens(ranges: Ranges, n: int) -> int:

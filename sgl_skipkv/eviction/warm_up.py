@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.select import Selection
+from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import Recorder, Recording
@@ -48,6 +48,8 @@ def warm_up(
     """
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys
+    from sgl_skipkv.kernels.sentence_scores import sentence_scores
+    from sgl_skipkv.kernels.step_attention import step_attention
     from sgl_skipkv.kernels.window_attention import window_attention
 
     warm_up_without_scores(recorder, cache.req_to_token.shape[1], steerer)
@@ -66,7 +68,20 @@ def warm_up(
         queries = recorder.queries.data
         one = paged(window + _NEW_TOKENS)
         window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
-    key_redundancy(paged(_KEEP_TOKENS + _NEW_TOKENS), thresholds)
+    tokens, ring = _KEEP_TOKENS + _NEW_TOKENS, recorder.queries.data
+    key_redundancy(paged(tokens), thresholds)
+    steps, firsts = [1] * _REQUESTS, [0] * _REQUESTS
+    step_attention(paged(tokens), ring, nobody, last, steps, firsts, causal=True, scale=1.0)
+    scores = torch.zeros(tokens * _REQUESTS, device=device)
+    positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
+    sentence_scores(
+        *(scores, scores, positions, [tokens] * _REQUESTS),
+        *(nobody, nobody, thresholds, [1] * _REQUESTS),
+        window=1,
+        sigma=0.5,
+        tau=0.5,
+        ending=1,
+    )
 
 
 def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | None = None) -> None:
@@ -77,13 +92,13 @@ def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | No
     """
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
-    device = recorder.device
+    device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
     nobody = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
     _step(recorder, steerer, nobody)
     table = _table(width, _KEEP_TOKENS, device)
-    entries = torch.arange(_KEEP_TOKENS + _NEW_TOKENS, device=device)
-    selections = [Selection(entries[:_KEEP_TOKENS], entries[_KEEP_TOKENS:])] * _REQUESTS
-    positions: list[Tensor] = [entries] * _REQUESTS
+    scores = [torch.zeros(tokens, device=device)] * _REQUESTS
+    selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
+    positions = [torch.arange(tokens, device=device)] * _REQUESTS
     RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
     sentences = recorder.sentences
     raise_redundancy(

@@ -216,7 +216,7 @@ class Policy(ABC):
         """Statistics of tokens that were just cached, name -> float32 [m].
 
         Args:
-            positions: int64 [m], their logical positions.
+            positions: int64 [m], their logical positions; tokens of one or of several requests.
         """
         return {}
 
@@ -225,10 +225,15 @@ class Policy(ABC):
     ) -> dict[str, Tensor]:
         """Statistics after a few decode steps, name -> float32 [n].
 
+        The tokens may be those of several requests, one after the other. What a token gets must
+        depend on its own column alone, to the bit.
+
         Args:
-            statistics: before them, [n] each, those of initial_statistics tokens included.
+            statistics: before them, [n] each, those of newly cached tokens included.
             attention: float32 [T, n], mean over heads and layers, 0 for tokens of later steps.
-            steps: int64 [T], logical position of the query of each step, ascending.
+            steps: int64 [T, n], logical position of the query of each step of the token's request,
+                ascending. Requests with fewer steps than T have -1 in the last rows, and attention
+                is 0 there.
         """
         return dict(statistics)
 

@@ -1,77 +1,52 @@
-"""Requests that are due in the same step, laid end to end as one long request.
+"""Scores of requests that are due in the same step, one after the other in one tensor.
 
-A score that comes from a token's own position, its sentence and what kernels have found of it is
-the same wherever the request stands on the axis of logical positions. So requests with the same
-parameters are
-moved behind one another there and scored at once: as many launches for all of them as for one.
+As many launches for all of them as for one; what a request gets does not depend on the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.policy.base import ScoreInput, Sentences
+from sgl_skipkv.policy.base import ScoreInput
 
 
-def concatenated(requests: Sequence[ScoreInput], window: int) -> ScoreInput:
-    """One request made of several; token i of request c is token ``sum of n before c + i``.
+def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
+    """float32 [tokens of all requests]: scores of each one's candidates, then 0 for its window."""
+    zeros = parts[0].new_zeros(window)
+    return torch.cat([piece for part in parts for piece in (part, zeros)])
+
+
+def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
+    """float32 [n] of each request."""
+    return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
+
+
+def sentence_scores(
+    requests: Sequence[ScoreInput], *, window: int, sigma: float, tau: float, ending: int
+) -> Tensor:
+    """float32 [tokens of all requests], the kernel of this name.
 
     Args:
-        requests: with pages, and with importance and redundancy found.
-        window: last tokens of each, which have no importance. Between two requests these get none
-            and
-            no redundancy either, so they score what a last window scores: 0.
+        requests: with sentences, and with importance and redundancy from kernels.
     """
-    first, lengths = requests[0], [one.positions.shape[0] for one in requests]
-    if len(requests) == 1:
-        return first
-    logical = [one.location.last_position + 1 for one in requests if one.location is not None]
-    shifts = [0, *accumulate(logical[:-1])]
-    gap = torch.zeros(window, device=first.positions.device)
-    return replace(
-        first,
-        positions=_shifted([one.positions for one in requests], shifts, lengths),
-        sentences=_joined([one.sentences for one in requests if one.sentences is not None], shifts),
-        importance=_with_gaps([_found(one.importance) for one in requests], gap),
-        redundancy=_with_gaps(
-            [
-                _found(one.redundancy)[: n - window]
-                for one, n in zip(requests, lengths, strict=True)
-            ],
-            gap,
-        ),
-    )
+    from sgl_skipkv.kernels.sentence_scores import sentence_scores
 
-
-def _joined(sentences: Sequence[Sentences], shifts: Sequence[int]) -> Sentences | None:
-    if not sentences:
-        return None
-    counts = [one.starts.shape[0] for one in sentences]
-    return Sentences(
-        _shifted([one.starts for one in sentences], shifts, counts),
-        _shifted([one.stops for one in sentences], shifts, counts),
+    sentences = [one.sentences for one in requests if one.sentences is not None]
+    scores: Tensor = sentence_scores(
+        torch.cat([one.importance for one in requests if one.importance is not None]),
+        torch.cat([one.redundancy for one in requests if one.redundancy is not None]),
+        torch.cat([one.positions for one in requests]),
+        [one.positions.shape[0] for one in requests],
+        torch.cat([one.starts for one in sentences]),
+        torch.cat([one.stops for one in sentences]),
         torch.cat([one.redundancy for one in sentences]),
+        [one.starts.shape[0] for one in sentences],
+        window=window,
+        sigma=sigma,
+        tau=tau,
+        ending=ending,
     )
-
-
-def _shifted(parts: Sequence[Tensor], shifts: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """The parts in a row, each moved by its shift. The length is named, so no device is asked."""
-    device = parts[0].device
-    shift, count = device_tensor([*shifts, *counts], device).view(2, len(parts))
-    shift_of: Tensor = shift.repeat_interleave(count, output_size=sum(counts))
-    return torch.cat(list(parts)) + shift_of
-
-
-def _with_gaps(parts: Sequence[Tensor], gap: Tensor) -> Tensor:
-    return torch.cat([piece for part in parts for piece in (part, gap)][:-1])
-
-
-def _found(scores: Tensor | None) -> Tensor:
-    assert scores is not None
     return scores

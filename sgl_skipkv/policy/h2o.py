@@ -34,7 +34,8 @@ class H2O(Policy):
     def track(
         self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
     ) -> dict[str, Tensor]:
-        return {"received": statistics["received"] + attention.sum(dim=0)}
+        # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
+        return {"received": statistics["received"] + attention.cumsum(dim=0)[-1]}
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention received since birth."""

@@ -13,13 +13,14 @@ activates nothing. The paper pins the last W tokens, W its interval: set ``windo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 
@@ -38,19 +39,28 @@ class Lazy(Policy):
     def track(
         self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
     ) -> dict[str, Tensor]:
-        """Eq. 1, step by step: a gap is only known when the step that closes it comes."""
+        """Eq. 1 of all steps at once: a gap is only known when the step that closes it comes."""
         last, longest = statistics["last_active"], statistics["longest_gap"]
         # A token's own first step is its birth, not a recurrence.
-        active = (attention > self.params.alpha) & (steps[:, None] > last)
-        for row, step in zip(active, steps.float(), strict=True):
-            longest = torch.where(row, torch.maximum(longest, step - last), longest)
-            last = torch.where(row, step, last)
-        return {"last_active": last, "longest_gap": longest}
+        active = (attention > self.params.alpha) & (steps > last)
+        # TS after every step, the one before the first included; where it rises, a gap ends.
+        stamps = torch.cat([last[None], torch.where(active, steps.float(), last)])
+        last_after = stamps.cummax(dim=0).values
+        gaps = last_after.diff(dim=0).amax(dim=0)
+        return {"last_active": last_after[-1], "longest_gap": torch.maximum(longest, gaps)}
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """``H1 + H2`` of every token of all requests, in [0, 2]."""
+        last, longest = (
+            torch.cat([one.statistics[name] for one in requests])
+            for name in ("last_active", "longest_gap")
+        )
+        now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
+        likely = 2.0 * torch.sigmoid((last - now) / longest.clamp_min(1.0))
+        frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
+        scores = likely + frequent * (longest > 0)
+        return by_request(scores, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """``H1 + H2``, in [0, 2]."""
-        last, longest = inputs.statistics["last_active"], inputs.statistics["longest_gap"]
-        elapsed = inputs.positions[-1].float() - last
-        likely = 2.0 * torch.sigmoid(-elapsed / longest.clamp_min(1.0))
-        frequent = 2.0 * torch.sigmoid(-longest / self.params.interval)
-        return likely + torch.where(longest > 0, frequent, 0.0)
+        """``H1 + H2`` of one request."""
+        return self.scores_together([inputs])[0]

@@ -43,7 +43,7 @@ class RaaS(Policy):
     def track(
         self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
     ) -> dict[str, Tensor]:
-        active = torch.where(attention > self.params.alpha, steps[:, None].float(), -1.0)
+        active = torch.where(attention > self.params.alpha, steps.float(), -1.0)
         return {"last_active": torch.maximum(statistics["last_active"], active.amax(dim=0))}
 
     def scores(self, inputs: ScoreInput) -> Tensor:

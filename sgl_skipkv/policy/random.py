@@ -8,6 +8,7 @@ the compaction and ``seed`` alone, so a request keeps the same set in any batch.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
 
 
 class RandomParams(PolicyParams):
@@ -28,9 +30,15 @@ class Random(Policy):
     Params: ClassVar[type[PolicyParams]] = RandomParams
     params: RandomParams
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Uniform in [0, 1), drawn on the CPU so that every device draws the same; one copy."""
+        draws = torch.cat([self._draw(one) for one in requests])
+        return by_request(to_device(draws, requests[0].positions.device), requests)
+
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """Uniform in [0, 1), drawn on the CPU so that every device draws the same."""
+        return self.scores_together([inputs])[0]
+
+    def _draw(self, inputs: ScoreInput) -> Tensor:
         seed = zlib.crc32(f"{inputs.seed}:{self.params.seed}".encode())
         generator = torch.Generator().manual_seed(seed)
-        draw = torch.rand(inputs.positions.shape[0], generator=generator)
-        return to_device(draw, inputs.positions.device)
+        return torch.rand(inputs.positions.shape[0], generator=generator)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.concatenated import concatenated
+from sgl_skipkv.policy.concatenated import by_request, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 
@@ -43,21 +43,23 @@ class RKV(Policy):
     params: RKVParams
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """As one request, where kernels have found importance and redundancy: the same, to the
-        bit."""
+        """From importance and redundancy, where kernels have computed them for all requests."""
         if any(one.importance is None or one.redundancy is None for one in requests):
             return super().scores_together(requests)
-        scores = self.scores(concatenated(requests, self.params.window))
-        return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
+        return by_request(self._from_kernels(requests), requests)
+
+    def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
+        """float32 [tokens of all requests], ``Z``."""
+        sigma, window = self.params.sigma, self.params.window
+        importance = [one.importance for one in requests if one.importance is not None]
+        repeated = [one.redundancy[:-window] for one in requests if one.redundancy is not None]
+        z = sigma * torch.cat(importance) - (1.0 - sigma) * torch.cat(repeated)
+        return with_windows(torch.split(z, [one.shape[0] for one in importance]), window)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""
         params, window = self.params, self.params.window
         n = inputs.positions.shape[0]
-        if inputs.importance is not None and inputs.redundancy is not None:
-            repeated = inputs.redundancy[: n - window]
-            z = params.sigma * inputs.importance - (1.0 - params.sigma) * repeated
-            return F.pad(z, (0, window))
         assert inputs.queries is not None
         total = torch.zeros(n - window, device=inputs.positions.device)
         for layer in range(inputs.layers):

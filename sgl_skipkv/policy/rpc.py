@@ -14,6 +14,7 @@ the paper's 32 needs a server with ``query_window: 32``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.paged_requests import recent_attention
 
 
 class RPCParams(PolicyParams):
@@ -51,6 +53,7 @@ class RPC(Policy):
     source = "RPC, arXiv 2505.13866"
     Params: ClassVar[type[PolicyParams]] = RPCParams
     needs_queries = True
+    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
     params: RPCParams
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
@@ -60,12 +63,39 @@ class RPC(Policy):
         least = self.min_budget_tokens if compactions else 0
         return min(max(grown, least), kv_budget)
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
+        if any(one.location is None for one in requests):
+            return super().scores_together(requests)
+        window, half = self.params.window, self.params.kernel // 2
+        firsts = [self._first(one) for one in requests]
+        tokens = [one.positions.shape[0] for one in requests]
+        attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
+        # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
+        received = torch.split(attention.cumsum(dim=0)[-1], tokens)
+        zeros = received[0].new_zeros(max(half, window, *firsts))
+        # Half a width of zeros between two requests is what each has at its edges alone.
+        parts = [part[first:-window] for part, first in zip(received, firsts, strict=True)]
+        apart = torch.cat([piece for part in parts for piece in (part, zeros[:half])])
+        pooled = F.avg_pool1d(apart[None], self.params.kernel, stride=1, padding=half)[0]
+        columns = torch.split(pooled, [part.shape[0] + half for part in parts])
+        scores = [
+            piece
+            for column, part, first in zip(columns, parts, firsts, strict=True)
+            for piece in (zeros[:first], column[: part.shape[0]], zeros[:window])
+        ]
+        return list(torch.split(torch.cat(scores), tokens))
+
+    def _first(self, inputs: ScoreInput) -> int:
+        """First column that the selector window attends to."""
+        return inputs.prompt_tokens if self.params.protect_prompt else 0
+
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention received from the selector window; prompt and window score 0."""
         assert inputs.queries is not None
         window = inputs.queries.shape[1]
         n = inputs.positions.shape[0]
-        first = inputs.prompt_tokens if self.params.protect_prompt else 0
+        first = self._first(inputs)
         total = torch.zeros(n - window - first, device=inputs.positions.device)
         for layer in range(inputs.layers):
             total += selector_attention(

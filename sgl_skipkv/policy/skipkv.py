@@ -12,6 +12,7 @@ own generated length instead of the batch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
+from sgl_skipkv.policy.concatenated import sentence_scores
 from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 
@@ -40,6 +42,22 @@ class SkipKV(RKV):
     needs_sentences = True
     protects_open_sentence = True
     params: SkipKVParams
+
+    @property
+    def ending_tokens(self) -> int:
+        """Tokens before a sentence's delimiter that get a bonus."""
+        return 0
+
+    def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
+        """``Z - lambda_s``, and the bonus of subclasses."""
+        params = self.params
+        return sentence_scores(
+            requests,
+            window=params.window,
+            sigma=params.sigma,
+            tau=params.tau,
+            ending=self.ending_tokens,
+        )
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s`` of every cached token."""

@@ -42,6 +42,10 @@ class SkipKVPlus(SkipKV):
     Params: ClassVar[type[PolicyParams]] = SkipKVPlusParams
     params: SkipKVPlusParams
 
+    @property
+    def ending_tokens(self) -> int:
+        return self.params.ending
+
     def protected_tail(self, kv_budget: int) -> int:
         """``recent`` tokens, at most half the budget, at least the window."""
         return max(self.params.window, min(self.params.recent, kv_budget // 2))

@@ -9,6 +9,7 @@ Deviation: one set for all layers and heads, because one slot holds the KV of al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request, with_windows
 
 
 class SnapKVParams(PolicyParams):
@@ -33,11 +35,16 @@ class SnapKV(Policy):
     kernel_scores = frozenset({"importance"})
     params: SnapKVParams
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From the importance, where a kernel has computed it for all requests."""
+        importance = [one.importance for one in requests if one.importance is not None]
+        if len(importance) < len(requests):
+            return super().scores_together(requests)
+        return by_request(with_windows(importance, self.params.window), requests)
+
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``I`` of every cached token; the last W, which are protected, score 0."""
         window = self.params.window
-        if inputs.importance is not None:
-            return F.pad(inputs.importance, (0, window))
         assert inputs.queries is not None
         n = inputs.positions.shape[0]
         total = torch.zeros(n - window, device=inputs.positions.device)

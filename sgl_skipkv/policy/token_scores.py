@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
-
-if TYPE_CHECKING:
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
+from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.paged_requests import paged_requests
 
 Scored = tuple[Policy, ScoreInput]
 
@@ -34,7 +30,7 @@ def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
     inputs = [one for _, one in requests]
     by_window: defaultdict[int, list[int]] = defaultdict(list)
     for i, (policy, one) in enumerate(requests):
-        if one.location is not None and policy.kernel_scores:
+        if one.location is not None and "importance" in policy.kernel_scores:
             by_window[policy.params.window].append(i)
     for window, chosen in by_window.items():
         together = [requests[i] for i in chosen]
@@ -51,19 +47,14 @@ def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
 def _importance(requests: Sequence[Scored], window: int) -> Sequence[Tensor]:
     from sgl_skipkv.kernels.window_attention import window_attention
 
-    places, paged = [_location(one) for _, one in requests], _paged_keys(requests)
+    paged = paged_requests([one for _, one in requests])
+    widths = [_parameter(policy, "kernel") for policy, _ in requests]
     found: Tensor = window_attention(
-        paged,
-        places[0].ring,
-        device_tensor([place.track_id for place in places], paged.device),
-        device_tensor([place.last_position for place in places], paged.device),
-        device_tensor(
-            [_parameter(policy, "kernel") for policy, _ in requests], paged.device, torch.int32
-        ),
+        *(*paged, device_tensor(widths, paged.keys.device, torch.int32)),
         window=window,
         scale=requests[0][1].scale,
     )
-    return torch.split(found, [tokens - window for tokens in paged.row_tokens])
+    return torch.split(found, [tokens - window for tokens in paged.keys.row_tokens])
 
 
 def _redundancy(requests: Sequence[Scored]) -> Sequence[Tensor]:
@@ -71,37 +62,10 @@ def _redundancy(requests: Sequence[Scored]) -> Sequence[Tensor]:
 
     if not requests:
         return []
-    paged = _paged_keys(requests)
+    paged = paged_requests([one for _, one in requests]).keys
     thresholds = [_parameter(policy, "threshold") for policy, _ in requests]
     found: Tensor = key_redundancy(paged, device_tensor(thresholds, paged.device, torch.float32))
     return torch.split(found, list(paged.row_tokens))
-
-
-def _paged_keys(requests: Sequence[Scored]) -> PagedKeys:
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
-
-    places = [_location(one) for _, one in requests]
-    cache, tokens = places[0].cache, [one.positions.shape[0] for _, one in requests]
-    device = cache.layer.device
-    return PagedKeys(
-        cache.layer,
-        cache.k_ptrs,
-        cache.req_to_token,
-        device_tensor([place.row for place in places], device),
-        tokens,
-        _offsets(tokens, device),
-        cache.k_scales,
-    )
-
-
-def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [len + 1], where each part starts, and the sum."""
-    return device_tensor([0, *accumulate(counts)], device)
-
-
-def _location(inputs: ScoreInput) -> KeyLocation:
-    assert inputs.location is not None
-    return inputs.location
 
 
 def _parameter(policy: Policy, name: str) -> float:

@@ -9,11 +9,16 @@ tokens, and prompt, sinks and window are pinned as for every policy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.concatenated import by_request
+from sgl_skipkv.policy.paged_requests import recent_attention
 
 
 class TOVA(Policy):
@@ -21,6 +26,14 @@ class TOVA(Policy):
     keeps = "what the last query attends to"
     source = "TOVA, arXiv 2401.06104"
     needs_queries = True
+    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Attention of every request's last query, where keys lie in pages, from one replay."""
+        if any(one.location is None for one in requests):
+            return super().scores_together(requests)
+        attention = recent_attention(requests, steps=1, firsts=[0] * len(requests), causal=True)
+        return by_request(attention[0], requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention of the last query to every cached token; sums to 1."""

@@ -18,8 +18,10 @@ HOST_READS = frozenset(
 )
 
 
-def host_read(func: Any, args: Any) -> str | None:
+def host_read(func: Any, args: Any, kwargs: Any = None) -> str | None:
     """What about this operation waits for a device, or None."""
+    if "output_size" in (kwargs or {}):
+        return None  # repeat_interleave, when it is told the length
     name = func._schema.name.removeprefix("aten::")
     if name in HOST_READS or f"{name}.{func._schema.overload_name}" in HOST_READS:
         return name
@@ -34,6 +36,6 @@ class NoHostRead(TorchDispatchMode):
     """Inside, an operation that would wait for a device is an error. Sees torch, not Triton."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = host_read(func, args)
+        read = host_read(func, args, kwargs)
         assert read is None, f"{read} waits for the device"
         return func(*args, **(kwargs or {}))

@@ -53,7 +53,6 @@ def with_statistics(policy: Policy, inputs: ScoreInput) -> ScoreInput:
     attention = torch.rand(20, n, generator=torch.Generator().manual_seed(n))
     attention = attention.pow(4).tril(n - 20)
     statistics = policy.initial_statistics(inputs.positions)
-    statistics = policy.track(
-        statistics, attention / attention.sum(1, True), inputs.positions[-20:]
-    )
+    steps = inputs.positions[-20:, None].expand(20, n)
+    statistics = policy.track(statistics, attention / attention.sum(1, True), steps)
     return dataclasses.replace(inputs, statistics=statistics)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
-from sgl_skipkv.eviction.planner import Due
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
@@ -184,7 +184,7 @@ class SyntheticServer:
             return None
         if not self.runtime.due(call.state, len(call.slots)):
             if self.runtime.planner.must_track(call.state, len(call.slots)):
-                self.runtime.track(self.due(call))
+                self.runtime.track([self.due(call)])
             return None
         return next(iter(self.compact([call])), None)
 

@@ -20,6 +20,18 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("rkv", {"threshold": -0.1}),
     ("skipkv", {"threshold": 0.9, "kernel": 15}),
 )
+#: and of policies that replay the attention of decode steps
+REPLAYED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("h2o", {}),
+    ("raas", {"alpha": 0.02}),
+    ("lazy", {"alpha": 0.02}),
+    ("tova", {}),
+)
+SELECTOR: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("rpc", {}),
+    ("rpc", {}),
+    ("rpc", {"kernel": 31}),
+)
 
 
 def step(server: SyntheticServer, calls: Sequence[Call]) -> int:
@@ -55,13 +67,14 @@ def lives(
     return calls, max(step(server, calls) for _ in range(steps))
 
 
-def test_kernels_and_torch_keep_the_same() -> None:
+@pytest.mark.parametrize("asked", [ASKED, REPLAYED, SELECTOR])
+def test_kernels_and_torch_keep_the_same(asked: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Several compactions of each."""
-    prompts = [PROMPT + 3 * i for i in range(len(ASKED))]
-    expected, most = lives(ASKED, 80, prompts)
+    prompts = [PROMPT + 3 * i for i in range(len(asked))]
+    expected, most = lives(asked, 80, prompts)
     with on_triton():
-        found, _ = lives(ASKED, 80, prompts)
-    assert most == len(ASKED)
+        found, _ = lives(asked, 80, prompts)
+    assert most == len(asked)
     assert [call.compactions for call in found] == [call.compactions for call in expected]
     assert all(len(call.compactions) >= 3 for call in found)
 

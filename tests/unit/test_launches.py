@@ -8,16 +8,42 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import on_triton
-from launches import decode_to_due, launches
+from launches import POLICIES, decode_to_due, launches
 from synthetic import SyntheticServer, served, words
 
 
-@pytest.mark.parametrize(("name", "per_call"), [("snapkv", 1), ("skipkv+", 0)])
-def test_more_due_calls_start_hardly_more(name: str, per_call: int) -> None:
-    """One operation per request at the most, and nothing that waits for the device."""
-    few, many = launches(name, 2), launches(name, 6)
-    assert many.total() - few.total() <= 4 * per_call, many - few
-    assert many["_importance_kernel"] == many["_compact_rows_kernel"] == 1, "something was counted"
+@pytest.mark.parametrize("name", POLICIES)
+def test_many_due_requests_start_few_operations(name: str) -> None:
+    """At most 60, replay and rewrite included; each kernel as often as for two requests."""
+    few, many = launches(name, 2), launches(name, 16)
+    assert many.total() <= 60, many
+    kernels = {one: count for one, count in many.items() if one.endswith("_kernel")}
+    assert kernels == {one: count for one, count in few.items() if one.endswith("_kernel")}
+    assert many["_select_kernel"] == many["_compact_rows_kernel"] == 1
+    replays = name in ("h2o", "raas", "lazy", "tova", "rpc")
+    assert many["_mean_attention_kernel"] == replays
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_request_keeps_in_a_batch_what_it_keeps_alone(name: str) -> None:
+    """Two servers with the same requests; one plans them together, replay included."""
+    together, alone = SyntheticServer(check_ledger=False), SyntheticServer(check_ledger=False)
+    opened = [
+        [
+            served(server, seed=seed, kv_policy=name, prompt=[3] * (5 + 9 * seed))
+            for seed in range(4)
+        ]
+        for server in (together, alone)
+    ]
+    for server, calls in zip((together, alone), opened, strict=True):
+        decode_to_due(server, calls)
+    with on_triton():
+        expected = [alone.plan(call) for call in opened[1]]
+        for plan, other in zip(together.plans(opened[0]), expected, strict=True):
+            assert torch.equal(plan.selection.kept, other.selection.kept)
+            statistics, others = plan.state.kv.statistics, other.state.kv.statistics
+            assert statistics.keys() == others.keys()
+            assert all(torch.equal(values, others[one]) for one, values in statistics.items())
 
 
 def test_calls_with_knobs_of_their_own_keep_what_they_keep_alone() -> None:

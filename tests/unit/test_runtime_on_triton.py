@@ -23,6 +23,7 @@ from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import Recording
 from sgl_skipkv.recording.sentences import Delimiters
 
+NAMES = ("skipkv", "rkv", "snapkv", "skipkv+", "h2o", "rpc", "tova")
 FUNCTIONS = {
     value.fn.__name__: value
     for module in KERNELS
@@ -33,7 +34,7 @@ FUNCTIONS = {
 
 def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
     """Kept positions of every compaction of every request, and what was recorded."""
-    server = SyntheticServer(check_ledger=False, **config)
+    server = SyntheticServer(check_ledger=False, rows=len(NAMES), slots=len(NAMES), **config)
     calls = [
         served(
             server,
@@ -41,7 +42,7 @@ def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str,
             kv_policy=name,
             kv_params={"interval": 12, "window": 4 + 4 * (seed % 2), "delimiters": "paper"},
         )
-        for seed, name in enumerate(("skipkv", "rkv", "snapkv", "skipkv+"))
+        for seed, name in enumerate(NAMES)
     ]
     for _ in range(steps):
         server.decode(*calls)
@@ -121,7 +122,8 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         warm, compactions = set(launched), 0
         for seed in range(4):
             prompts = [(3,) * (PROMPT + 7 * i + seed) for i in range(seed + 1)]
-            names, windows = ("skipkv", "rkv", "snapkv", "skipkv+"), (4, 3 + seed, 7, 4)
+            names = ("skipkv", "rkv", "snapkv", "skipkv+") if seed % 2 else ("tova", "h2o", "rpc")
+            windows = (4, 3 + seed, 7, 4)
             calls = [
                 served(
                     server,
@@ -142,7 +144,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         assert steerer.nonexecution_sentences(0) == 0
     assert compactions > 20
     assert launched == warm
-    called_by_kernels = {"widened"}
+    called_by_kernels = {"widened", "_query_offsets", "_logits"}
     assert {name for name, *_ in warm} == set(FUNCTIONS) - called_by_kernels
 
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_on_cpu import on_triton
 
-from sgl_skipkv.eviction.select import select
+from sgl_skipkv.eviction.select import select, select_together
 
 REPEATABLE = settings(deadline=None, derandomize=True)
 Ranges = list[tuple[int, int]]
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "kernel"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In plain torch, and with the kernel interpreted."""
+    with on_triton() if request.param == "kernel" else nullcontext():
+        yield
+
+
 # Few distinct values make many ties; the others are what arithmetic can produce.
 VALUES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -1e-30, 1e30, -math.inf, math.inf])
 
@@ -135,3 +146,19 @@ def test_a_count_that_cannot_be_met(protected: Ranges, keep: int) -> None:
 def test_nothing_cached() -> None:
     kept, evicted = select(torch.zeros(0), [(0, 4)], 0)
     assert kept.tolist() == evicted.tolist() == []
+
+
+@REPEATABLE
+@given(st.lists(problems(VALUES | st.just(math.nan)), min_size=1, max_size=4))
+def test_each_of_several_requests_keeps_what_it_keeps_alone(
+    together: list[tuple[list[float], Ranges, int]],
+) -> None:
+    scores = [torch.tensor(values) for values, _, _ in together]
+    found, finite = select_together(
+        scores, [ranges for _, ranges, _ in together], [keep for _, _, keep in together]
+    )
+    assert finite.tolist() == [bool(one.isfinite().all()) for one in scores]
+    for (_, ranges, keep), own, selection in zip(together, scores, found, strict=True):
+        alone = select(own, ranges, keep)
+        assert torch.equal(selection.kept, alone.kept)
+        assert torch.equal(selection.evicted, alone.evicted)

@@ -129,3 +129,11 @@ def test_parts_change_nothing_but_the_memory(
         found.append([(list(call.output_ids), call.skipkv.report.summary) for call in calls])
         world.drain()
     assert found[0] == found[1]
+
+
+def test_a_replay_of_many_steps_is_split() -> None:
+    """48 bytes per cached token and step; the default ring of 8 hardly counts."""
+    row_tokens = [1024 + 128] * 64
+    assert len(split_to_fit(row_tokens, 0, WORK_BYTES, steps=8)) == 1
+    parts = split_to_fit(row_tokens, 0, WORK_BYTES, steps=1024)
+    assert all(len(part) == 1 for part in parts) and len(parts) == 64

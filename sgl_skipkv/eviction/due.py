@@ -1,0 +1,39 @@
+"""A request whose compaction or whose replay is due, as planning sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sgl_skipkv.policy.base import KeyLocation, PagedCache
+from sgl_skipkv.request.state import RequestState
+
+
+class Due(NamedTuple):
+    """A request whose compaction is due.
+
+    Attributes:
+        row_tokens: entries of its row in use.
+        output_ids: generated token ids; at least those whose KV is in the row.
+        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        cache: where they lie, for kernels that read them in place; None where none run.
+    """
+
+    state: RequestState
+    row_tokens: int
+    output_ids: Sequence[int]
+    keys: Callable[[int], Tensor]
+    cache: PagedCache | None = None
+
+    @property
+    def logical_tokens(self) -> int:
+        """Cached and evicted."""
+        return self.row_tokens + self.state.kv.evicted_tokens
+
+    def location(self, ring: Tensor) -> KeyLocation:
+        """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
+        held, newest = self.state.held, self.logical_tokens - 1
+        assert self.cache is not None and held.row is not None
+        return KeyLocation(self.cache, held.row, ring, held.track_id, newest)

@@ -1,0 +1,126 @@
+"""Statistics of policies that follow the attention of every decode step, for all requests at once.
+
+A row only grows between compactions, so the attention of every step since the last time can be
+computed once more, from the step's recorded query and the keys that it saw.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
+from sgl_skipkv.kernels.reference import causal_attention
+from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.paged_requests import paged_at
+from sgl_skipkv.recording.recorder import Recorder
+
+
+def replay_steps(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> None:
+    """Bring the requests' statistics up to date; those with the same policy share the launches.
+
+    What a request gets does not depend on the others. If this raises, each request's statistics are
+    either as they were or up to date, so every request may be tried again.
+    """
+    alike: defaultdict[tuple[type[Policy], PolicyParams], list[Due]] = defaultdict(list)
+    for due in requests:
+        policy = due.state.settings.policy
+        if due.logical_tokens > due.state.kv.tracked_tokens:  # else nothing happened since
+            alike[type(policy), policy.params].append(due)
+    for together in alike.values():
+        policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
+        tracked = policy.track(
+            _statistics(policy, together, recorder.device),
+            _attention(together, recorder, layers=layers, scale=scale),
+            _step_positions(together, recorder.device),
+        )
+        parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
+        for i, due in enumerate(together):
+            due.state.kv.statistics = {name: values[i] for name, values in parts.items()}
+            due.state.kv.tracked_tokens = due.logical_tokens
+
+
+def kept_statistics(
+    statistics: Sequence[Mapping[str, Tensor]], kept: Sequence[Tensor], row_tokens: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """What remains of each request's statistics when it keeps some of its tokens.
+
+    Args:
+        statistics: name -> [n] of each request; none where its policy tracks nothing.
+        kept: int64 [k] of each, row indices.
+        row_tokens: n of each.
+    """
+    remaining: list[dict[str, Tensor]] = [{} for _ in statistics]
+    alike: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, values in enumerate(statistics):
+        if values:
+            alike[tuple(values)].append(i)
+    for names, chosen in alike.items():
+        counts, lengths = [kept[i].shape[0] for i in chosen], [row_tokens[i] for i in chosen]
+        rows = torch.cat([kept[i] for i in chosen])
+        starts, count = device_tensors([[0, *accumulate(lengths[:-1])], counts], rows.device)
+        rows += starts.repeat_interleave(count, output_size=sum(counts))
+        for name in names:
+            rest = torch.cat([statistics[i][name] for i in chosen])[rows]
+            for i, own in zip(chosen, torch.split(rest, counts), strict=True):
+                remaining[i][name] = own
+    return remaining
+
+
+def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -> dict[str, Tensor]:
+    """name -> [tokens of all requests], those of newly cached tokens behind those of the others."""
+    known = [next((len(one) for one in due.state.kv.statistics.values()), 0) for due in requests]
+    every = torch.arange(max(due.logical_tokens for due in requests), device=device)
+    new = [due.row_tokens - count for due, count in zip(requests, known, strict=True)]
+    born = [
+        every[due.logical_tokens - count : due.logical_tokens]
+        for due, count in zip(requests, new, strict=True)
+    ]
+    initial = policy.initial_statistics(torch.cat(born))
+    if not any(known):
+        return initial
+    joined = {}
+    for name, values in initial.items():
+        pairs = zip(requests, torch.split(values, new), strict=True)
+        parts = [(due.state.kv.statistics.get(name, values[:0]), newest) for due, newest in pairs]
+        joined[name] = torch.cat([values for pair in parts for values in pair])
+    return joined
+
+
+def _attention(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> Tensor:
+    """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
+    steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in requests]
+    if all(due.cache is not None for due in requests):
+        from sgl_skipkv.kernels.step_attention import step_attention
+
+        locations = [due.location(recorder.queries.data) for due in requests]
+        paged = paged_at(locations, [due.row_tokens for due in requests])
+        found: Tensor = step_attention(
+            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale
+        )
+        return found
+    parts = []
+    for due, count in zip(requests, steps, strict=True):
+        queries = recorder.queries.read(due.state.held.track_id, due.logical_tokens - 1, count)
+        attention = torch.zeros(count, due.row_tokens, device=recorder.device)
+        for layer in range(layers):
+            attention += causal_attention(queries[layer].flip(0), due.keys(layer), scale=scale)
+        parts.append(F.pad(attention / layers, (0, 0, 0, max(steps) - count)))
+    return torch.cat(parts, dim=1)
+
+
+def _step_positions(requests: Sequence[Due], device: torch.device) -> Tensor:
+    """int64 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
+    spans = [range(due.state.kv.tracked_tokens, due.logical_tokens) for due in requests]
+    most, lengths = max(map(len, spans)), [due.row_tokens for due in requests]
+    padded = [step for span in spans for step in (*span, *[-1] * (most - len(span)))]
+    packed = device_tensor([*padded, *lengths], device)
+    of_request, tokens = packed[: len(padded)].view(len(requests), most), packed[len(padded) :]
+    steps: Tensor = of_request.repeat_interleave(tokens, dim=0, output_size=sum(lengths))
+    return steps.T
