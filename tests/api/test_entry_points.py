@@ -22,6 +22,7 @@ import sgl_skipkv
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.api import openai as openai_api
 from sgl_skipkv.patches.api import routes, tokenizer
+from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.request.settings import KEYS
 
@@ -275,7 +276,7 @@ def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
 
 def test_preferred_parameters_of_the_operator() -> None:
     """A request's keys leave others' ``custom_params`` alone; keys among them would go past us."""
-    gate = tokenizer.Gate(ServerConfig(), Readiness((), enabled=False))
+    gate = Gate(ServerConfig(), Readiness((), enabled=False))
     theirs = {"temperature": 0.5, "custom_params": {"theirs": 1}}
     manager = SimpleNamespace(skipkv=gate, preferred_sampling_params=theirs)
     for params, custom in (

@@ -65,7 +65,7 @@ SPECS: dict[str, Spec] = {
     "main": Spec(
         (
             *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
-            *("other_apis", "privacy", "ways_in"),
+            *("other_apis", "privacy", "entry_points"),
         ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
