@@ -56,7 +56,7 @@ class Scarce(TorchDispatchMode):
 
 def due_together(policy: str) -> tuple[SyntheticServer, list[Call]]:
     """Requests that have compacted once and are due again, with sentences of every length."""
-    server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, max_sentences=12)
+    server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, max_sentences=12, retraction_backup_bytes=0)
     calls = [
         served(
             server,
