@@ -20,8 +20,8 @@ has 2^-24.
 
 Mutates nothing but its own buffers. Not for CUDA graphs: grids and workspace depend on the lengths.
 
-Floors: ``bytes_moved`` (keys once: ``L Hkv n d key_bytes``, and what is in and out) and
-``operations``, ``2 L Hkv d n^2``.
+Floors: bytes ``L Hkv n d key_bytes + 8 n``, each key, slot and result once; operations
+``2 L Hkv d n^2``.
 """
 
 # Triton ships no types, and its functions are a language of their own.
@@ -29,20 +29,15 @@ Floors: ``bytes_moved`` (keys once: ``L Hkv n d key_bytes``, and what is in and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import (
-    COMPILED,
-    SIGNATURE,
     PagedKeys,
-    example_constants,
     widened,
 )
 from sgl_skipkv.kernels.spared_columns import (
@@ -229,55 +224,3 @@ def _max_registers(dtype: torch.dtype, head_dim: int) -> dict[int, int]:
     """Of the first kernel, per thread, by architecture: left alone the compiler spills at 128 where
     it can do with 118."""
     return {100: 144} if dtype in (torch.float16, torch.bfloat16) and head_dim <= 128 else {}
-
-
-def workspace_bytes(row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes that one call allocates besides its output; 16 per key and a bound for every 32."""
-    heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
-    bounds = 4 * heads * bound_columns(row_tokens)
-    return 16 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + bounds
-
-
-def bytes_moved(
-    row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int, key_bytes: int
-) -> dict[str, int]:
-    """Floor of the bytes of device memory that one call moves, by what they are."""
-    heads, tokens = layers * kv_heads, sum(row_tokens)
-    return {
-        "keys": heads * tokens * head_dim * key_bytes,
-        "slots": 4 * tokens,
-        "output": 4 * tokens,
-    }
-
-
-def operations(row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Multiplications and additions of rows with columns, if no walk ends early."""
-    return 2 * layers * kv_heads * head_dim * sum(n * n for n in row_tokens)
-
-
-def compile_cases() -> list[CompileCase]:
-    """Every type of keys and size of heads, and the mean over the heads of R1-Qwen-7B."""
-    cases = []
-    signature = {
-        **SIGNATURE,
-        **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
-        "sums": "*i64",
-        **dict.fromkeys(("columns", "tasks"), "i32"),
-    }
-    bounded = {**signature, "inverse_norm_bounds": "*fp32", "bounds_stride": "i32"}
-    both = {"spared": "*i32", "normalisers": "*fp32"}
-    for dtype, head_dim in COMPILED:
-        constants, (blocks, (many, few)) = example_constants(dtype, head_dim), _blocks(dtype)
-        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
-        norms, sums = ({**constants, "BLOCK": block} for block in blocks)
-        sums["SUM_BLOCK"] = _SUM_BLOCK
-        cases += [
-            CompileCase(
-                *(f"{tag}-norms", _norms_kernel, bounded, norms, (), many),
-                max_registers=_max_registers(dtype, head_dim),
-            ),
-            CompileCase(f"{tag}-sums", _column_sums_kernel, signature | both, sums, (), few),
-        ]
-    signature = {"sums": "*i64", "offsets": "*i64", "columns": "i32", "blocks": "i32"}
-    signature |= dict.fromkeys(("normalisers", "out"), "*fp32")
-    return [*cases, CompileCase("mean", _mean_kernel, signature, {"HEADS": 112, **_MEAN})]

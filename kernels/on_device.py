@@ -24,7 +24,7 @@ def kernels_read(head_dim: int) -> bool:
 
 
 def register_limit(limits: Mapping[int, int], device: torch.device) -> dict[str, int]:
-    """Triton's launch option for ``CompileCase.max_registers`` on this device, if it has a limit.
+    """Triton's launch option for this device, of limits of a thread's registers by architecture.
 
     Devices of one generation (sm_80, sm_86, sm_89) share theirs.
     """

@@ -18,18 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES
+from sgl_skipkv.kernels.dtype_names import KEY_NAMES
 from sgl_skipkv.kernels.on_device import kernels_read
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: float8 dtype -> its exponent bits. Loaded as bytes, because sm_80 knows no such type.
 _EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
-SIGNATURE = {
-    **dict.fromkeys(("k_ptrs", "rows", "offsets"), "*i64"),
-    "req_to_token": "*i32",
-    "page_stride": "i32",
-}
-"""Triton's types of what ``PagedKeys.arguments`` passes."""
 
 
 @triton.jit
@@ -155,19 +149,3 @@ class PagedKeys:
             properties = torch.cuda.get_device_properties(self.device)
             wanted = per_processor * properties.multi_processor_count
         return min(self.tasks, wanted or 4)
-
-
-COMPILED = (
-    *((dtype, head_dim) for dtype in TRITON_NAMES for head_dim in (128, 64)),
-    (torch.bfloat16, 256),
-    *((torch.float8_e4m3fn, head_dim) for head_dim in (128, 64)),
-    (torch.float8_e5m2, 128),
-)
-"""Dtype of keys and head size of the variants that are compiled offline."""
-
-
-def example_constants(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """``PagedKeys.constants`` of a model of 28 layers and 4 KV heads, R1-Qwen-7B with d 128."""
-    layer = torch.empty(0, 4, head_dim, dtype=dtype, device="meta")
-    none, pointers = torch.empty(0, device="meta"), torch.empty(28, device="meta")
-    return PagedKeys(layer, pointers, none, none, (), torch.empty(1, device="meta")).constants

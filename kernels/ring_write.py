@@ -22,8 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
-
 # 16 bytes per thread of 4 warps where a number has 2 bytes, the widest load there is.
 _BLOCK, _WARPS = 1024, 4
 
@@ -87,34 +85,3 @@ def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> Non
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-
-
-def bytes_moved(
-    tokens: int, *, query_heads: int, head_dim: int, q_bytes: int, ring_bytes: int
-) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves for tracked tokens, by kind."""
-    numbers = tokens * query_heads * head_dim
-    return {"queries": numbers * q_bytes, "ring": numbers * ring_bytes, "indices": 16 * tokens}
-
-
-def compile_cases() -> list[CompileCase]:
-    """Query and ring of one dtype, as in a server."""
-    return [
-        CompileCase(
-            name=name,
-            function=_ring_write_kernel,
-            signature={
-                "q": f"*{name}",
-                "slots": "*i64",
-                "positions": "*i64",
-                "ring": f"*{name}",
-                "q_stride": "i32",
-                "window": "i32",
-                "width": "i32",
-            },
-            constexprs={"BLOCK": _BLOCK},
-            aligned=("q_stride", "width"),
-            num_warps=_WARPS,
-        )
-        for name in TRITON_NAMES.values()
-    ]

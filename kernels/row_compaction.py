@@ -27,8 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import CompileCase
-
 #: most rows are one block, because every block waits for memory twice
 _BLOCK, _WARPS = 4096, 16
 
@@ -134,37 +132,3 @@ def compact_rows(
         num_warps=_WARPS,
         num_stages=1,
     )
-
-
-def bytes_moved(keep_tokens: int, evict_tokens: int, *, requests: int) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by kind; tokens over the
-    batch."""
-    return {
-        "selections": 8 * (keep_tokens + evict_tokens),
-        "rows": 8 * (keep_tokens + evict_tokens),
-        "positions": 16 * keep_tokens,
-        "freed": 8 * evict_tokens,
-        "offsets": 40 * requests,
-    }
-
-
-def compile_cases() -> list[CompileCase]:
-    """There is one: all its types are fixed."""
-    int64 = (
-        *("rows", "kept", "kept_offsets", "evicted", "evicted_offsets"),
-        *("positions", "freed", "kept_positions"),
-    )
-    return [
-        CompileCase(
-            name="int32-rows",
-            function=_compact_rows_kernel,
-            signature={
-                "req_to_token": "*i32",
-                **dict.fromkeys(int64, "*i64"),
-                "row_stride": "i32",
-            },
-            constexprs={"BLOCK": _BLOCK},
-            num_warps=_WARPS,
-            num_stages=1,
-        )
-    ]

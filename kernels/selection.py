@@ -24,8 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import CompileCase
-
 _LOWEST, _HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 _BLOCK, _WARPS = 1024, 8
 
@@ -131,10 +129,3 @@ def select_tokens(
             num_warps=_WARPS,
         )
     return kept, evicted, finite
-
-
-def compile_cases() -> list[CompileCase]:
-    """There is one: all its types are fixed."""
-    int64 = ("offsets", "kept_offsets", "ranges", "range_offsets", "kept", "evicted")
-    signature = {"scores": "*fp32", "keys": "*i32", **dict.fromkeys(int64, "*i64"), "finite": "*i1"}
-    return [CompileCase("fp32", _select_kernel, signature, {"BLOCK": _BLOCK}, num_warps=_WARPS)]

@@ -18,13 +18,9 @@ Floors for S sentences per request: bytes ``sum of (S (D vector_bytes + 8) + 16)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
 
 _EPS = tl.constexpr(1e-8)
 _TILE, _TILE_DEPTH = 32, 64
@@ -109,37 +105,3 @@ def raise_redundancy(
         TILE=_TILE,
         TILE_DEPTH=_TILE_DEPTH,
     )
-
-
-def bytes_moved(counts: Sequence[int], *, hidden_size: int, vector_bytes: int) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by kind."""
-    entries = sum(counts)
-    return {
-        "vectors": vector_bytes * entries * hidden_size,
-        "redundancy": 8 * entries,
-        "slots": 16 * len(counts),
-    }
-
-
-def operations(counts: Sequence[int], *, hidden_size: int) -> int:
-    """Multiplications and additions of the products of all pairs."""
-    return sum(count * (count - 1) * hidden_size for count in counts)
-
-
-def compile_cases() -> list[CompileCase]:
-    """One per type of the stored vectors."""
-    return [
-        CompileCase(
-            name=name,
-            function=_raise_redundancy_kernel,
-            signature={
-                "vectors": f"*{name}",
-                "redundancy": "*fp32",
-                **dict.fromkeys(("slots", "counts"), "*i64"),
-                **dict.fromkeys(("width", "capacity"), "i32"),
-            },
-            constexprs={"TILE": _TILE, "TILE_DEPTH": _TILE_DEPTH},
-            aligned=("width",),
-        )
-        for name in TRITON_NAMES.values()
-    ]

@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import CompileCase
 from sgl_skipkv.kernels.on_device import device_tensors
 
 _BLOCK = 256
@@ -113,14 +112,3 @@ def sentence_scores(
         BLOCK=_BLOCK,
     )
     return out
-
-
-def compile_cases() -> list[CompileCase]:
-    """There is one: all its types are fixed."""
-    signature = {
-        **dict.fromkeys(("positions", "offsets", "starts", "stops", "sentence_offsets"), "*i64"),
-        **dict.fromkeys(("importance", "redundancy", "similarity", "out"), "*fp32"),
-        **dict.fromkeys(("sigma", "rest", "tau"), "fp32"),
-        **dict.fromkeys(("window", "ending", "blocks", "rounds"), "i32"),
-    }
-    return [CompileCase("fp32", _sentence_scores_kernel, signature, {"BLOCK": _BLOCK})]

@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import CompileCase
-
 _EPS = tl.constexpr(1e-8)
 
 
@@ -144,46 +142,3 @@ def _options(width: int) -> dict[str, int]:
     """A row lies in the registers of one program, 16 numbers per thread, 32 at 16 warps."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
-
-
-def bytes_moved(
-    tracked: int, closing: int, *, hidden_size: int, hidden_bytes: int, vector_bytes: int
-) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by kind.
-
-    Args:
-        tracked: tokens with a slot. closing: of those, tokens at a delimiter.
-    """
-    return {
-        "hidden": tracked * hidden_size * hidden_bytes,
-        "sums": 8 * tracked * hidden_size,
-        # slot and token 16, bits and preset 2; read and written: length 8, index 16, flag 2
-        "entries": 44 * tracked,
-        "vectors": vector_bytes * closing * hidden_size,
-    }
-
-
-def compile_cases() -> list[CompileCase]:
-    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one."""
-    cases = []
-    for name, width in (("bf16", 3584), ("fp16", 4096), ("fp32", 8192)):
-        options = _options(width)
-        cases.append(
-            CompileCase(
-                name=f"{name}-D{width}",
-                function=_sentence_step_kernel,
-                signature={
-                    "hidden": f"*{name}",
-                    **dict.fromkeys(("slots", "token_ids", "index"), "*i64"),
-                    **dict.fromkeys(("bits", "preset"), "*u8"),
-                    **dict.fromkeys(("total", "length"), "*fp32"),
-                    "vectors": f"*{name}",
-                    "after_delimiter": "*i1",
-                    **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
-                },
-                constexprs={"BLOCK": options["BLOCK"]},
-                aligned=("hidden_stride", "width"),
-                num_warps=options["num_warps"],
-            )
-        )
-    return cases

@@ -34,13 +34,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import (
-    COMPILED,
-    SIGNATURE,
     PagedKeys,
-    example_constants,
     widened,
 )
 
@@ -182,28 +179,8 @@ def _max_registers(dtype: torch.dtype) -> dict[int, int]:
     """Per thread, by architecture, where the compiler's own choice is worse.
 
     Left alone it takes 160 of 16-bit keys on sm_90, and only one program fits on a multiprocessor;
-    float32 keys get 80 and a few bytes of spills, float8 keys 128 and some on sm_80.
+    float32 keys get 80 and a few bytes of spills, and so do float8 keys on sm_80 (128) and sm_100.
     """
     if dtype == torch.float32:
         return dict.fromkeys((80, 90, 100), 128)
-    return {90: 128} if dtype in TRITON_NAMES else {80: 168, 90: 128}
-
-
-def compile_cases() -> list[CompileCase]:
-    """Every type of keys and size of heads."""
-    cases = []
-    signature = {
-        **SIGNATURE,
-        **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
-        "spared": "*i32",
-        **dict.fromkeys(_VARYING, "i32"),
-    }
-    for dtype, head_dim in COMPILED:
-        options = _options(dtype, head_dim)
-        warps, stages = options.pop("num_warps"), options.pop("num_stages")
-        constexprs = {**example_constants(dtype, head_dim), **options}
-        how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        how["max_registers"] = _max_registers(dtype)
-        name = f"{KEY_NAMES[dtype]}-d{head_dim}"
-        cases.append(CompileCase(name, _spared_columns_kernel, signature, constexprs, **how))
-    return cases
+    return {90: 128} if dtype in TRITON_NAMES else {80: 168, 90: 128, 100: 128}

@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels import reference
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES, CompileCase
 
 _DELIMITER = tl.constexpr(reference.DELIMITER)
 _KEYWORD = tl.constexpr(reference.KEYWORD)
@@ -139,51 +138,3 @@ def steering_add(
         num_warps=_WARPS,
         **_OPTIONS,
     )
-
-
-def bytes_moved(
-    rows: int, steered: int, closing: int, *, hidden_size: int, residual_bytes: int
-) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by kind.
-
-    Args:
-        rows: of the batch. steered: of those. closing: of those, at a delimiter inside the thinking
-            part.
-    """
-    return {
-        "who is steered": 9 * rows,
-        # token 8, class 1, alpha_0 4 and, read and written, the count 8 and two flags 4
-        "counts": 25 * steered,
-        "residual": 2 * closing * hidden_size * residual_bytes,
-        "vector": 4 * hidden_size if closing else 0,
-    }
-
-
-def compile_cases() -> list[CompileCase]:
-    """A residual of each dtype."""
-    return [
-        CompileCase(
-            name=name,
-            function=_steering_add_kernel,
-            signature={
-                "residual": f"*{name}",
-                "vector": "*fp32",
-                "rows": "*i64",
-                "token_ids": "*i64",
-                "bits": "*u8",
-                "steered": "*i1",
-                "alpha_0": "*fp32",
-                "nonexecution": "*i32",
-                "keyword_seen": "*i1",
-                "thinking": "*i1",
-                "gamma": "fp32",
-                "residual_stride": "i32",
-                "width": "i32",
-            },
-            constexprs={"BLOCK": _BLOCK},
-            aligned=("residual_stride", "width"),
-            num_warps=_WARPS,
-            options=_OPTIONS,
-        )
-        for name in TRITON_NAMES.values()
-    ]

@@ -30,22 +30,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.kernels.paged_keys import (
-    COMPILED,
-    SIGNATURE,
-    PagedKeys,
-    example_constants,
-    widened,
-)
+from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
 _RUNTIME = ["causal", "tiles", "most_steps", "blocks", "columns"]
 
@@ -278,36 +271,3 @@ def _options(dtype: torch.dtype, head_dim: int, ring: int, group: int) -> dict[s
         "num_warps": 8 if full else 4,
         "num_stages": 2 if full or head_dim > 128 else 3,
     }
-
-
-def compile_cases() -> list[CompileCase]:
-    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), with rings of 8 queries."""
-    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
-    cases = []
-    for dtype, head_dim in COMPILED:
-        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
-        both = {
-            **SIGNATURE,
-            "queries": f"*{TRITON_NAMES[wide]}",
-            **dict.fromkeys(("query_slots", "last_positions", "step_counts", "firsts"), "*i64"),
-            **dict.fromkeys((*strides, "causal", "tiles"), "i32"),
-            **dict.fromkeys(("highest", "normaliser"), "*fp32"),
-            "scale_log2": "fp32",
-        }
-        mean = {**both, "out": "*fp32", **dict.fromkeys(_RUNTIME[2:], "i32")}
-        scales: dict[str, Any] = {"k_scales": None}
-        if dtype != wide:
-            both["k_scales"] = mean["k_scales"] = "*fp32"
-            scales = {}
-        for group in {128: (7, 4), 64: (5,), 256: (8,)}[head_dim]:
-            options = _options(wide, head_dim, 8, group)
-            warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**example_constants(dtype, head_dim), **scales, **options}
-            name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}"
-            for what, kernel, signature in (
-                ("normaliser", _normaliser_kernel, both),
-                ("mean", _mean_attention_kernel, mean),
-            ):
-                launch = (signature, constexprs, strides, warps, stages)
-                cases.append(CompileCase(f"{what}-{name}", kernel, *launch))
-    return cases

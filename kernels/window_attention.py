@@ -28,22 +28,16 @@ key_bytes`` (the first 8 are the heads' means, written and read once); operation
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.compile_case import KEY_NAMES, TRITON_NAMES, CompileCase
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import (
-    COMPILED,
-    SIGNATURE,
     PagedKeys,
-    example_constants,
     widened,
 )
 
@@ -300,76 +294,3 @@ def _max_registers(options: dict[str, int]) -> dict[int, int]:
 def _programs_that_fit(programs: int, window: int, longest: int) -> int:
     """As many as have scratches in L2, and for one very long request not a gigabyte of them."""
     return max(1, min(programs, _SCRATCH_BYTES // (4 * window * longest)))
-
-
-def workspace_bytes(
-    row_tokens: Sequence[int], *, window: int, layers: int, kv_heads: int, programs: int
-) -> int:
-    """Bytes that one request allocates besides its output: the scratches and the heads' means."""
-    tasks = len(row_tokens) * layers * kv_heads
-    candidates = [n - window for n in row_tokens]
-    scratch = 0
-    if longest := max(candidates, default=0):
-        scratch = _programs_that_fit(min(tasks, programs), window, longest) * window * longest
-    return 4 * (scratch + layers * kv_heads * sum(candidates))
-
-
-def bytes_moved(
-    row_tokens: Sequence[int],
-    *,
-    window: int,
-    layers: int,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    key_bytes: int,
-) -> dict[str, int]:
-    """Floor of the bytes of device memory that one request moves, by what they are."""
-    candidates = sum(row_tokens) - window * len(row_tokens)
-    return {
-        "keys": layers * kv_heads * candidates * head_dim * key_bytes,
-        "queries": layers * len(row_tokens) * window * query_heads * head_dim * key_bytes,
-        "slots": 4 * candidates,
-        "means": 2 * 4 * layers * kv_heads * candidates,
-        "output": 4 * candidates,
-    }
-
-
-def operations(
-    row_tokens: Sequence[int], *, window: int, layers: int, query_heads: int, head_dim: int
-) -> int:
-    """Multiplications and additions of the products of queries and keys."""
-    candidates = sum(row_tokens) - window * len(row_tokens)
-    return 2 * layers * query_heads * window * head_dim * candidates
-
-
-def compile_cases() -> list[CompileCase]:
-    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), and one of several products."""
-    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
-    cases = []
-    groups = {128: ((7, 8), (4, 8)), 64: ((5, 32),), 256: ((8, 8),)}
-    for dtype, head_dim in COMPILED:
-        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
-        signature = {
-            **SIGNATURE,
-            "queries": f"*{TRITON_NAMES[wide]}",
-            **dict.fromkeys(("query_slots", "last_positions"), "*i64"),
-            **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
-            **dict.fromkeys(("scratch", "importance"), "*fp32"),
-            "scale_log2": "fp32",
-        }
-        scales: dict[str, Any] = {"k_scales": None}
-        if dtype != wide:
-            signature["k_scales"], scales = "*fp32", {}
-        for group, window in groups[head_dim]:
-            options = _options(wide, head_dim, window, window, group)
-            warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**example_constants(dtype, head_dim), **scales, **options}
-            name, kernel = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}", _importance_kernel
-            limits = _max_registers(options)
-            one = CompileCase(name, kernel, signature, constexprs, strides, warps, stages)
-            cases.append(replace(one, max_registers=limits))
-    signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
-    signature |= dict.fromkeys(("importance", "out"), "*fp32")
-    constexprs = {"WINDOW": 8, "HEADS": 112, **_POOL}
-    return [*cases, CompileCase("pool", _pool_kernel, signature, constexprs)]

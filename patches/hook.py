@@ -1,4 +1,4 @@
-"""One place where this package touches SGLang, and whether it is as expected there."""
+"""One hook into SGLang, and the check that its target has the expected signature."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Kind = Literal["before", "after", "around", "replace", "extend", "use"]
 
 @dataclass(frozen=True)
 class Hook:
-    """One touched place of SGLang.
+    """One function or class of SGLang that the plugin hooks, overrides or uses.
 
     Attributes:
         target: below ``sglang.srt.``.
-        kind: how it is hooked; ``extend`` marks a method that a subclass of ours overrides,
-            ``use`` a function that we call.
-        signature: parameters expected there, without annotations.
+        kind: how it is hooked; ``extend`` marks a method that a subclass in the plugin overrides,
+            ``use`` a function that the plugin calls.
+        signature: the expected parameters, without annotations.
         function: ``module:attribute`` below ``sgl_skipkv.patches.``.
         why: what would be wrong without it.
     """
@@ -41,18 +41,18 @@ class Hook:
 
 
 def current_signature(hook: Hook) -> str:
-    """The parameters found at a hook's target, without annotations; ``class`` for a class.
+    """The parameters of a hook's target, without annotations; ``class`` for a class.
 
     Raises:
         ImportError, AttributeError, KeyError: no such target in this SGLang.
     """
     owner_path, _, name = hook.path.rpartition(".")
-    # Through __dict__: an inherited method would be copied onto the subclass by hooking it there.
-    found = vars(pkgutil.resolve_name(owner_path))[name]
-    found = getattr(found, "__func__", found)
-    if isinstance(found, type):
+    # From __dict__: hooking an inherited method would copy it onto the subclass.
+    target = vars(pkgutil.resolve_name(owner_path))[name]
+    target = getattr(target, "__func__", target)
+    if isinstance(target, type):
         return "class"
-    signature = inspect.signature(found)
+    signature = inspect.signature(target)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
 
@@ -60,11 +60,11 @@ def current_signature(hook: Hook) -> str:
 def check(hook: Hook) -> str | None:
     """What is wrong with a hook's target before it is hooked, or None."""
     try:
-        found = current_signature(hook)
+        signature = current_signature(hook)
     except (ImportError, AttributeError, KeyError) as error:
         return f"hook {hook.target} not found ({error!r:.100})"
-    if found != hook.signature:
-        return f"hook {hook.target} has signature {found}, expected {hook.signature}"
+    if signature != hook.signature:
+        return f"hook {hook.target} has signature {signature}, expected {hook.signature}"
     others = [
         hook for kind, hook, _ in HookRegistry._hooks.get(hook.path, ()) if kind is HookType.REPLACE
     ]

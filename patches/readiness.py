@@ -1,8 +1,7 @@
 """The three states of a server: ready, unavailable, refused.
 
-Being installed is not being asked for. A server that nobody asked to evict starts and runs as it
-would without this package, whatever its configuration; one that was asked and cannot, does not
-start.
+If eviction is enabled at start but unsupported, startup fails. If it is not enabled, the server
+starts and runs as without this package, whatever its configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ State = Literal["ready", "unavailable", "refused"]
 
 @dataclass(frozen=True)
 class Readiness:
-    """Why eviction cannot run here (nothing if it can), and whether the operator asked for it."""
+    """Why eviction cannot run (empty if it can), and whether the operator enabled it."""
 
     reasons: tuple[str, ...]
     enabled: bool
@@ -29,14 +28,14 @@ class Readiness:
         return "refused" if self.enabled else "unavailable"
 
     def message(self) -> str:
-        """One line for the log, the error and the exit."""
+        """One line for the log, the error response and the exit message."""
         if not self.reasons:
             return "sgl_skipkv: ready"
         return f"sgl_skipkv: {self.state}: " + "; ".join(self.reasons)
 
 
 class Unavailable(ValueError):
-    """A request used one of our keys on a server that cannot evict. Becomes HTTP 400."""
+    """A request carries one of the plugin's keys to a server that cannot evict: HTTP 400."""
 
     def __init__(self, field: str, got: object, readiness: Readiness) -> None:
         super().__init__(

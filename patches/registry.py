@@ -1,7 +1,7 @@
-"""Every place where this package touches SGLang: installing and verifying them.
+"""Installs all hooks into SGLang and verifies them.
 
-SGLang applies hooks with its own registry and only logs what goes wrong. So each hook is checked
-twice here: its target and signature before it is registered, and that it took afterwards.
+SGLang applies hooks with its own registry and only logs errors. So each hook is checked twice here:
+its target and signature before it is registered, and afterwards that SGLang applied it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgl_skipkv.patches.hook import Hook, check
 from sgl_skipkv.patches.startup.hooks import MEMORY_HOOKS, STARTUP_HOOKS
 
 TESTED_SGLANG = ("0.5.23",)
-#: installed even where eviction is not possible: requests that ask for it then get 400
+#: also installed where eviction is not supported, so that requests with a budget get 400
 ALWAYS = (*STARTUP_HOOKS, *API_HOOKS)
 HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
 
@@ -26,18 +26,19 @@ _problems_before: list[str] = []
 
 
 def install(sglang_version: str) -> None:
-    """Register every hook whose target is as expected.
+    """Register every hook whose target has the expected signature.
 
-    With any problem nothing that changes the engine is hooked, only what answers requests with 400.
+    With any problem only ``ALWAYS`` is hooked: requests with a budget get 400, and the engine is
+    unchanged.
     """
     _problems_before.clear()
     if sglang_version not in TESTED_SGLANG:
         tested = ", ".join(TESTED_SGLANG)
         _problems_before.append(f"SGLang {sglang_version} is not a tested version ({tested})")
-    found = {hook: check(hook) for hook in HOOKS}
-    _problems_before.extend(problem for problem in found.values() if problem is not None)
+    problem_of = {hook: check(hook) for hook in HOOKS}
+    _problems_before.extend(problem for problem in problem_of.values() if problem is not None)
     for hook in ALWAYS if _problems_before else HOOKS:
-        if found[hook] is None and hook.hooked:
+        if problem_of[hook] is None and hook.hooked:
             HookRegistry.register(hook.path, _load_hook(hook), HookType(hook.kind))
 
 
@@ -47,23 +48,23 @@ def _load_hook(hook: Hook) -> Callable[..., Any]:
 
 
 def problems_before() -> list[str]:
-    """What was wrong before hooking: the version, a target, a signature."""
+    """Problems found before hooking: the SGLang version, a target, a signature."""
     return list(_problems_before)
 
 
 def load() -> None:
-    """Let SGLang load its plugins, as it does at the start of a server."""
+    """Let SGLang load its plugins, as it does when a server starts."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
 
 
 def problems() -> list[str]:
-    """Every hook that is not as it should be, after SGLang applied the hooks."""
+    """Every problem with a hook, after SGLang applied them."""
     if _problems_before:
         return list(_problems_before)
     return [
-        f"hook {hook.target} did not take"
+        f"hook {hook.target} was not applied"
         for hook in HOOKS
         if hook.hooked and hook.path not in HookRegistry._patched
     ]

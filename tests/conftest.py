@@ -24,7 +24,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [RARE_GC, os.environ.get
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 # files whose tests take a minute and more; of those that share a server, the first
-LONGEST_FIRST = ("bad_input", "retraction", "fuzz", "demo", "bench", "states", "extract", "float8")
+LONGEST_FIRST = (
+    "bad_input",
+    "retraction",
+    "fuzz",
+    "demo",
+    "accuracy",
+    "states",
+    "extract",
+    "float8",
+)
 
 
 def pytest_report_header() -> str:

@@ -19,7 +19,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from bench_modules import record
 from device_ops import host_read
 from kernels_on_cpu import as_one_each, on_triton
 from rich.console import Console
@@ -27,6 +26,7 @@ from rich.table import Table
 from synthetic import Call, SyntheticServer, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.lib.record import append_row
 from sgl_skipkv.policy import names
 
 POLICIES = tuple(name for name in names() if name != "full")
@@ -99,7 +99,8 @@ def main() -> int:
         table.add_row(*map(str, row.values()))
     Console(width=110).print(table)
     if arguments.record:
-        record("launches", rows)
+        for row in rows:
+            append_row("launches", row)
     return 0
 
 

@@ -21,41 +21,29 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from bench.lib.policies import compared
+from bench.lib.record import recorded
 from bench.lib.serving import BUNDLED_PARAMS, add_arguments, is_bundled, sweep_over
-from bench.lib.sweep import Cell, existing_rows
+from bench.lib.sweep import Cell
 from sgl_skipkv import policy
 
-#: the first are the ones that a figure needs most, should the sweep be stopped
-ORDER = (
-    "skipkv+",
-    "skipkv",
-    "rkv",
-    "random",
-    "streaming",
-    "snapkv",
-    "h2o",
-    "tova",
-    "raas",
-    "lazy",
-    "rpc",
-)
 SHARES = (0.08, 0.15, 0.25, 0.35, 0.5)
 SEEDS = 3
 
 
 def params_of(policy: str, given: dict[str, dict[str, Any]]) -> str:
-    """Knobs of one policy: those of ``*``, then its own."""
+    """Parameters of one policy: those of ``*``, then its own."""
     return json.dumps({**given.get("*", {}), **given.get(policy, {})}, sort_keys=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--policies", nargs="+", choices=policy.names(), default=list(ORDER))
+    parser.add_argument("--policies", nargs="+", choices=policy.names(), default=list(compared()))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--sampling", nargs="+", default=["greedy", "sampled"])
     parser.add_argument("--seeds", type=int, default=SEEDS, help="answers per problem when sampled")
-    parser.add_argument("--kv-params", type=json.loads, help="JSON: policy, or *, to its knobs")
+    parser.add_argument("--kv-params", type=json.loads, help="JSON: policy, or *, to parameters")
     arguments = parser.parse_args()
     bundled = is_bundled(arguments.model_path)
     params = arguments.kv_params or (BUNDLED_PARAMS if bundled else {})
@@ -88,9 +76,9 @@ def show(name: str, labels: Mapping[str, str | int]) -> None:
     table = Table(title=f"bench/rows/{name}.csv", box=box.SIMPLE)
     for heading in ("level", "sampling", "policy", "budget", "right, % [95%]", "output", "peak KV"):
         table.add_column(heading, no_wrap=True)
-    policies = ("full", *ORDER)
+    policies = ("full", *compared())
     for row in sorted(
-        existing_rows(name),
+        recorded(name),
         key=lambda row: (
             *(row["sampling"], row["level"], policies.index(row["policy"])),
             int(row["kv_budget"] or 0),

@@ -3,7 +3,7 @@
     python -m bench.accuracy.ablations                 # 50 hard problems of the bundled model
     python -m bench.accuracy.ablations --only interval
 
-One row per cell in bench/rows/ablations.csv; restartable like ``bench/accuracy/__main__.py``, and
+One row per cell in bench/rows/ablations.csv; restartable like ``python -m bench.accuracy``, and
 like there FullKV runs first. Which rows belong to which question is in ``ABLATIONS`` and in
 docs/results.md; the batch size, the layers and the peer have scripts of their own
 (``bench/accuracy/batch_size.py``, ``bench/accuracy/layers.py``, ``bench/accuracy/peer.py``).

@@ -2,7 +2,7 @@
 
     python -m bench.accuracy.figure                          # bench/rows/accuracy.csv
     python -m bench.accuracy.figure --rows quick --model M   # another sweep of
-    bench/accuracy/__main__.py
+    python -m bench.accuracy
 
 Three figures, a panel per level: accuracy against KV budget, output length against KV budget, and
 accuracy against the KV memory of a request at its peak. Nothing is drawn that is not in a row.
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import matplotlib
 
-from bench.lib.sweep import existing_rows
+from bench.lib.policies import styles
+from bench.lib.record import recorded
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -25,20 +26,6 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("easy", "medium", "hard")
-#: policy -> colour and marker; ours first, then the published ones, then what needs no score
-STYLE = {
-    "skipkv+": ("#d55e00", "o"),
-    "skipkv": ("#0072b2", "s"),
-    "rkv": ("#009e73", "^"),
-    "snapkv": ("#cc79a7", "v"),
-    "h2o": ("#e69f00", "D"),
-    "tova": ("#56b4e9", "P"),
-    "raas": ("#8c6d31", "X"),
-    "lazy": ("#7b4fa0", "<"),
-    "rpc": ("#b3b300", ">"),
-    "streaming": ("#666666", "d"),
-    "random": ("#000000", "x"),
-}
 STYLE_PARAMETERS = {"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9}
 Row = dict[str, str]
 
@@ -49,9 +36,7 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    found = [
-        row for row in existing_rows(name) if row["model"] == model and row["sampling"] == sampling
-    ]
+    found = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
     if not found:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
     most = max(int(row["problems"]) for row in found)
@@ -83,7 +68,7 @@ def percent(row: Row, column: str = "accuracy") -> float:
 def lines(axes: Axes, rows: Sequence[Row], x: Callable[[Row], float], y: Callable[[Row], float],
           interval: bool) -> None:  # fmt: skip
     """One line per policy, with 95% intervals where ``y`` is the accuracy."""
-    for policy, (colour, marker) in STYLE.items():
+    for policy, (colour, marker) in styles().items():
         points = sorted((row for row in rows if row["policy"] == policy), key=x)
         if not points:
             continue

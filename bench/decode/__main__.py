@@ -1,7 +1,7 @@
 """Decoding with a full cache and with budgets, each at the largest batch that fits the memory.
 
     python -m bench.decode                        # a 7B model's shapes on a GPU, tiny ones on a CPU
-    python -m bench.decode --policy rkv --stagger --kv-budgets 1024 --lengths 16384
+    python -m bench.decode --policy rkv --kv-budgets 1024 --lengths 16384
 
 Random weights and random keys: what is measured is time. A decode step is one CUDA graph with
 FlashInfer's (else SGLang's) paged attention; between steps the plugin's own runtime compacts the
@@ -190,7 +190,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", help="generated tokens of a call")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--interval", type=int)
-    parser.add_argument("--stagger", action="store_true")
     parser.add_argument("--looks", type=int, default=4)
     parser.add_argument("--batch", type=int, help="calls at once; default: as many as fit")
     parser.add_argument("--memory-gib", type=float, help="for KV and records; default: all free")
@@ -204,7 +203,7 @@ def main() -> None:
         parser.error("attention: expected flashinfer or sglang to be installed, got neither")
     torch.manual_seed(0)
     model = DecodeModel(SIZES[arguments.size], dtype, device)
-    common = (arguments.prompt_tokens, arguments.interval, arguments.policy, arguments.stagger)
+    common = (arguments.prompt_tokens, arguments.interval, arguments.policy)
     cells = [
         Calls(kv_budget, length, *common)
         for length in sorted(arguments.lengths, reverse=True)  # the longest say most

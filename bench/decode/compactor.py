@@ -16,7 +16,6 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
-from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
@@ -26,8 +25,6 @@ from sgl_skipkv.request.state import RequestState
 SENTENCE_TOKENS = 20  # mean; one token id in so many closes a sentence
 #: page table, free slots, positions and the attention's list of slots, per cached token
 BOOKKEEPING_BYTES = 48
-#: more rings than any batch here has requests
-MANY = 65536
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class Calls:
     Attributes:
         kv_budget: None for a full cache.
         generated_tokens: by the end of a request.
-        stagger: compactions are spread over the interval; else all requests compact in one step.
     """
 
     kv_budget: int | None
@@ -45,7 +41,6 @@ class Calls:
     prompt_tokens: int
     interval: int
     policy: str
-    stagger: bool
 
     @property
     def peak_tokens(self) -> int:
@@ -55,15 +50,11 @@ class Calls:
             own = min(own, self.kv_budget + self.interval)
         return self.prompt_tokens + own + 1
 
-    def budgeted_tokens(self, generated: int, phase: int = 0) -> int:
-        """Cached tokens of its own, of a request that has generated this many.
-
-        Args:
-            phase: tokens by which its compactions come early.
-        """
-        if self.kv_budget is None or generated <= self.kv_budget + self.interval - phase:
+    def budgeted_tokens(self, generated: int) -> int:
+        """Cached tokens of its own, of a request that has generated this many."""
+        if self.kv_budget is None or generated <= self.kv_budget + self.interval:
             return generated
-        return self.kv_budget + 1 + (generated + phase - self.kv_budget - 1) % self.interval
+        return self.kv_budget + 1 + (generated - self.kv_budget - 1) % self.interval
 
 
 def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
@@ -77,11 +68,9 @@ def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
     }
     if calls.kv_budget is None:
         return 0
-    # Requests that begin together and compact together share no ring.
-    settings = ServerConfig(query_rings=MANY)
+    settings = ServerConfig()
     two, one = (
-        sum(report.recorded_bytes(config, n, calls.kv_budget, settings, dtype.itemsize).values())
-        for n in (2, 1)
+        sum(report.recorded_bytes(config, n, settings, dtype.itemsize).values()) for n in (2, 1)
     )
     return two - one
 
@@ -113,9 +102,7 @@ class Compactor:
         size, heads = model.size, model.size.heads
         self.calls, self.pool, self.req_to_token = calls, pool, req_to_token
         self.vocabulary = size.vocabulary
-        config = ServerConfig(
-            kv_interval=calls.interval, max_tracked_requests=batch, stagger=calls.stagger
-        )
+        config = ServerConfig(kv_interval=calls.interval, max_tracked_requests=batch)
         keys = {"kv_budget": calls.kv_budget, "kv_policy": calls.policy}
         settings = resolve_request(keys, config)
         assert settings is not None
@@ -124,8 +111,7 @@ class Compactor:
         delimiters = Delimiters(texts, size.vocabulary)
         self.recorder = Recorder(
             ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
-            slots=batch,
-            rings=batch,
+            tracks=batch,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
@@ -161,9 +147,7 @@ class Compactor:
         for b in range(len(self.req_to_token)):
             prompt = [b] * self.calls.prompt_tokens
             state = self.runtime.open(str(b), self.settings, prompt)
-            own = self.calls.budgeted_tokens(generated, state.phase)
-            if own < generated:
-                state.phase = 0  # its first compaction was long ago
+            own = self.calls.budgeted_tokens(generated)
             ids = torch.randint(self.vocabulary, (own,)).tolist()
             state.sentences.tracker.feed(ids)
             self.runtime.admit(state, b, len(prompt) + own)
@@ -194,7 +178,6 @@ class Compactor:
                 due.append(b)
         for ids, token in zip(self.output_ids, new_ids, strict=False):
             ids.append(token)
-        self.runtime.rings.step()
         return due
 
     def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:
@@ -203,14 +186,6 @@ class Compactor:
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
-        heads = 0 if self.cache is None else self.cache.heads
-        freed: list[Tensor] = []
-        work_bytes = self.runtime.config.compaction_work_bytes
-        for part in split_to_fit([row_tokens[b] for b in due], heads, work_bytes):
-            freed += self._compact_part([due[j] for j in part], row_tokens)
-        return torch.cat(freed)
-
-    def _compact_part(self, due: Sequence[int], row_tokens: list[int]) -> list[Tensor]:
         calls = [
             Due(
                 *(self.states[b], row_tokens[b], self.output_ids[b]),
@@ -218,11 +193,12 @@ class Compactor:
             )
             for b in due
         ]
-        plans = self.runtime.plan(calls)
-        for b, plan in zip(due, plans, strict=True):
-            row_tokens[b] -= plan.evicted_tokens
-        pairs = [(call.state, plan) for call, plan in zip(calls, plans, strict=True)]
-        return self.runtime.commit(pairs, self.req_to_token)
+        freed: list[Tensor] = []
+        for done in self.runtime.compact(calls, self.req_to_token):
+            freed += done.freed
+            for plan in done.plans:
+                row_tokens[plan.state.held.row] -= plan.evicted_tokens
+        return torch.cat(freed)
 
     def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
         return self.pool.k[layer][self.req_to_token[b, :tokens].long()]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, plt, quiet, save
-from bench.lib.sweep import existing_rows
+from bench.lib.record import recorded
 from bench.report.device_tables import last_decode_rows
 
 Row = dict[str, str]
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "decode.svg")
     arguments = parser.parse_args()
     plt.rcParams.update(STYLE_PARAMETERS)
-    rows = existing_rows("decode")
+    rows = recorded("decode")
     if not rows:
         parser.error("bench/rows/decode.csv: no rows; python -m bench.decode makes them")
     draw(last_decode_rows(rows), arguments.out)

@@ -27,10 +27,7 @@ from bench.lib.record import append_row
 DTYPE = torch.bfloat16
 QUERY_WINDOW = 8
 #: kernels of one compaction of ``rkv``
-COMPACTION = (
-    *("window_attention", "key_redundancy_incremental"),
-    *("row_compaction", "carried_columns"),
-)
+COMPACTION = ("window_attention", "key_redundancy", "row_compaction")
 
 
 def mean_row_tokens(calls: Calls) -> float:
@@ -83,9 +80,7 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for length, (i, kv_budget) in product(
         arguments.lengths, enumerate((None, *arguments.kv_budgets))
     ):
-        calls = Calls(
-            *(kv_budget, length, arguments.prompt_tokens, arguments.interval, "rkv", False)
-        )
+        calls = Calls(*(kv_budget, length, arguments.prompt_tokens, arguments.interval, "rkv"))
         if kv_budget is not None and kv_budget >= length:
             continue
         batch = (

@@ -6,7 +6,6 @@ A run returns what it wrote.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,16 +13,14 @@ import torch
 from torch import Tensor
 
 from bench.kernels.floors import Shape
-from sgl_skipkv.eviction.page_table import compact_row
-from sgl_skipkv.eviction.select import Selection, select
+from sgl_skipkv.eviction.page_table import RowRewrite
+from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import reference
-from sgl_skipkv.kernels.carried_columns import carried_columns
 from sgl_skipkv.kernels.key_redundancy import key_redundancy
-from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
+from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 from sgl_skipkv.kernels.row_compaction import compact_rows
 from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
-from sgl_skipkv.kernels.spared_columns import KnownSpared
 from sgl_skipkv.kernels.window_attention import window_attention
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -118,60 +115,19 @@ def importance(cache: Cache) -> Case:
     return Case([launch], [plain], False, "compaction")
 
 
-def redundancy(cache: Cache, *, incremental: bool = False) -> Case:
+def redundancy(cache: Cache) -> Case:
     tokens = cache.shape.tokens + cache.shape.interval
     thresholds = torch.full((cache.shape.requests,), THRESHOLD, device=cache.device)
-    known = (
-        carried_over(cache, tokens, thresholds)
-        if incremental and uses_triton(cache.device)
-        else None
-    )
     paged = cache.paged(tokens)
+
+    def launch() -> tuple[Tensor, ...]:
+        return (key_redundancy(paged, thresholds),)
 
     def plain() -> tuple[Tensor, ...]:
         def score(layer: int, request: int, keys: Tensor) -> Tensor:
             return reference.key_redundancy(keys, threshold=THRESHOLD)
 
         return (cache.mean_over_layers(score, tokens),)
-
-    return Case(
-        [lambda: (key_redundancy(paged, thresholds, known)[0],)], [plain], False, "compaction"
-    )
-
-
-def carried_over(cache: Cache, tokens: int, thresholds: Tensor) -> KnownSpared:
-    """Compact every row, fill it up again with the slots it gave back, and what stays known."""
-    shape, paged = cache.shape, cache.paged(tokens)
-    found, spared = key_redundancy(paged, thresholds)
-    protected = [(tokens - shape.window, tokens)]
-    selections = [select(-one, protected, shape.tokens) for one in found.split(tokens)]
-    for row, selection in zip(cache.req_to_token, selections, strict=True):
-        row.copy_(row[torch.cat(selection)])
-    kept = cache.paged(shape.tokens)
-    stays = carried_columns(
-        spared.split(tokens, dim=2), [selection.kept for selection in selections]
-    )
-    return KnownSpared(torch.cat(stays, dim=2), kept.row_tokens, kept.offsets)
-
-
-def carried(cache: Cache) -> Case:
-    """What is known is made up: most rows have a column, some none, some none below another."""
-    shape, device = cache.shape, cache.device
-    tokens = shape.tokens + shape.interval
-    known = torch.randint(
-        *(-tokens // 8, tokens),
-        (shape.layers, shape.kv_heads, shape.requests * tokens),
-        dtype=torch.int32,
-        device=device,
-    ).split(tokens, dim=2)
-    orders = [torch.randperm(tokens, device=device) for _ in range(shape.requests)]
-    kept = [one[: shape.tokens].sort().values for one in orders]
-
-    def plain() -> tuple[Tensor, ...]:
-        return tuple(map(reference.carried_columns, known, kept))
-
-    def launch() -> tuple[Tensor, ...]:
-        return tuple(carried_columns(known, kept))
 
     return Case([launch], [plain], False, "compaction")
 
@@ -210,23 +166,23 @@ def rows(cache: Cache) -> Case:
     bounds = (starts * shape.tokens, starts * shape.interval)
 
     def launch() -> tuple[Tensor, ...]:
-        arguments = (table, cache.slots - 1, kept, bounds[0], evicted, bounds[1], positions)
-        return (*compact_rows(*arguments), table)
+        freed, stay = torch.empty_like(evicted), torch.empty_like(kept)
+        halves = (kept, bounds[0], evicted, bounds[1])
+        compact_rows(table, cache.slots - 1, *halves, positions, freed, stay)
+        return freed, stay, table
 
     def plain() -> tuple[Tensor, ...]:
-        freed = [compact_row(table, b, tokens, part) for b, part in enumerate(parts)]
-        stayed = [positions[:tokens][part.kept] for part in parts]
-        return (torch.cat(freed), torch.cat(stayed), table)
+        rewrite = RowRewrite(table, range(shape.requests), parts, positions.split(tokens))
+        rewrite.write()
+        return torch.cat(rewrite.freed), rewrite.kept_positions, table
 
     return Case([launch], [plain], False, "compaction")
 
 
-#: as in ``kernel_floors.works``
+#: as in ``floors.works``
 COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
     "window_attention": importance,
     "key_redundancy": redundancy,
-    "key_redundancy_incremental": partial(redundancy, incremental=True),
     "sentence_redundancy": sentences,
     "row_compaction": rows,
-    "carried_columns": carried,
 }

@@ -10,34 +10,29 @@ machine code uses. A spill is local memory or a stack frame; a kernel that fits 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.kernels.compile_cases import CASES, CompileCase
 from bench.lib.record import append_row
-from sgl_skipkv.kernels.compile_case import CompileCase
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 ARCHITECTURES = (80, 90, 100)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
 def all_cases(names: Sequence[str] = ()) -> Iterator[tuple[str, CompileCase]]:
-    """Kernel module and variant, of every module in ``kernels/`` or of the named ones."""
-    for path in sorted(KERNELS.glob("*.py")):
-        if "def compile_cases(" in path.read_text() and path.stem in (names or [path.stem]):
-            module = importlib.import_module(f"sgl_skipkv.kernels.{path.stem}")
-            for case in module.compile_cases():
-                yield path.stem, case
+    """Kernel module and variant, of every module or of the named ones."""
+    for kernel in names or CASES:
+        for case in CASES[kernel]():
+            yield kernel, case
 
 
 def compiled(case: CompileCase, architecture: int) -> Any:
@@ -90,7 +85,9 @@ def resources(kernel: str, case: CompileCase, architecture: int) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", nargs="*", default=[], help="modules; default: all of them")
+    parser.add_argument(
+        "--kernels", nargs="*", choices=CASES, default=list(CASES), metavar="MODULE"
+    )
     parser.add_argument("--architectures", nargs="*", type=int, default=ARCHITECTURES)
     parser.add_argument("--record", action="store_true", help="add the rows to compile.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

@@ -2,13 +2,14 @@
 
     python -m bench.kernels.floors --copy-tb-per-s 3.0 --bf16-tflop-per-s 798 --fp32-tflop-per-s 67
 
-Nothing is run: bytes and operations come from the kernels' own ``bytes_moved`` and ``operations``,
-the rates from the command line. One row per kernel in bench/rows/kernel_floors.csv.
+Nothing is run: bytes and operations are counted here, as the kernels' docstrings give them; the
+rates are the command line's. One row per kernel in bench/rows/kernel_floors.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -16,16 +17,6 @@ import torch
 
 from bench.lib.device_clock import Ceilings
 from bench.lib.record import append_row
-from sgl_skipkv.kernels import (
-    carried_columns,
-    key_redundancy,
-    ring_write,
-    row_compaction,
-    sentence_redundancy,
-    sentence_step,
-    steering_add,
-    window_attention,
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,13 @@ class Shape:
 
     @property
     def closing(self) -> int:
+        """Requests at a delimiter."""
         return -(-self.requests // 16)
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all layers."""
+        return self.layers * self.kv_heads
 
 
 _R1_QWEN_7B = {"layers": 28, "query_heads": 28, "kv_heads": 4, "head_dim": 128, "hidden_size": 3584}
@@ -68,85 +65,111 @@ class Work(NamedTuple):
 
     Attributes:
         tokens: cached per request when it is called; 0 where the cache plays no part.
-        bytes: to read or write once. operations: multiplications and additions.
+        moved_bytes: to read or write once, by what they are.
+        operations: multiplications and additions.
         arithmetic: dtype of their operands.
     """
 
     tokens: int
-    bytes: int
-    operations: int
-    arithmetic: torch.dtype
+    moved_bytes: Mapping[str, int]
+    operations: int = 0
+    arithmetic: torch.dtype = torch.float32
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.moved_bytes.values())
+
+
+def window_attention(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each key before the window, and each query of the window, once."""
+    candidates = shape.requests * (shape.tokens - shape.window)
+    queries = shape.requests * shape.window * shape.layers * shape.query_heads
+    moved = {
+        "keys": shape.heads * candidates * shape.head_dim * dtype.itemsize,
+        "queries": queries * shape.head_dim * dtype.itemsize,
+        "slots": 4 * candidates,
+        "means of heads, written and read": 8 * shape.heads * candidates,
+        "output": 4 * candidates,
+    }
+    products = shape.layers * shape.query_heads * shape.window * candidates
+    return Work(shape.tokens, moved, 2 * products * shape.head_dim, dtype)
+
+
+def key_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each key once, and all pairs, if no walk ends early."""
+    row_tokens = shape.tokens + shape.interval
+    tokens = shape.requests * row_tokens
+    moved = {
+        "keys": shape.heads * tokens * shape.head_dim * dtype.itemsize,
+        "slots and output": 8 * tokens,
+    }
+    products = shape.requests * shape.heads * row_tokens**2
+    return Work(row_tokens, moved, 2 * products * shape.head_dim, dtype)
+
+
+def sentence_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each vector once, and all pairs."""
+    vectors = shape.requests * shape.sentences
+    moved = {
+        "vectors": vectors * shape.hidden_size * dtype.itemsize,
+        "redundancy": 8 * vectors,
+        "slots": 16 * shape.requests,
+    }
+    return Work(0, moved, vectors * (shape.sentences - 1) * shape.hidden_size, dtype)
+
+
+def row_compaction(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each entry of the page table once."""
+    kept, evicted = shape.requests * shape.tokens, shape.requests * shape.interval
+    moved = {
+        "selections and rows": 16 * (kept + evicted),
+        "positions": 16 * kept,
+        "freed": 8 * evicted,
+        "offsets": 40 * shape.requests,
+    }
+    return Work(shape.tokens + shape.interval, moved)
+
+
+def ring_write(shape: Shape, dtype: torch.dtype) -> Work:
+    """One layer of a step: every query read and written."""
+    numbers = shape.requests * shape.query_heads * shape.head_dim
+    return Work(0, {"queries": 2 * numbers * dtype.itemsize, "indices": 16 * shape.requests})
+
+
+def sentence_step(shape: Shape, dtype: torch.dtype) -> Work:
+    """One token of every request, sums in float32, and a vector where a sentence closes."""
+    hidden = shape.requests * shape.hidden_size
+    moved = {
+        "hidden": hidden * dtype.itemsize,
+        "sums": 8 * hidden,
+        # slot and token 16, bits and preset 2; read and written: length 8, index 16, flag 2
+        "entries": 44 * shape.requests,
+        "vectors": shape.closing * shape.hidden_size * dtype.itemsize,
+    }
+    return Work(0, moved, 2 * hidden + 5 * shape.closing * shape.hidden_size)
+
+
+def steering_add(shape: Shape, dtype: torch.dtype) -> Work:
+    """Every request is steered; the vector is read once and is in a cache from then on."""
+    moved = {
+        "who is steered": 9 * shape.requests,
+        # token 8, class 1, alpha_0 4 and, read and written, the count 8 and two flags 4
+        "counts": 25 * shape.requests,
+        "residual": 2 * shape.closing * shape.hidden_size * dtype.itemsize,
+        "vector": 4 * shape.hidden_size,
+    }
+    return Work(0, moved, 2 * shape.closing * shape.hidden_size)
+
+
+FLOORS: tuple[Callable[[Shape, torch.dtype], Work], ...] = (
+    *(window_attention, key_redundancy, sentence_redundancy, row_compaction),
+    *(ring_write, sentence_step, steering_add),
+)
 
 
 def works(shape: Shape, dtype: torch.dtype) -> dict[str, Work]:
     """Every kernel at a shape, keys and hidden states of this dtype."""
-    full, size = torch.float32, dtype.itemsize
-    layers, heads = shape.layers, shape.query_heads
-    keys = {"layers": layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    queries = {"layers": layers, "query_heads": heads, "head_dim": shape.head_dim}
-    before = [shape.tokens] * shape.requests
-    due = [shape.tokens + shape.interval] * shape.requests
-    hidden, closing = shape.hidden_size, shape.closing
-    moved = {
-        "window_attention": window_attention.bytes_moved(
-            before, window=shape.window, query_heads=heads, key_bytes=size, **keys
-        ),
-        "key_redundancy": key_redundancy.bytes_moved(due, key_bytes=size, **keys),
-        "key_redundancy_incremental": key_redundancy.bytes_moved(
-            due, before, key_bytes=size, **keys
-        ),
-        "sentence_redundancy": sentence_redundancy.bytes_moved(
-            [shape.sentences] * shape.requests, hidden_size=hidden, vector_bytes=size
-        ),
-        "row_compaction": row_compaction.bytes_moved(
-            sum(before), shape.interval * shape.requests, requests=shape.requests
-        ),
-        "carried_columns": carried_columns.bytes_moved(
-            sum(before), requests=shape.requests, layers=layers, kv_heads=shape.kv_heads
-        ),
-        "ring_write": ring_write.bytes_moved(
-            shape.requests,
-            query_heads=heads,
-            head_dim=shape.head_dim,
-            q_bytes=size,
-            ring_bytes=size,
-        ),
-        "sentence_step": sentence_step.bytes_moved(
-            *(shape.requests, closing),
-            hidden_size=hidden,
-            hidden_bytes=size,
-            vector_bytes=size,
-        ),
-        "steering_add": steering_add.bytes_moved(
-            shape.requests, shape.requests, closing, hidden_size=hidden, residual_bytes=size
-        ),
-    }
-    operations = {
-        "window_attention": window_attention.operations(before, window=shape.window, **queries),
-        "key_redundancy": key_redundancy.operations(due, **keys),
-        "key_redundancy_incremental": key_redundancy.operations(due, before, **keys),
-        "sentence_redundancy": sentence_redundancy.operations(
-            [shape.sentences] * shape.requests, hidden_size=hidden
-        ),
-        # as in the kernels' docstrings
-        "sentence_step": (2 * shape.requests + 5 * closing) * hidden,
-        "steering_add": 2 * closing * hidden,
-    }
-    tokens = {"window_attention": shape.tokens}
-    scored = ("key_redundancy", "key_redundancy_incremental")
-    tokens |= dict.fromkeys(
-        (*scored, "row_compaction", "carried_columns"), shape.tokens + shape.interval
-    )
-    products = (*scored, "window_attention", "sentence_redundancy")
-    return {
-        name: Work(
-            tokens.get(name, 0),
-            sum(parts.values()),
-            operations.get(name, 0),
-            dtype if name in products else full,
-        )
-        for name, parts in moved.items()
-    }
+    return {floor.__name__: floor(shape, dtype) for floor in FLOORS}
 
 
 def main() -> None:

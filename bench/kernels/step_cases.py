@@ -114,7 +114,7 @@ def steering(cache: Cache) -> Case:
     return Case(launches, references, True, "step")
 
 
-#: as in ``kernel_floors.works``
+#: as in ``floors.works``
 STEP_CASES: dict[str, Callable[[Cache], Case]] = {
     "ring_write": ring,
     "sentence_step": open_sentences,

@@ -1,27 +1,24 @@
 """How long work takes on a device, and the measured ceilings that say how long it must take.
 
-Work is timed with cold caches. On a GPU with events: as replays of one CUDA graph where it may be
-captured, launch by launch otherwise. On a CPU with the host's clock.
+On a GPU Triton's ``do_bench`` times it with events and cold caches: replays of one CUDA graph where
+the work may be captured, launch by launch otherwise. On a CPU the host's clock does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import subprocess
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from triton.testing import do_bench
 
 Run = Callable[[], object]
-#: written before every timed run on a GPU: cold caches, and a millisecond for the host to get ahead
-FLUSH_BYTES = 2 << 30
-#: work that takes longer is repeated ``FEW`` times only
-SLOW_S, FEW = 0.2, 3
 #: bytes copied and rows of the square matrices multiplied, to measure a device
 SIZES = {"cuda": (4 << 30, 8192), "cpu": (128 << 20, 1024)}
 
@@ -72,16 +69,16 @@ class Ceilings:
 
 
 def times_of(values_us: Sequence[float], how: str) -> Times:
-    """Percentiles of two values or more."""
-    tenths = statistics.quantiles(values_us, n=10, method="inclusive")
-    return Times(statistics.median(values_us), tenths[0], tenths[-1], len(values_us), how)
+    """Percentiles."""
+    p50, p10, p90 = np.percentile(values_us, (50, 10, 90)).tolist()
+    return Times(p50, p10, p90, len(values_us), how)
 
 
 def clock(runs: Sequence[Run], device: torch.device, repeats: int, *, graph_safe: bool) -> Times:
     """Time of one of the runs, which do the same on buffers of their own.
 
     Args:
-        repeats: of all runs together; 3 where one takes long.
+        repeats: of all runs together, on a CPU; on a GPU as many as a tenth of a second holds.
         graph_safe: they may be captured in a CUDA graph.
     """
 
@@ -90,40 +87,13 @@ def clock(runs: Sequence[Run], device: torch.device, repeats: int, *, graph_safe
             run()
 
     together()  # compiles, loads, allocates
-    how, timed = "host clock", together
     if device.type == "cuda":
         how = "graph replays" if graph_safe else "events"
         timed = captured(together, device) if graph_safe else together
-    synchronize(device)
-    start = time.perf_counter()
-    timed()
-    synchronize(device)
-    count = repeats if time.perf_counter() - start < SLOW_S else min(repeats, FEW)
-    once = _events_us if device.type == "cuda" else _host_us
-    return times_of([value / len(runs) for value in once(timed, count, device)], how)
-
-
-def _host_us(run: Run, repeats: int, device: torch.device) -> list[float]:
-    values = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        values.append(1e6 * (time.perf_counter() - start))
-    return values
-
-
-def _events_us(run: Run, repeats: int, device: torch.device) -> list[float]:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    events = []
-    for i in range(repeats):
-        flush.fill_(i % 251 + 1)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        events.append((start, stop))
-    torch.cuda.synchronize(device)
-    return [1e3 * start.elapsed_time(stop) for start, stop in events]
+        seconds = [1e-3 * ms for ms in do_bench(timed, return_mode="all")]
+    else:
+        how, seconds = "host clock", timeit.repeat(together, number=1, repeat=repeats)
+    return times_of([1e6 * value / len(runs) for value in seconds], how)
 
 
 def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
+
+from scipy.stats import binomtest
 
 _NUMBER = re.compile(r"Answer: (-?\d+)")
 
@@ -26,6 +27,5 @@ def is_right(text: str, answer: str | int) -> bool:
 
 def wilson(right: int, n: int) -> tuple[float, float]:
     """95% Wilson score interval of a proportion."""
-    z, p = 1.959964, right / n
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    low, high = binomtest(right, n).proportion_ci(method="wilson")
+    return float(low), float(high)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+from scipy.stats import bootstrap
 from tqdm import tqdm
 
 from bench.lib.record import append_row
@@ -51,19 +53,13 @@ def load(server: ServerProcess, arguments: argparse.Namespace, **keys: Any) -> R
     return one_round
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the median."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(10_000))
-    return medians[249], medians[9749]
-
-
 def paired_ratio(rates: list[float], baseline: list[float]) -> dict[str, float]:
-    """Median of the rounds' ratios with its interval, as columns."""
-    ratios = [one / other for one, other in zip(rates, baseline, strict=True)]
-    low, high = median_interval(ratios)
-    numbers = {"ratio_p50": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
-    return {name: round(value, 4) for name, value in numbers.items()}
+    """Median of two or more rounds' ratios, with its 95% bootstrap interval, as columns."""
+    ratios = np.divide(rates, baseline)
+    interval = bootstrap((ratios,), np.median, method="percentile", rng=0).confidence_interval
+    numbers = {"ratio_p50": np.median(ratios), "ratio_low": interval.low}
+    numbers["ratio_high"] = interval.high
+    return {name: round(float(value), 4) for name, value in numbers.items()}
 
 
 def measure(

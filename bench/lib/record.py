@@ -61,6 +61,19 @@ def _portable(argument: str) -> str:
     return f"PATH/{path.name}" if path.is_absolute() else argument
 
 
+def _path(name: str) -> Path:
+    return Path(os.environ.get(FOLDER) or ROWS) / f"{name}.csv"
+
+
+def recorded(name: str) -> list[dict[str, str]]:
+    """The lines of ``bench/rows/<name>.csv``; none where there is no such file."""
+    path = _path(name)
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def append_row(name: str, values: Mapping[str, Any]) -> None:
     """Add one line to ``bench/rows/<name>.csv``; the first line of a new file is its header.
 
@@ -69,7 +82,7 @@ def append_row(name: str, values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the file has other columns.
     """
-    path = Path(os.environ.get(FOLDER) or ROWS) / f"{name}.csv"
+    path = _path(name)
     row = {**values, **provenance()}
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as existing:

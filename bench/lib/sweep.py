@@ -8,7 +8,6 @@ which is what per-call budgets are for.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from bench.lib.grading import is_right, wilson
-from bench.lib.record import ROWS, append_row
+from bench.lib.record import append_row, recorded
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}
 GREEDY = {"temperature": 0}
@@ -97,7 +96,7 @@ class Sweep:
 
     def run(self, cells: Iterable[Cell]) -> None:
         """Append a row for every cell that has none yet, as soon as its last answer is there."""
-        finished = {self._key(row) for row in existing_rows(self.name)}
+        finished = {self._key(row) for row in recorded(self.name)}
         unique = dict.fromkeys(cells)
         todo = [cell for cell in unique if self._key(self._columns(cell)) not in finished]
         answers = self._logged()
@@ -140,7 +139,7 @@ class Sweep:
         """Level -> row of FullKV, greedy, which tells what a share of the trace is."""
         cells = {level: self.cell_type(level, "full") for level in self.problems}
         self.run(cells.values())
-        rows = {self._key(row): row for row in existing_rows(self.name)}
+        rows = {self._key(row): row for row in recorded(self.name)}
         found = {level: rows[self._key(self._columns(cell))] for level, cell in cells.items()}
         self.expected_tokens = {level: float(row["output_tokens"]) for level, row in found.items()}
         return found
@@ -244,11 +243,3 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "evicted_sentences": sum(answer["evicted_sentences"] for answer in answers),
         **{name: round(sum(values) / len(values), 4) for name, values in measured.items()},
     }
-
-
-def existing_rows(name: str) -> list[dict[str, str]]:
-    path = ROWS / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

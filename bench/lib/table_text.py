@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "bench" / "rows"
 Row = dict[str, str]
 #: ends a quantity of bench/rows/load.csv that was measured without the plugin
 PLAIN = ", plain SGLang"
 
 
-def rows(name: str) -> list[Row]:
-    with (ROWS / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    text = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def table(header: list[str], lines: list[list[str]], source: list[Row], name: str) -> str:
     """A Markdown table, and where its numbers come from."""
-    text = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    text += [f"| {' | '.join(line)} |" for line in lines]
     commands = ", ".join(dict.fromkeys(f"`{row['command']}`" for row in source))
     last = source[-1]
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     return "\n".join(
         [
-            *text,
+            markdown(header, lines),
             "",
             f"{last['device']}, {versions}, {last['date']}: {commands} (`bench/rows/{name}.csv`).",
         ]

@@ -1,6 +1,6 @@
-"""Write the documents' result tables from the rows: what is quoted is what was measured.
+"""Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and four files in docs/ between their markers
+python -m bench.report            # rewrite README.md and five files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -12,14 +12,25 @@ import sys
 from collections.abc import Callable
 
 from bench.lib.table_text import ROOT
-from bench.report import accuracy_tables, device_tables, goal_table, steering_tables, system_tables
+from bench.report import (
+    accuracy_tables,
+    device_tables,
+    goal_table,
+    policy_tables,
+    steering_tables,
+    system_tables,
+)
 
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *(ROOT / "docs" / f"{one}.md" for one in ("results", "steering", "performance", "reliability")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("results", "settings", "steering")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
 )
+SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
+    "policies": policy_tables.policies,
+    "parameters": policy_tables.parameters,
     "demo": accuracy_tables.demo,
     "comparison": lambda: accuracy_tables.comparison(("hard",)),
     "comparison_all": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS),
@@ -57,7 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(readme: str) -> str:
-    """The text with every ``<!-- rows: NAME -->`` section replaced.
+    """The text with every ``<!-- rows: NAME -->`` and ``<!-- table: NAME -->`` section replaced.
 
     Raises:
         KeyError: a section that no table is for.
@@ -66,7 +77,7 @@ def rendered(readme: str) -> str:
     def fill(match: re.Match[str]) -> str:
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}"
 
-    return re.sub(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end -->)", fill, readme, flags=re.DOTALL)
+    return SECTION.sub(fill, readme)
 
 
 def main() -> int:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from bench.lib.table_text import Row, budget, rows, table
+from bench.lib.policies import compared
+from bench.lib.record import recorded
+from bench.lib.table_text import Row, budget, table
 
 LEVELS = ("easy", "medium", "hard")
-#: order of policies in tables; the same as in the figures
-POLICIES = (
-    *("skipkv+", "skipkv", "rkv", "snapkv", "h2o", "tova", "raas", "lazy", "rpc"),
-    *("streaming", "random"),
-)
 
 
 def demo() -> str:
-    found = rows("demo")
+    found = recorded("demo")
     header = ["`kv_budget`", "right", "output tokens", "peak KV tokens of a call", "compactions"]
     header += ["evicted sentences", "peak running calls", "tokens/s"]
     lines = [
@@ -50,7 +47,7 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
     """Level and policy down, budgets across."""
     found = [
         row
-        for row in rows("accuracy")
+        for row in recorded("accuracy")
         if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
     ]
     most = max(int(row["problems"]) for row in found)
@@ -61,7 +58,7 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
         full = next(row for row in here if row["policy"] == "full")
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
         lines[-1] += [right(full), *[""] * (len(shares) - 1)]
-        for policy in POLICIES:
+        for policy in compared():
             cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
             if cells:
                 lines.append([level, f"`{policy}`", *(cells.get(one, "-") for one in shares)])
@@ -71,7 +68,7 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
 
 def ablation(label: Callable[[Row], str | None], first: str) -> str:
     """The rows that ``label`` names, as settings down and budgets across."""
-    named = [(label(row), row) for row in rows("ablations")]
+    named = [(label(row), row) for row in recorded("ablations")]
     full = next(row for _, row in named if row["policy"] == "full")
     chosen = [(name, row) for name, row in named if name is not None]
     shares = sorted({share_of_cache(row, full) for _, row in chosen})
@@ -150,7 +147,7 @@ def interval() -> str:
 
 
 def batch_size() -> str:
-    found = rows("batch_size")
+    found = recorded("batch_size")
     header = ["policy", "batch", "right", "compactions", "same kept sets as alone", "same outputs"]
     lines = [
         [
@@ -167,7 +164,7 @@ def batch_size() -> str:
 
 
 def layers() -> str:
-    found = rows("layers")
+    found = recorded("layers")
     header = ["layer", "shared set that it would have chosen", "attention lost: one set for all"]
     header += ["its own set", "a set per head"]
     names = ("overlap", "lost_shared", "lost_per_layer", "lost_per_head")
@@ -176,7 +173,7 @@ def layers() -> str:
 
 
 def needed_tokens() -> str:
-    found = rows("needed_tokens")
+    found = recorded("needed_tokens")
     header = ["kept of old sentences", "tokens before the delimiter", "and the delimiter"]
     header += ["recent tokens", "old tokens kept, per trace", "wrong next tokens, per trace"]
     names = ("sentences", "tokens_before_delimiter", "with_delimiter", "recent_tokens")
@@ -185,7 +182,7 @@ def needed_tokens() -> str:
 
 
 def peer() -> str:
-    found = rows("peer")
+    found = recorded("peer")
     header = ["package", "policy", "`kv_budget`", "requests at once", "right", "output tokens"]
     header += ["tokens/s"]
     lines = [
@@ -204,7 +201,7 @@ def peer() -> str:
 
 
 def similarity() -> str:
-    found = rows("similarity")
+    found = recorded("similarity")
     header = ["pair of sentences", "pairs", "cosine, 1st percentile", "median", "99th"]
     lines = [
         [row["pair"], row["pairs"], row["cosine_p1"], row["cosine_p50"], row["cosine_p99"]]

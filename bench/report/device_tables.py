@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bench.lib.table_text import ROWS, Row, budget, rows, table
+from bench.lib.record import recorded
+from bench.lib.table_text import Row, budget, table
 
 
 def on_gpu(name: str) -> list[Row]:
     """A GPU's rows of a file; none where the file is not there yet."""
-    found = rows(name) if (ROWS / f"{name}.csv").exists() else []
-    return [row for row in found if "CPU" not in row["device"]]
+    return [row for row in recorded(name) if "CPU" not in row["device"]]
 
 
 def kernels(found: list[Row] | None = None) -> str:
@@ -44,7 +44,7 @@ def last_decode_rows(found: list[Row]) -> list[Row]:
     As many requests as fit; rows of ``--batch`` stand for themselves.
     """
     found = [row for row in found if "--batch" not in row["command"]]
-    same = ("device", "size", "dtype", "attention", "stagger")
+    same = ("device", "size", "dtype", "attention")
     last = found[-1]
     here = [row for row in found if all(row[name] == last[name] for name in same)]
     here = [row for row in here if row["policy"] in ("", last["policy"])]

@@ -6,7 +6,8 @@ Every cell is read from the rows of ``tests/fuzz/fuzz.py``, ``tests/fuzz/fuzz_ho
 
 from __future__ import annotations
 
-from bench.lib.table_text import PLAIN, Row, rows, table
+from bench.lib.record import recorded
+from bench.lib.table_text import PLAIN, Row, table
 
 #: what SGLang without the plugin cannot be asked
 NONE = "-"
@@ -16,7 +17,7 @@ class Load:
     """The rows of the load jobs, by job and quantity."""
 
     def __init__(self) -> None:
-        self.rows = rows("load")
+        self.rows = recorded("load")
 
     def value(self, job: str, quantity: str) -> str:
         """The last value of that name."""
@@ -45,7 +46,7 @@ class Load:
 
 def goals() -> str:
     """The table in Markdown."""
-    sources = [*rows("fuzz")[-1:], *rows("planted_bugs")[-1:], *rows("hook_calls")[-1:]]
+    sources = [*recorded("fuzz")[-1:], *recorded("planted_bugs")[-1:], *recorded("hook_calls")[-1:]]
     load = Load()
     return table(
         ["goal", "plain SGLang", "with the plugin and budgets on"],
@@ -58,14 +59,14 @@ def goals() -> str:
 def lines(load: Load) -> list[tuple[str, str, str]]:
     """Goal, plain, ours."""
     retracted, retracted_ours = load.both("L1", "{}, {}", *RETRACTED)
-    fuzz, hooks = rows("fuzz"), rows("hook_calls")
+    fuzz, hooks = recorded("fuzz"), recorded("hook_calls")
     lives = sum({row["seed"]: int(row["lives"]) for row in fuzz}.values())
     calls = sum(int(row["times"]) for row in hooks)
     escaped = sum(int(row["escaped"]) for row in hooks)
     alone = "identical answers: without a budget"
     return [
         ("G1 random lives of 50 steps without a failure", NONE, f"{lives:,}"),
-        ("G2 planted bugs found", NONE, planted(rows("planted_bugs"))),
+        ("G2 planted bugs found", NONE, planted(recorded("planted_bugs"))),
         (
             "G3 no budget sent, 16 at once: answers like those of plain SGLang, one at a time; "
             "largest difference of a log-probability",

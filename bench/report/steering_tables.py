@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from bench.lib.table_text import Row, paired_ratio, rows, table
+from bench.lib.record import recorded
+from bench.lib.table_text import Row, paired_ratio, table
 from bench.report.accuracy_tables import right, share
 
 
 def steering_cells(model: str, *, budgeted: bool) -> list[Row]:
-    return [r for r in rows("steering") if r["model"] == model and bool(r["kv_budget"]) == budgeted]
+    return [
+        r for r in recorded("steering") if r["model"] == model and bool(r["kv_budget"]) == budgeted
+    ]
 
 
 def how_steered(row: Row) -> str:
@@ -74,7 +77,7 @@ def steering_budget() -> str:
 
 
 def without_checks() -> str:
-    found = rows("without_checks")
+    found = recorded("without_checks")
     header = ["model", "checks in the solution", "passages", "wrong passages"]
     names = ("model", "checks", "passages", "wrong_passages")
     lines = [[row[name] for name in names] for row in found]
@@ -83,4 +86,4 @@ def without_checks() -> str:
 
 def steering_cost() -> str:
     what = "throughput, every call steered, over the same calls not steered"
-    return paired_ratio("steering_cost", what, rows("steering_cost"))
+    return paired_ratio("steering_cost", what, recorded("steering_cost"))

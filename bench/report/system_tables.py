@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from bench.lib.table_text import PLAIN, Row, budget, paired_ratio, rows, table
+from bench.lib.record import recorded
+from bench.lib.table_text import PLAIN, Row, budget, paired_ratio, table
 
 #: generated tokens of the papers' largest table
 LONGEST = 16384
@@ -12,7 +13,7 @@ LONGEST = 16384
 
 def on_cpu(name: str) -> list[Row]:
     """What runs on any machine: a GPU's rows are no continuation of these."""
-    return [row for row in rows(name) if "CPU" in row["device"]]
+    return [row for row in recorded(name) if "CPU" in row["device"]]
 
 
 def off_cost() -> str:
@@ -60,7 +61,7 @@ def serve_compaction() -> str:
 
 
 def launches() -> str:
-    found = rows("launches")
+    found = recorded("launches")
     counts = [name for name in found[-1] if name.startswith("operations_")]
     header = ["policy", *(f"calls due: {name.removeprefix('operations_')}" for name in counts)]
     lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in found]
@@ -68,7 +69,7 @@ def launches() -> str:
 
 
 def fuzz() -> str:
-    found = rows("fuzz")
+    found = recorded("fuzz")
     lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
     what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
     times: dict[str, int] = {}
@@ -79,7 +80,7 @@ def fuzz() -> str:
 
 
 def planted_bugs() -> str:
-    found = rows("planted_bugs")
+    found = recorded("planted_bugs")
     seeds = list(dict.fromkeys(row["seed"] for row in found))
     lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in found}
     lines = [
@@ -90,7 +91,7 @@ def planted_bugs() -> str:
 
 
 def hook_calls() -> str:
-    found = rows("hook_calls")
+    found = recorded("hook_calls")
     header = ["hook", "calls", "answered with an error of ours", "exceptions that got out"]
     lines = [
         [f"`{row['hook']}`", f"{int(row['times']):,}", f"{int(row['refused']):,}", row["escaped"]]
@@ -101,7 +102,7 @@ def hook_calls() -> str:
 
 def load() -> str:
     """Everything that had a limit, beside what SGLang without the plugin did in the same job."""
-    found = sorted(rows("load"), key=lambda row: row["job"])
+    found = sorted(recorded("load"), key=lambda row: row["job"])
     plain: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in found:
         if row["quantity"].endswith(PLAIN):
@@ -117,7 +118,7 @@ def load() -> str:
 
 def compiled() -> str:
     """One line per variant; registers on every architecture, the rest on an H100."""
-    found = rows("compile")
+    found = recorded("compile")
     latest = {(row["kernel"], row["case"], row["architecture"]): row for row in found}
     architectures = list(dict.fromkeys(row["architecture"] for row in found))
     header = ["kernel", "variant", *(f"registers, {one}" for one in architectures)]
@@ -133,7 +134,7 @@ def compiled() -> str:
 
 
 def kernel_floors() -> str:
-    found = rows("kernel_floors")
+    found = recorded("kernel_floors")
     header = ["kernel", "cached tokens of a request", "bytes", "operations", "memory floor, us"]
     header += ["compute floor, us", "what binds"]
     lines = [
@@ -152,7 +153,7 @@ def kernel_floors() -> str:
 
 
 def decode_floors() -> str:
-    found = rows("decode_floors")
+    found = recorded("decode_floors")
     header = ["model, rates", "generated tokens", "`kv_budget`", "calls", "weights, ms"]
     header += ["attention, ms", "compactions, ms", "tokens/s at most", "over the full cache"]
     lines = [

@@ -6,8 +6,8 @@
 - ``pressure``: one pool, more requests than it holds. Generated tokens per second and requests at
   once, with each budget and without one; the server without a budget never loads the plugin and has
   SGLang's own defaults. Rounds of all ways in turn, so all see the same machine.
-- ``latency``: the time between two tokens of a request whose neighbours have no budget, compact all
-  in the same step, or compact in different ones.
+- ``latency``: the time between two tokens of a request whose neighbours have no budget, or compact
+  all in the same step.
 - ``compaction``: the extra time that a compaction of one request takes, in decode steps of the same
   batch, alone and among requests that do not compact.
 - ``off``: what the plugin costs when nobody asks; the same as bench/serving/off_cost.py.

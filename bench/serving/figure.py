@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, plt, quiet, save
-from bench.lib.sweep import existing_rows
+from bench.lib.record import recorded
 
 Row = dict[str, str]
 FULL, OURS, TAIL = "#444444", "#d55e00", "#e69f00"
@@ -22,7 +22,7 @@ FULL, OURS, TAIL = "#444444", "#d55e00", "#e69f00"
 
 def latest(name: str, key: str) -> list[Row]:
     """The last row of every way, of the device and size of the last row."""
-    rows = existing_rows(name)
+    rows = recorded(name)
     here = [row for row in rows if all(row[one] == rows[-1][one] for one in ("device", "tokens"))]
     return list({row[key]: row for row in here}.values())
 

@@ -11,7 +11,6 @@ import json
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from bench.lib.pairs import START_S
 from sgl_skipkv.cli.server_process import ServerProcess
 from sgl_skipkv.request.trace import read_trace
 
-#: what the neighbours of the streaming call do, and whether their compactions are spread
-NEIGHBOURS = {"no budget": False, "compact together": False, "compact staggered": True}
+#: what the neighbours of the streaming request do
+NEIGHBOURS = ("no budget", "compact together")
 #: steps beside a compaction that its cost may fall on, and steps that it is compared with
 NEAR, FAR = 2, 8
 
@@ -33,12 +34,9 @@ NEAR, FAR = 2, 8
 def gaps_ms(server: ServerProcess, prompt: Sequence[int], params: Mapping[str, Any]) -> list[float]:
     """Times between the tokens of a streaming call; 0 between two that came in one piece."""
     body = {"input_ids": list(prompt), "sampling_params": {**params}, "stream": True}
-    request = urllib.request.Request(
-        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     times: list[float] = []
-    with urllib.request.urlopen(request, timeout=3600) as response:
-        for line in response:
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=3600) as response:
+        for line in response.iter_lines():
             if line.startswith(b"data: {"):
                 now = time.perf_counter()
                 tokens = json.loads(line[6:])["meta_info"]["completion_tokens"]
@@ -49,8 +47,7 @@ def gaps_ms(server: ServerProcess, prompt: Sequence[int], params: Mapping[str, A
 def latency(arguments: argparse.Namespace, neighbours: str) -> dict[str, Any]:
     """One server and one batch of requests that begin together; a first one warms it up."""
     calls = arguments.parallel
-    settings = {"stagger": NEIGHBOURS[neighbours], "kv_interval": arguments.interval}
-    with _traced_server(arguments, settings, calls + 1) as (server, trace):
+    with _traced_server(arguments, calls + 1) as (server, trace):
         _run(server, arguments, neighbours, arguments.interval)
         gaps = _run(server, arguments, neighbours, arguments.tokens)
         lines = read_trace(trace)
@@ -85,7 +82,7 @@ def compaction(arguments: argparse.Namespace, kv_budget: int, calls: int) -> dic
     warm_up = _params(arguments, kv_budget + 2 * arguments.interval, kv_budget)
     beside = {"sampling_params": _params(arguments, tokens, None)}
     with (
-        _traced_server(arguments, {"kv_interval": arguments.interval}, calls) as (server, trace),
+        _traced_server(arguments, calls) as (server, trace),
         ThreadPoolExecutor(calls) as pool,
     ):
         gaps_ms(server, [9] * 16, warm_up)
@@ -133,13 +130,13 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _traced_server(
-    arguments: argparse.Namespace, settings: dict[str, Any], calls: int
+    arguments: argparse.Namespace, calls: int
 ) -> Iterator[tuple[ServerProcess, Path]]:
     """A server that writes a trace, and the trace's path."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         trace, config = folder / "trace.jsonl", folder / "skipkv.json"
-        config.write_text(json.dumps({**settings, "trace": str(trace)}))
+        config.write_text(json.dumps({"kv_interval": arguments.interval, "trace": str(trace)}))
         flags = ["--skipkv-config", str(config), "--max-running-requests", str(calls)]
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
         flags += server_flags(arguments)

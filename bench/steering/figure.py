@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, band, percent, plt, quiet, save, share
-from bench.lib.sweep import existing_rows
+from bench.lib.policies import styles
+from bench.lib.record import recorded
 
 Row = dict[str, str]
 #: gamma -> colour, marker
@@ -28,15 +29,15 @@ PANELS: dict[str, Callable[[Row], float]] = {
 }
 
 
-#: policy, steering -> label, colour, marker, line
-BUDGET_STYLE = {
-    ("rkv", "off"): ("rkv", "#009e73", "^", "-"),
-    ("skipkv", "off"): ("skipkv", "#0072b2", "s", "-"),
-    ("skipkv", "fixed"): ("skipkv, fixed (SEAL)", "#0072b2", "s", ":"),
-    ("skipkv", "adaptive"): ("skipkv, adaptive", "#0072b2", "s", "--"),
-    ("skipkv+", "off"): ("skipkv+", "#d55e00", "o", "-"),
-    ("skipkv+", "fixed"): ("skipkv+, fixed (SEAL)", "#d55e00", "o", ":"),
-    ("skipkv+", "adaptive"): ("skipkv+, adaptive", "#d55e00", "o", "--"),
+#: policy, steering -> label, line
+BUDGET_LINES = {
+    ("rkv", "off"): ("rkv", "-"),
+    ("skipkv", "off"): ("skipkv", "-"),
+    ("skipkv", "fixed"): ("skipkv, fixed (SEAL)", ":"),
+    ("skipkv", "adaptive"): ("skipkv, adaptive", "--"),
+    ("skipkv+", "off"): ("skipkv+", "-"),
+    ("skipkv+", "fixed"): ("skipkv+, fixed (SEAL)", ":"),
+    ("skipkv+", "adaptive"): ("skipkv+, adaptive", "--"),
 }
 
 
@@ -50,7 +51,8 @@ def draw_budgets(rows: list[Row], full: Row, path: Path) -> None:
     """One panel per number, against the budget in percent of the unsteered trace."""
     canvas, axes = plt.subplots(1, len(PANELS), figsize=(15, 3.2))
     for panel, (title, value) in zip(axes, PANELS.items(), strict=True):
-        for (policy, steering), (label, colour, marker, line) in BUDGET_STYLE.items():
+        for (policy, steering), (label, line) in BUDGET_LINES.items():
+            colour, marker = styles()[policy]
             here = [r for r in rows if r["policy"] == policy and steering_of(r) == steering]
             here.sort(key=lambda row: int(row["kv_budget"]))
             panel.plot(
@@ -103,7 +105,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     arguments = parser.parse_args()
     plt.rcParams.update(STYLE_PARAMETERS)
-    rows = [row for row in existing_rows("steering") if row["model"] == arguments.model]
+    rows = [row for row in recorded("steering") if row["model"] == arguments.model]
     strengths = [row for row in rows if not row["kv_budget"]]
     problems = max(int(row["problems"]) for row in strengths if row["steering"])
     chosen = [row for row in strengths if int(row["problems"]) == problems]

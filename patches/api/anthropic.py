@@ -1,6 +1,6 @@
 """The Anthropic API, ``/v1/messages``: our keys at the top level, where ``extra_body`` puts them.
 
-SGLang answers it by its chat completions, so the keys only have to get that far.
+SGLang turns messages into chat completions, so the keys only have to reach the chat completion.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ async def check_keys(
 ) -> Any:
     """AROUND ``AnthropicServing.handle_messages``.
 
-    A streamed answer is 200 before the tokenizer sees the request, so wrong keys are refused here,
-    where a refusal still is a 400.
+    A stream answers 200 before the tokenizer manager sees the request, so keys are checked here,
+    where a wrong one can still get 400.
     """
     try:
         checked_keys(serving.openai_serving_chat.tokenizer_manager, request.our_keys())
@@ -38,4 +38,4 @@ async def check_keys(
 
 def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
     """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
-    chat_request.take_from(request)
+    chat_request.copy_keys(request)

@@ -1,8 +1,7 @@
-"""What every entry point asks before a request is admitted: its keys, read and refused in one
-place.
+"""Reads and validates a request's keys, for every API.
 
-``kv_budget`` and its companions may stand in ``sampling_params`` or in its ``custom_params``;
-either way they leave as ``custom_params``, the only carrier that SGLang's own types let through.
+The keys may be in ``sampling_params`` or in its ``custom_params``. They are passed on as
+``custom_params``, the only field that SGLang's own types let through.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolv
 
 @dataclass(frozen=True)
 class Gate:
-    """What the main process knows: the operator's settings and the schedulers' answer."""
+    """In the main process: the operator's settings and the state that the schedulers reported."""
 
     config: ServerConfig
     readiness: Readiness
@@ -36,18 +35,18 @@ class Gate:
 
 
 def gate_of(manager: Any) -> Gate:
-    """The gate of a tokenizer manager; one that never saw its schedulers refuses every key."""
+    """The gate of a tokenizer manager; without the schedulers' report it refuses every key."""
     unknown = Readiness(("this process has not heard from the scheduler",), enabled=False)
     gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
     return gate
 
 
 def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our keys of one request, from both places, and its sampling parameters without them.
+    """A request's sampling parameters without our keys, and the keys.
 
     Raises:
-        SettingError: the two places disagree, there is no second place to carry the keys in, or a
-            name in them is meant for us and not ours.
+        SettingError: ``custom_params`` has another value for a key or is no object, or a key is
+            misspelt.
     """
     rest, keys = take_keys(sampling_params)
     refuse_misspelt(rest)
@@ -65,19 +64,18 @@ def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], di
     return rest, keys
 
 
-def _differ(one: object, other: object) -> bool:
-    """Whether two values of a key are not the same."""
+def _differ(value: object, other: object) -> bool:
     try:
-        return bool(one != other)
-    except RecursionError:  # nested too deep to compare, and no value of any key
+        return bool(value != other)
+    except RecursionError:  # nested too deep to compare, so not a valid value of any key
         return True
 
 
 def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Our keys of one request, for a way in that answers before the tokenizer sees the request.
+    """Our keys of one request, validated for an API that answers before the tokenizer manager.
 
     Raises:
-        SettingError, Unavailable: a key is wrong, whatever the prompt.
+        SettingError, Unavailable: a key is wrong, independently of the prompt.
     """
     _, keys = collect_keys(sampling_params)
     if keys:

@@ -1,7 +1,6 @@
-"""Where requests enter and are answered: which methods of SGLang are hooked, and why.
+"""Hooks into SGLang's APIs and its output.
 
-Installed even where eviction is not possible: requests that ask for it then get 400 and not
-    silence.
+They are also installed where eviction is not supported, so that a request with a budget gets 400.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _ANTHROPIC = "entrypoints.anthropic"
 _OLLAMA = "entrypoints.ollama.serving.OllamaServing"
 
 API_HOOKS: tuple[Hook, ...] = (
-    # -- entry points
+    # -- APIs
     Hook(
         f"{_MANAGER}._create_tokenized_object",
         "before",
@@ -71,7 +70,7 @@ API_HOOKS: tuple[Hook, ...] = (
         "around",
         "(self, request, raw_request)",
         "api.anthropic:check_keys",
-        "a wrong key of a streamed message would be an error after 200",
+        "a wrong key of a streamed message would fail after status 200",
     ),
     Hook(
         f"{_ANTHROPIC}.serving.AnthropicServing._convert_to_chat_completion_request",
@@ -85,21 +84,21 @@ API_HOOKS: tuple[Hook, ...] = (
         "around",
         "(self, request, raw_request)",
         "api.ollama:check_keys",
-        "a wrong key would be 500, or half an answer",
+        "a wrong key would get 500, or a stream that breaks off",
     ),
     Hook(
         f"{_OLLAMA}.handle_generate",
         "around",
         "(self, request, raw_request)",
         "api.ollama:check_keys",
-        "a wrong key would be 500, or half an answer",
+        "a wrong key would get 500, or a stream that breaks off",
     ),
     Hook(
         f"{_OLLAMA}._convert_options_to_sampling_params",
         "after",
         "(self, options=None)",
         "api.ollama:add_option_keys",
-        "options that it does not know are dropped",
+        "SGLang drops unknown options here",
     ),
     # -- life of a request
     Hook(

@@ -1,4 +1,4 @@
-"""``meta_info["skipkv"]`` in the main process: a list of one becomes the object."""
+"""``meta_info["skipkv"]`` in the main process: the streamed list becomes one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def unwrap_meta_info(
 ) -> None:
     """AFTER ``TokenizerManager.update_request_meta_info``: a list of one becomes the object.
 
-    Requests that share a chunk with a budgeted one have an empty list, and no object.
+    A request without a budget that shares a chunk with a budgeted one has an empty list: no object.
     """
     if META_KEY not in meta_info:
         return

@@ -1,7 +1,7 @@
 """The Ollama API, ``/api/chat`` and ``/api/generate``: our keys among the ``options``.
 
-SGLang answers whatever the tokenizer refuses there with 500 and no word, or, streamed, with half an
-answer of 200; so wrong keys are refused before it begins.
+When the tokenizer manager refuses a request there, SGLang answers 500 without a reason, or, when
+streaming, 200 and a stream that breaks off. So wrong keys are refused before that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def check_keys(
     original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
 ) -> Any:
     """AROUND ``OllamaServing.handle_chat`` and ``handle_generate``."""
-    body = await raw_request.json()  # has been read already; ``request`` is without unknown names
+    body = await raw_request.json()  # SGLang has read it; ``request`` lacks unknown names
     try:
         for name in (*take_keys(body)[1], *misspelt_keys(body)):
             expected = "in options, not at the top of the body"
@@ -30,15 +30,15 @@ async def check_keys(
         keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)
         if keys and isinstance(answer, StreamingResponse):
-            # What the prompt decides is known when the first part is.
+            # With the first part it is known whether the budget fits the prompt.
             parts = aiter(answer.body_iterator)
-            answer.body_iterator = _begun(await anext(parts), parts)
+            answer.body_iterator = _chained(await anext(parts), parts)
         return answer
     except (SettingError, Unavailable) as wrong:
         raise HTTPException(400, str(wrong)) from wrong
 
 
-async def _begun(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _chained(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
     yield first
     async for part in rest:
         yield part

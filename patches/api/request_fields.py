@@ -1,8 +1,8 @@
 """Our keys at the top level of a request, for APIs that SGLang declares as pydantic classes.
 
-Those drop unknown fields without a word. ``OurFields`` declares ours, untyped, so that
-``sgl_skipkv`` and not pydantic says what is wrong with a value, and hands on what is meant for us
-and not ours, so that it is refused where every way in is checked.
+Those classes drop unknown fields silently. ``OurFields`` declares ours untyped, so that
+``sgl_skipkv`` writes the error message for a wrong value instead of pydantic. It also passes on
+misspelt keys, so that they are refused where the keys of every API are checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 
 class OurFields(BaseModel):
-    """The four fields."""
+    """The four keys of the plugin."""
 
     kv_budget: Any = None
     kv_policy: Any = None
@@ -33,11 +33,11 @@ class OurFields(BaseModel):
         return request
 
     def our_keys(self) -> dict[str, Any]:
-        """As SGLang's sampling parameters."""
+        """The keys that are set, and misspelt ones, as sampling parameters."""
         return {**take_keys(vars(self))[1], **self._misspelt}
 
-    def take_from(self, other: OurFields) -> None:
-        """The keys of the request that this one is made from."""
+    def copy_keys(self, other: OurFields) -> None:
+        """Take over the keys of the request that this one is converted from."""
         for name in OurFields.model_fields:
             setattr(self, name, getattr(other, name))
         self._misspelt = other._misspelt

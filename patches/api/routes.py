@@ -1,4 +1,4 @@
-"""HTTP routes that were made before plugins were loaded, as in ``sgl.Runtime``."""
+"""HTTP routes that were created before plugins were loaded, as in ``sgl.Runtime``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _OURS = {
 
 
 def bind_routes(app: Any) -> None:
-    """Make them take our request classes too.
+    """Make the routes accept our request classes.
 
-    FastAPI reads a body's class from the endpoint when a route is made, so they are made again.
+    FastAPI reads a body's class from the endpoint when it creates a route, so routes are recreated.
     """
     for route in list(app.router.routes):
         endpoint = getattr(route, "endpoint", None)

@@ -1,4 +1,4 @@
-"""The tokenizer manager: every request's keys are validated here and leave as ``custom_params``."""
+"""The tokenizer manager validates each request's keys and passes them on as ``custom_params``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sgl_skipkv.patches.api.gate import collect_keys, gate_of, preferred_paramet
 def move_keys(
     manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``TokenizerManager._create_tokenized_object``: validate the keys, carry them on."""
+    """BEFORE ``TokenizerManager._create_tokenized_object``: validate the keys, pass them on."""
     sampling_params = getattr(obj, "sampling_params", None)
     if not isinstance(sampling_params, Mapping):
         return
     rest, keys = collect_keys(sampling_params)
     gate = gate_of(manager)
-    if rest.keys() != sampling_params.keys():  # a key of None is not set, but SGLang rejects it
+    if rest.keys() != sampling_params.keys():  # also drops keys that are None: SGLang rejects them
         obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:
         return
@@ -25,7 +25,7 @@ def move_keys(
     if settings is not None:
         settings.check_prompt(len(input_ids or ()))
     if keys:
-        # As SGLang merges them: what the request says about custom_params, else what is preferred.
+        # As SGLang merges them: the request's custom_params replace the preferred ones.
         others = rest.get("custom_params", preferred_parameters(manager).get("custom_params"))
         custom_params = {**(others or {}), **keys}
         obj.sampling_params = {**rest, "custom_params": custom_params}

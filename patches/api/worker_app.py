@@ -1,7 +1,7 @@
 """SGLang's HTTP app in the worker processes of ``--tokenizer-worker-num``.
 
-They import the app and nothing else, so no plugin would be loaded there and our keys, which such a
-server cannot serve, would be dropped instead of refused. SGLang imports this module in its place
+Those processes import only the app, so they would load no plugin, and our keys, which such a server
+does not support, would be dropped instead of refused. SGLang imports this module instead
 (``SGLANG_HTTP_SERVER_APP_PATH``).
 """
 

@@ -1,8 +1,8 @@
-"""Admission: a budgeted request reserves what it can ever hold, not ``max_new_tokens``.
+"""Admission: a budgeted request reserves the most KV it can ever hold, not ``max_new_tokens``.
 
-SGLang's ``PrefillAdder`` reads a request's future from ``max_new_tokens`` in several places. For
-budgeted requests this subclass lets it read the tokens they may still hold instead, for the length
-of one request.
+SGLang's ``PrefillAdder`` reads a request's future KV tokens from ``max_new_tokens`` in several
+methods. While such a method runs for a budgeted request, ``max_new_tokens`` is set to the tokens
+that the request may still hold.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sgl_skipkv.request.state import RequestState
 
 
 def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
-    """AFTER ``Scheduler.get_prefill_adder_class``: the adder that knows budgets."""
+    """AFTER ``Scheduler.get_prefill_adder_class``: the subclass that knows budgets."""
     binding = binding_of(scheduler)
     if binding is None or binding.runtime is None or binding.runtime.opened_requests == 0:
-        return None  # nobody asked: SGLang's own class
+        return None  # no budgeted request so far: SGLang's own class
     return _adder_class(base)
 
 
@@ -27,7 +27,7 @@ _classes: dict[type, type] = {}
 
 
 def _adder_class(base: type) -> type:
-    """The subclass of ``base``, made once."""
+    """The subclass of ``base``, created once."""
     if base not in _classes:
         _classes[base] = type(f"Budgeted{base.__name__}", (_BudgetedAdder, base), {})
     return _classes[base]
@@ -42,39 +42,39 @@ class _BudgetedAdder:
     tree_cache: Any
     memory_budget: Any
     rem_total_tokens: float
-    #: whether this pass has left a request waiting for a track; then, who in the queue is the last
-    #: that needs none, until it had its turn
-    passed_over, last_unconcerned = False, None
+    #: whether a request of this pass waits for a track; then, the last request in the queue that
+    #: needs no track, until ``add_one_req`` has seen it
+    track_missing, last_untracked = False, None
 
     def _get_running_request_total_token_offset(self, req: Any) -> float:
         state = state_of(req)
         if state is None or not state.settings.evicts:
             stock = super()._get_running_request_total_token_offset  # type: ignore[misc]
             return float(stock(req))
-        # What it can ever hold is exact, so SGLang's guess that some stop early does not apply.
+        # The bound is exact, so SGLang's estimate that some requests stop early does not apply.
         return state.future_tokens(req.kv.kv_allocated_len, _tokens_left(req))
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
-        if req is self.last_unconcerned:
-            self.last_unconcerned = None
+        if req is self.last_untracked:
+            self.last_untracked = None
         state = state_of(req)
         if state is None or not state.settings.evicts:
             return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
-        # What comes back from a backup needs slots and is not computed: for SGLang it is a cached
-        # prefix, and the slots are part of the future.
+        # Tokens restored from a backup need slots but no computation: SGLang sees them as a cached
+        # prefix, and their slots count as future tokens.
         matched, restored = req.prefix_len, _restored_tokens(state, req)
         future = _future_tokens(state, req) + restored
-        # SGLang counts at most CLIP_MAX_NEW_TOKENS of a request's future; ours is exact.
+        # SGLang counts at most CLIP_MAX_NEW_TOKENS future tokens; a budgeted request counts all.
         clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
         if clipped and needed >= self.rem_total_tokens:
             return AddReqResult.NO_TOKEN
-        if not self._records(state):
-            if not self.passed_over:
-                self.passed_over, self.last_unconcerned = True, self._last_unconcerned()
-            skip = self.last_unconcerned is not None
+        if not self._has_track(state):
+            if not self.track_missing:
+                self.track_missing, self.last_untracked = True, self._find_last_untracked()
+            skip = self.last_untracked is not None
             return AddReqResult.CONTINUE if skip else AddReqResult.OTHER
         req.prefix_len = matched + restored
         with _future_as_max_new_tokens(req, restored):
@@ -91,9 +91,9 @@ class _BudgetedAdder:
             return super().add_chunked_req(req)  # type: ignore[misc]
 
     def preempt_to_schedule(self, req: Any) -> bool:
-        # Whoever could not be recomputed must not give way. The base class skips requests that are
-        # already on the list.
-        fixed = [running for running in self.running_batch.reqs if must_stay(running)]
+        # A request that could not be recomputed must not be preempted. The base class skips
+        # requests that are already on the list.
+        fixed = [running for running in self.running_batch.reqs if must_not_retract(running)]
         self.preempt_list.extend(fixed)
         try:
             with _future_as_max_new_tokens(req):
@@ -103,15 +103,15 @@ class _BudgetedAdder:
                 self.preempt_list.remove(running)
         return preempted
 
-    def _records(self, state: RequestState) -> bool:
-        """Whether there is a track for the request. In turn: none overtakes another."""
+    def _has_track(self, state: RequestState) -> bool:
+        """Whether a track is free for the request. Requests that wait for one keep their order."""
         if not state.needs_track:
             return True
         before = [other for req in self.can_run_list if (other := state_of(req)) is not None]
-        return not self.passed_over and state.runtime.has_track(state, before)
+        return not self.track_missing and state.runtime.has_track(state, before)
 
-    def _last_unconcerned(self) -> Any:
-        """The last in the queue that needs no slot and has not been admitted; None: nobody."""
+    def _find_last_untracked(self) -> Any:
+        """The last waiting request that needs no track; None if there is none or it is admitted."""
         binding = binding_of(self.tree_cache.req_to_token_pool)
         assert binding is not None
         for req in reversed(binding.scheduler.waiting_queue):
@@ -121,8 +121,8 @@ class _BudgetedAdder:
         return None
 
 
-def must_stay(req: Any) -> bool:
-    """Whether a running request could neither be restored nor recomputed: it never gives way."""
+def must_not_retract(req: Any) -> bool:
+    """Whether a running request, if retracted, could be neither restored nor recomputed."""
     state = state_of(req)
     if state is None or state.runtime.can_recompute(state, len(req.output_ids)):
         return False
@@ -131,7 +131,7 @@ def must_stay(req: Any) -> bool:
 
 
 def prefill_tokens(req: Any) -> int:
-    """Tokens of a request that has no row: its prompt, and what it had generated before."""
+    """Tokens of a request without a row: its prompt, and those generated before a retraction."""
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
@@ -140,15 +140,14 @@ def _tokens_left(req: Any) -> int:
 
 
 def _restored_tokens(state: RequestState, req: Any) -> int:
-    """KV tokens that come from the request's backup, beyond what the tree still has of its
-    prompt."""
+    """KV tokens restored from the backup: its row without the prompt tokens in the radix tree."""
     return (
         0 if state.offloaded.backup is None else state.offloaded.backup.row_tokens - req.prefix_len
     )
 
 
 def _future_tokens(state: RequestState, req: Any) -> int:
-    """KV tokens that a request which is about to be prefilled may need after its prefill."""
+    """KV tokens that a request may need after its next prefill."""
     backup = state.offloaded.backup
     row_tokens = prefill_tokens(req) if backup is None else backup.row_tokens + 1
     return state.future_tokens(row_tokens, _tokens_left(req))
@@ -156,11 +155,11 @@ def _future_tokens(state: RequestState, req: Any) -> int:
 
 @contextmanager
 def _future_as_max_new_tokens(req: Any, restored: int = 0) -> Iterator[None]:
-    """Let SGLang's admission see the request's future KV tokens where it reads ``max_new_tokens``.
+    """Let SGLang's admission read the request's future KV tokens as ``max_new_tokens``.
 
-    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` without a
-    radix cache takes a path that adds up the whole traces of all running requests; a request whose
-    future is exact does not need that estimate.
+    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` is cleared:
+    without a radix cache it selects a path that adds up the full traces of all running requests, an
+    estimate that a budgeted request does not need.
     """
     state = state_of(req)
     if state is None or not state.settings.evicts:

@@ -1,19 +1,18 @@
-"""Coming back after a retraction: KV copied out before the row goes, copied in where it comes back.
+"""Backup and restore of a retracted request: its KV is copied to host memory and back.
 
 SGLang prefills a retracted request again from all of its tokens. A request with a backup looks to
-it
-like one whose whole row but for the last token is cached: its tokens are those of the row, its
-prefix is as long as the backup, and one token is computed. Its position is the true one
-(``forward.prepare_forward``), and the tree is given the prompt alone (``release.limit_insert``).
+SGLang like one whose row is cached except for the last token: its input is the tokens of the row,
+its prefix is as long as the backup, and one token is computed. ``forward.prepare_forward`` sets the
+logical position of that token; ``release.limit_insert`` gives only the prompt to the radix tree.
 
-A copy that is dropped leaves its host memory to the next at once, though the device may not have
-read it yet (``host_memory.py``). Stream order keeps the two apart:
-- only ``back_up`` writes, by device copies on the schedule stream, which it has ordered behind all
-  work of the forward stream that was launched before;
-- ``restore_row`` reads on the schedule stream too, and ``Runtime.start_recording`` on the forward
-  stream. SGLang orders each step behind the schedule stream, so what they read is there; and both
-  have launched their reads before ``start_recording`` drops the copy.
-The CPU never touches it.
+The host memory of a dropped copy is reused at once, although the device may still be reading it
+(``host_memory.py``). Stream order makes this safe:
+- Only ``back_up`` writes, by device copies on the schedule stream, after that stream has waited for
+  the forward stream.
+- ``restore_row`` reads on the schedule stream, ``Runtime.start_recording`` on the forward stream.
+  SGLang orders each step behind the schedule stream, so they read after the write. Both have
+  launched their reads before ``start_recording`` drops the copy.
+The CPU never reads or writes the copies.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from sgl_skipkv.request.state import RequestState
 
 
 def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
-    """The request loses its row: copy what it held, if there is room in host memory.
+    """The request is about to lose its row: copy its KV and recordings to host memory, if they fit.
 
-    The newest token is left out: it is computed again.
+    The newest token is left out, because it is computed again.
     """
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
     newest = state.prompt_tokens + len(req.output_ids) - 1
     recorded_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     if req.input_embeds is not None:
-        return  # SGLang throws its output away and begins again: it has no tokens to go on from
+        return  # SGLang drops its output and starts again, so there is nothing to continue
     if not req.output_ids or not newest <= recorded_tokens:
-        return  # in the middle of its prefill: there is nothing yet that cannot be had again
+        return  # the request is in its prefill: there is nothing worth saving
     if not runtime.can_back_up(state, kv.kv_allocated_len, len(req.output_ids)):
         return
     _wait_for_forward(pool)
@@ -52,7 +51,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
 
 
 def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER ``Req.init_next_round_input``: the tokens of the row that comes back, and the next."""
+    """AFTER ``Req.init_next_round_input``: as many tokens as the restored row, and the newest."""
     state = state_of(req)
     if state is not None and state.offloaded.backup is not None:
         tokens = req.origin_input_ids + req.output_ids
@@ -61,15 +60,14 @@ def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _lengthen_input(req: Any) -> None:
-    """All tokens again. SGLang goes by the length of what is there and appends to it, so a
-    shortened input must not be left behind."""
+    """Undo ``shorten_input``: SGLang appends to the input and uses its length."""
     req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
 
 
 def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     """AROUND ``allocation._prefix_kv_indices``: slots of the row; new ones get the backup's KV.
 
-    Of a shared prompt, what the tree still has is used as it is.
+    Prompt tokens that are still in the radix tree are shared, not restored.
     """
     from sglang.srt.mem_cache.allocation import alloc_token_slots
 
@@ -81,7 +79,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     shared = original(batch, req)
     req.prefix_len = backup.row_tokens
     slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
-    _wait_for_forward(batch.req_to_token_pool)  # the slots' last owners may still be writing
+    _wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     buffers = kv_buffers(batch.token_to_kv_pool_allocator)
     for buffer, saved in zip(buffers, backup.kv, strict=True):
         buffer[slots] = saved.to(buffer.device, first_row=matched)
@@ -89,14 +87,15 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
 
 
 def resume(req: Any, batch: Any, i: int) -> None:
-    """The restored row is in the page table: length and tokens are the true ones again."""
+    """The restored row is in the page table: set the logical length and all tokens again."""
     _lengthen_input(req)
     batch.orig_seq_lens[i] = len(req.full_untruncated_fill_ids)
 
 
 def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
-    """AFTER ``Scheduler.send_abort_output``: the request ends while it waits; SGLang may still hold
-    on to the request, as the chunked one of a batch that is over.
+    """AFTER ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed.
+
+    SGLang may keep the request itself, as the chunked request of a finished batch.
     """
     state = state_of(req)
     if state is not None:
@@ -104,9 +103,10 @@ def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
 
 
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
-    """AROUND ``Scheduler.pause_generation``: ``retract`` asks for KV to be computed again.
+    """AROUND ``Scheduler.pause_generation``: mode ``retract`` drops all backups.
 
-    That is how weights are changed under running requests: KV of the old ones must not come back.
+    The mode is used to change weights under running requests: KV of old weights must not be
+    restored.
     """
     binding = binding_of(scheduler)
     if binding is None or binding.runtime is None or recv_req.mode != "retract":
@@ -118,14 +118,14 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
             if state is not None and state.offloaded.backup is not None:
                 state.runtime.forget_backup(state)
                 _lengthen_input(req)
-                if is_stranded(req):  # it would wait for ever, and everybody behind it
+                if is_stranded(req):  # it would block the queue for ever
                     scheduler.waiting_queue.remove(req)
                     end_stranded(scheduler, req)
         original(scheduler, recv_req)
 
 
 def _wait_for_forward(req_to_token_pool: Any) -> None:
-    """Order this stream behind the running step; on the device, never on the CPU."""
+    """Let the schedule stream wait for the running step; the CPU does not wait."""
     binding = binding_of(req_to_token_pool)
     if binding is not None:
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)

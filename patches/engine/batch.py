@@ -1,8 +1,8 @@
-"""The scheduler's decode batch: where a compaction happens.
+"""The scheduler's decode batch, in which compactions run.
 
-``check_decode_mem`` runs in the scheduler, after finished requests left the batch and before it
+``check_decode_mem`` runs after finished requests have left the batch and before the scheduler
 decides about retraction, so freed slots count at once. Step N may still be running on the device;
-the compaction waits for it there, never on the CPU.
+the compaction waits for it on the device, never on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) -> None:
     """BEFORE ``ScheduleBatch.check_decode_mem``: compact every request that is due.
 
-    With ``selected_indices`` the caller is SGLang's retraction loop, which asks about a subset.
+    With ``selected_indices`` the caller is SGLang's retraction loop, which checks a subset.
     """
     binding = binding_of(batch.req_to_token_pool)
     if selected_indices is not None or binding is None or binding.runtime is None:
@@ -55,7 +55,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
                 tracked[state] = i
     if not due and not tracked:
         return
-    # Keys, queries and hidden states of the running step are written on the forward stream.
+    # The running step writes keys, queries and hidden states on the forward stream.
     binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
     runtime.track([due_of(batch, i, state, cache) for state, i in tracked.items()])
@@ -72,13 +72,13 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
 def _shorten(
     batch: Any, binding: Binding, plans: dict[int, Plan], freed: Sequence[torch.Tensor]
 ) -> None:
-    """The rows are rewritten: free their slots and make SGLang's lengths true.
+    """Free the evicted slots and shorten SGLang's lengths of the rewritten rows.
 
     One slot holds the KV of one token, so all lengths shrink together; ``orig_seq_lens``, the
-    logical length, stays.
+    logical length, is unchanged.
 
     Args:
-        plans: by the request's place in the batch.
+        plans: index of the request in the batch -> its plan.
     """
     allocator, evicted = batch.token_to_kv_pool_allocator, [0] * len(batch.reqs)
     if binding.config.poison_evicted:
@@ -92,7 +92,7 @@ def _shorten(
         batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens
         batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens
     binding.metrics.compacted(len(freed), sum(evicted))
-    # New tensors: the running step still holds the old ones.
+    # New tensors, because the running step still uses the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     batch.seq_lens_sum = None
@@ -100,22 +100,22 @@ def _shorten(
 
 
 def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
-    """The equations that a rewrite of the row rests on."""
+    """Assert what a rewrite of the row relies on."""
     kv = req.kv
-    own_from = 0 if state.keeps_prompt_private else state.prompt_tokens
+    owned_from = 0 if state.keeps_prompt_private else state.prompt_tokens
     assert kv.kv_committed_len == kv.kv_allocated_len == seq_len, (
         f"committed = allocated = sequence length: {kv.kv_committed_len}, "
         f"{kv.kv_allocated_len}, {seq_len} ({req.rid})"
     )
-    assert kv.cache_protected_len <= own_from, (
-        f"the tree owns at most the prompt: {kv.cache_protected_len} > {own_from} ({req.rid})"
+    assert kv.cache_protected_len <= owned_from, (
+        f"the tree owns at most the prompt: {kv.cache_protected_len} > {owned_from} ({req.rid})"
     )
     row = state.held.row
-    assert kv.req_pool_idx == row, f"row: {kv.req_pool_idx} against {row} ({req.rid})"
+    assert kv.req_pool_idx == row, f"row: expected {row}, got {kv.req_pool_idx} ({req.rid})"
 
 
 def end_request(req: Any, state: RequestState) -> None:
-    """End a request that can no longer be served as its settings say; the others go on."""
+    """End a request with ``failure`` set; the others continue."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     if req.to_finish is None:
@@ -127,7 +127,7 @@ def end_request(req: Any, state: RequestState) -> None:
 
 
 def admit_rows(result: None, batch: Any) -> None:
-    """AFTER ``ScheduleBatch.prepare_for_extend``: new requests have their rows now."""
+    """AFTER ``ScheduleBatch.prepare_for_extend``: the batch's requests have rows now."""
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
         return

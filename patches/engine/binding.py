@@ -1,8 +1,8 @@
-"""How SGLang's objects lead to ours: attributes, no globals.
+"""The plugin's objects are attributes of SGLang's objects; there are no globals.
 
-``scheduler.skipkv`` is the ``Binding`` of one scheduler process; the same object hangs on its
-``req_to_token_pool``, because that is what a batch can reach. ``req.skipkv`` is the
-``RequestState`` of one budgeted request. (``model_runner.skipkv`` is the ``ModelSide``, see there.)
+``scheduler.skipkv`` is the ``Binding`` of one scheduler process. ``req_to_token_pool.skipkv`` is
+the same object, because a batch has no reference to its scheduler. ``req.skipkv`` is the
+``RequestState`` of one budgeted request, ``model_runner.skipkv`` the ``ModelSide``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ KeyScale = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Binding:
-    """One scheduler process: what the operator set, whether we can serve it, and the runtime.
+    """One scheduler process: its settings, whether eviction is ready, and the runtime.
 
     Attributes:
-        key_scale: layer -> what its cached keys are to be multiplied with; None: keys are cached
-            in the model's type, as they are.
-        compilation: of the kernels, where they are compiled after the start.
+        key_scale: layer -> factor of its cached keys; None: keys are cached in the model's type.
+        compilation: of the kernels, if eviction is not enabled at start.
     """
 
     config: ServerConfig

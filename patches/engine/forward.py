@@ -1,7 +1,7 @@
-"""The forward pass: true positions, and what is recorded for the next compaction.
+"""The forward pass: logical positions, and what is recorded for the next compaction.
 
-A compacted row is shorter than its sequence, so the position of the next token is no longer the row
-length. ``orig_seq_lens`` keeps counting tokens through every decode step and nothing else reads it.
+A compacted row is shorter than its sequence, so the position of the next token is not the row
+length. SGLang counts ``orig_seq_lens`` up in every decode step and reads it nowhere else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sgl_skipkv.request.state import RequestState
 
 
 def attach(model: Any, recorder: Recorder) -> None:
-    """Let the model's attention and logits layers find the recorder: what they are given changes.
+    """Give the model's attention and logits layers a reference to the recorder.
 
-    A runner may copy the forward batch before the model sees it, so nothing can travel on that.
+    It cannot be an attribute of the forward batch: a runner may copy that before the model sees it.
     """
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -32,9 +32,9 @@ def attach(model: Any, recorder: Recorder) -> None:
 
 
 def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER ``ForwardBatch.init_new``: positions for rows that may be compacted, and a recording.
+    """AFTER ``ForwardBatch.init_new``: set logical positions and what the pass records.
 
-    A batch without budgeted requests is left as it came.
+    A batch without budgeted requests is unchanged.
     """
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
@@ -42,7 +42,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if binding.capture is not None and result.forward_mode.is_extend():
         binding.capture.begin(batch)
     recorder, steerer = binding.runtime.recorder, binding.runtime.steerer
-    # The forward passes of one process come one after the other.
+    # A process launches one forward pass after the other.
     recorder.current, recorder.records_decode = None, False
     if steerer is not None:
         steerer.factors = None
@@ -52,7 +52,9 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         return
     if result.forward_mode.is_decode():
         positions = result.orig_seq_lens - 1
-        result.positions = positions.to(result.positions.dtype)  # rebound: the old one is shared
+        result.positions = positions.to(
+            result.positions.dtype
+        )  # a new tensor: the old one is shared
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
     elif result.forward_mode.is_extend():
         shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
@@ -69,8 +71,8 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
 def _prefill_recording(
     runtime: Runtime, batch: Any, states: list[RequestState | None], firsts: list[int]
 ) -> Recording | None:
-    """The queries that the first compaction asks for, and the generated tokens that a recomputation
-    replays. None for a prefill that need not be recorded.
+    """The queries that the first compaction needs, and the generated tokens that a prefill after a
+    retraction recomputes; None if nothing is recorded.
     """
     tracks: list[int] = []
     positions: list[int] = []
@@ -81,11 +83,11 @@ def _prefill_recording(
     for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
         if state is not None:
             runtime.start_recording(state)
-            at, stop = offset - first, first + count  # token of position p is number at + p
+            at, stop = offset - first, first + count  # position p is token at + p of the batch
             track_id = state.held.track_id
             recorded = range(0)
             if track_id:
-                # Not more than a ring holds, or two tokens of this pass would write to one place.
+                # At most one ring, or two tokens of this pass would write to the same entry.
                 recorded = range(max(first, state.records_from, stop - window), stop)
             tracks.extend(track_id for _ in recorded)
             positions.extend(recorded)
@@ -108,15 +110,14 @@ def _prefill_recording(
 def record_queries(
     attention: Any, q: Any, k: Any, v: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``RadixAttention.forward``: q is rotated here, as the cached keys are."""
+    """BEFORE ``RadixAttention.forward``: record q, which is rotated like the cached keys."""
     recorder: Recorder | None = vars(attention).get("skipkv")
     if recorder is None:
         return
     begins_step = attention.layer_id == 0 and forward_batch.forward_mode.is_decode()
     if begins_step and (recorder.records_decode or is_capturing()):
-        # A captured step records for every lane, whoever will sit there; lanes of nobody go to
-        # scratch. The rows and positions it reads are the graph's own buffers. A replay runs none
-        # of this, so a step says where it writes here and not before.
+        # A captured step records every row; untracked and padded rows write to scratch. It must
+        # read the graph's own row and position buffers, which are known only here.
         recorder.current = recorder.decode_recording(
             forward_batch.req_pool_indices, forward_batch.positions.long()
         )
@@ -127,10 +128,10 @@ def record_queries(
 def record_hidden(
     processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """BEFORE ``LogitsProcessor.forward``: hidden states after the final norm, one per token."""
+    """BEFORE ``LogitsProcessor.forward``: record hidden states after the final norm, per token."""
     recorder: Recorder | None = vars(processor).get("skipkv")
     if recorder is None or recorder.current is None:
         return
     recorder.record_hidden(recorder.current, input_ids, hidden_states)
     if is_capturing():
-        recorder.current = None  # the capture is over; real steps say for themselves
+        recorder.current = None  # end of the captured step

@@ -1,4 +1,4 @@
-"""Whether a CUDA graph is being captured: what such a pass leaves out, its replays never do."""
+"""Whether a CUDA graph is being captured. A captured pass must include all that replays do."""
 
 from __future__ import annotations
 

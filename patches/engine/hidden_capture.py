@@ -1,9 +1,8 @@
 """Hidden states at sentence delimiters, for `skipkv steering extract`.
 
-A server that was started with ``steering_capture`` writes one file for every request whose
-``custom_params`` carry ``steering_capture: N``: the output of each decoder layer at the delimiter
-tokens of its prompt. The command sends whole traces as prompts, so the model's own forward pass
-gives every hidden state at once.
+A server started with ``steering_capture`` writes one file for each request whose ``custom_params``
+have ``steering_capture: N``: the output of each decoder layer at the delimiter tokens of its
+prompt. The command sends complete traces as prompts, so one prefill computes every hidden state.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Part(NamedTuple):
 
 
 class HiddenCapture:
-    """Collects over the chunks of a prompt, writes ``NUMBER.safetensors`` after the last one."""
+    """Collects hidden states over the chunks of a prompt, then writes ``NUMBER.safetensors``."""
 
     def __init__(self, model: Any, folder: str, delimiters: Delimiters, preset: str) -> None:
         self._folder, self._delimiters, self._bit = Path(folder), delimiters, PRESETS[preset]

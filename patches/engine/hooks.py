@@ -1,7 +1,4 @@
-"""Where this package touches SGLang's scheduler, memory and forward passes.
-
-Installed all together, or not at all.
-"""
+"""Hooks into SGLang's scheduler, memory and forward passes: all are installed, or none."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "around",
         "(self, req, is_retracted=False)",
         "engine.scheduler:refuse_unrecomputable",
-        "a request that cannot come back must not wait for ever",
+        "a request that can be neither restored nor recomputed must not wait for ever",
     ),
     Hook(
         f"{_SCHEDULER}.get_prefill_adder_class",
         "after",
         "(self)",
         "engine.admission:budgeted_adder_class",
-        "admission reserves what a request can ever hold",
+        "admission reserves the most KV that a request can ever hold",
     ),
     Hook(
         f"{_ADDER}.add_one_req",
@@ -54,7 +51,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "extend",
         "(self, req)",
         "engine.admission:_BudgetedAdder",
-        "a request that can be neither restored nor recomputed never gives way",
+        "never preempt a request that can be neither restored nor recomputed",
     ),
     Hook(
         f"{_ADDER}._get_running_request_total_token_offset",
@@ -68,63 +65,63 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "after",
         "(self)",
         "engine.batch:admit_rows",
-        "a request got its row",
+        "a request has a row of the page table",
     ),
     Hook(
         f"{_REQ}._compute_max_prefix_len",
         "after",
         "(self, input_len)",
         "engine.retraction:limit_prefix_match",
-        "a request shares at most its prompt",
+        "a request matches at most its prompt in the radix tree",
     ),
     Hook(
         f"{_REQ}.reset_for_retract",
         "after",
         "(self)",
         "engine.retraction:reset_request",
-        "a retracted request is restored, or its eviction starts anew",
+        "a retracted request is restored, or its eviction starts again",
     ),
     Hook(
         f"{_REQ}.init_next_round_input",
         "after",
         "(self, tree_cache=None, cow_mamba=None)",
         "engine.backup:shorten_input",
-        "a request with a backup is prefilled from its row, not from its trace",
+        "a request with a backup is prefilled with the length of its row",
     ),
     Hook(
         "mem_cache.allocation._prefix_kv_indices",
         "around",
         "(batch, req)",
         "engine.backup:restore_row",
-        "the row of a request with a backup comes from host memory",
+        "restore the row of a request from its backup in host memory",
     ),
     Hook(
         f"{_SCHEDULER}.send_abort_output",
         "after",
         "(self, abort_req, req)",
         "engine.backup:drop_backup",
-        "a request that ends while it waits gives host memory back",
+        "free the backup of a request that ends while it waits",
     ),
     Hook(
         f"{_SCHEDULER}.pause_generation",
         "around",
         "(self, recv_req)",
         "engine.backup:forget_backups",
-        "KV of old weights must not come back",
+        "KV of old weights must not be restored",
     ),
     Hook(
         f"{_BATCH}._get_decode_retraction_order",
         "after",
         "(reqs)",
         "engine.retraction:order_victims",
-        "a request that cannot come back gives way last",
+        "retract a request that can be neither restored nor recomputed last",
     ),
     Hook(
         "mem_cache.common.release_kv_cache",
         "around",
         "(req, tree_cache, *, checkpoint)",
         "engine.release:close_request",
-        "close a request's state with its row",
+        "close or back up a request that loses its row",
     ),
     # -- the compaction
     Hook(
@@ -139,7 +136,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "after",
         "(self, req, insert_params, token_ids_len, is_finished)",
         "engine.release:limit_insert",
-        "a compacted row filed in the radix tree is wrong KV under a valid key",
+        "a compacted row in the radix tree would be wrong KV under a valid key",
     ),
     Hook(
         "model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -155,21 +152,21 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, "
         "token_ids_logprobs, positions, *, logprob_logits=None)",
         "engine.sampling:shift_positions",
-        "the noise of a seed is drawn for a position, after a prefill for the row length",
+        "seeded noise depends on the position; after a prefill SGLang uses the row length",
     ),
     Hook(
         "layers.radix_attention.RadixAttention.forward",
         "before",
         "(self, q, k, v, forward_batch, save_kv_cache=True, key_value_num_tokens=None, **kwargs)",
         "engine.forward:record_queries",
-        "the last queries score the cache",
+        "record the last queries, which score the cached keys",
     ),
     Hook(
         "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
         "around",
         "(self, forward_batch)",
         "engine.model_side:run_recorded_prefill_eagerly",
-        "what a prefill records depends on its batch, so it cannot be a replay",
+        "what a prefill records depends on its batch, so a graph cannot replay it",
     ),
     Hook(
         "layers.logits_processor.LogitsProcessor.forward",
@@ -177,7 +174,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "(self, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states=None, "
         "hidden_states_before_norm=None)",
         "engine.forward:record_hidden",
-        "final hidden states make sentence vectors",
+        "record final hidden states for sentence vectors",
     ),
     # -- steering
     Hook(
@@ -185,21 +182,21 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "use",
         "(forward_batch)",
         "engine.steering:residual_of",
-        "the vector is added to the residual stream, once, on every rank",
+        "the vector is added once to the residual stream, on every rank",
     ),
     Hook(
         "layers.layer_boundary.residual.batch.snapshot",
         "use",
         "(hidden_states, forward_batch)",
         "engine.hidden_capture:HiddenCapture",
-        "a layer's output, for the extraction of a vector",
+        "read a layer's output, to extract a steering vector",
     ),
     Hook(
         "model_executor.runner_utils.capture_mode.get_is_capture_mode",
         "use",
         "()",
         "engine.graph_capture:is_capturing",
-        "a captured step contains recording and steering, whoever runs in it",
+        "a captured step records and steers every row",
     ),
     # -- output
     Hook(
@@ -207,6 +204,6 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "after",
         "(self)",
         "engine.output:reporting_streamer_class",
-        "meta_info['skipkv'] leaves the scheduler",
+        "send meta_info['skipkv'] to the main process",
     ),
 )

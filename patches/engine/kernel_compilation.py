@@ -1,9 +1,8 @@
-"""The kernels of a server that was not configured for eviction: compiled while it serves.
+"""Compiles the kernels while the server serves, if eviction is not enabled at start.
 
-One that was configured compiles them before it is ready. For any other that would delay a start
-that has nothing to do with us, so a thread does it, on a stream and in memory of its own. Requests
-without a budget do not notice; one with a budget would wait for a minute, and everybody with it, so
-it is refused until the thread is done.
+With eviction enabled the server compiles them before it is ready. Otherwise a thread compiles them,
+on a separate stream and with separate buffers, so that startup is not delayed. Until it is done,
+requests with a budget get 503: the first would otherwise stop the scheduler for about a minute.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(Exception):
-    """A request needs kernels that this server does not have (yet). Becomes HTTP 503."""
+    """A request needs kernels that are not compiled (yet): HTTP 503."""
 
 
 class KernelCompilation:
-    """Of one scheduler process; nothing is refused unless it was started."""
+    """The compilation of one scheduler process; before ``start`` no request is refused."""
 
     def __init__(self) -> None:
         self._refusal: str | None = None
@@ -34,17 +33,17 @@ class KernelCompilation:
     def start(self, compile_kernels: Callable[[], None]) -> None:
         """Compile in a thread."""
         self._refusal = (
-            "this server is compiling kernels, because it was not configured for eviction at its "
-            "start; retry in a moment (with any sgl_skipkv flag, such as --kv-policy skipkv, a "
-            "server compiles before it is ready)"
+            "this server is compiling kernels, because eviction was not enabled at start; retry in "
+            "a moment (with any sgl_skipkv flag, such as --kv-policy skipkv, a server compiles "
+            "before it is ready)"
         )
-        logger.info("sgl_skipkv: compiling kernels; until that is done kv_budget requests get 503")
+        logger.info("sgl_skipkv: compiling kernels; until then kv_budget requests get 503")
         Thread(
             target=self._run, args=(compile_kernels,), name="skipkv-compile", daemon=True
         ).start()
 
     def check(self) -> None:
-        """Refuse a request while there are no kernels.
+        """Refuse a request until the kernels are compiled.
 
         Raises:
             KernelsUnavailable: with the reason.
@@ -54,8 +53,8 @@ class KernelCompilation:
 
     def _run(self, compile_kernels: Callable[[], None]) -> None:
         started = time.perf_counter()
-        # What is fatal leaves the thread with a traceback; the scheduler meets the same device.
-        error: str | None = "a fault of the device; the server's log has it"
+        # A fatal error ends the thread with a traceback; the scheduler will run into it as well.
+        error: str | None = "a device error, see the server's log"
         try:
             _, error = attempt("sgl_skipkv: compiling kernels", compile_kernels)
         finally:
@@ -66,8 +65,8 @@ class KernelCompilation:
 
 
 @contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """What this thread launches runs beside the scheduler's streams, and is done at the end."""
+def separate_stream(device: torch.device) -> Iterator[None]:
+    """Run this thread's launches on a separate stream, and wait for them at the end."""
     if device.type != "cuda":
         yield
         return

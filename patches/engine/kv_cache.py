@@ -14,7 +14,7 @@ from sgl_skipkv.patches.engine.binding import KeyScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState
 
-_FLOAT8_NAN = 0x7F  # of float8, which SGLang keeps as bytes
+_FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
 
 
 def kv_buffers(allocator: Any) -> list[Tensor]:
@@ -26,9 +26,8 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
 def poison(allocator: Any, freed: Sequence[Tensor]) -> None:
     """Make the KV of evicted slots NaN (``poison_evicted``, a debug mode).
 
-    Nobody may read a slot that nobody owns. Old KV looks like any other, so a wrong read would go
-    unnoticed; with NaN whatever reads it says NaN too. On the stream of the compaction, which has
-    waited for the running step.
+    A read of a freed slot would go unnoticed, because old KV looks valid; NaN spreads to the output
+    instead. Runs on the stream of the compaction, which has waited for the running step.
 
     Args:
         freed: int64 [evicted] each, slots.
@@ -39,7 +38,7 @@ def poison(allocator: Any, freed: Sequence[Tensor]) -> None:
 
 
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
-    """The keys where they lie, for kernels; None where none run."""
+    """The cached keys in place, for Triton kernels; None where none run."""
     kv_pool = allocator.get_kvcache()
     first = kv_pool.start_layer
     layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
@@ -49,7 +48,7 @@ def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
 
 
 def due_of(batch: Any, i: int, state: RequestState, cache: PagedCache | None) -> Due:
-    """What the planner needs of a batch's i-th request."""
+    """The planner's input for request i of a batch."""
     req = batch.reqs[i]
     kv_pool = batch.token_to_kv_pool_allocator.get_kvcache()
     pages = batch.req_to_token_pool
@@ -63,8 +62,8 @@ def _key_scale(req_to_token_pool: Any) -> KeyScale | None:
 
 
 class _KeyReader:
-    """layer -> float [row tokens, Hkv, d], cached keys of one request in row order; of float8 ones
-    what they stand for, in float32."""
+    """layer -> float [row tokens, Hkv, d], one request's cached keys in row order; float8 keys are
+    dequantised to float32."""
 
     def __init__(
         self, kv_pool: Any, req_to_token: Tensor, kv: Any, key_scale: KeyScale | None
@@ -74,12 +73,12 @@ class _KeyReader:
 
     @cached_property
     def _slots(self) -> Tensor:
-        # Not before somebody asks: kernels read keys where they lie.
+        # Computed on first use: kernels read keys in place.
         return self._row.to(torch.int64)
 
     def __call__(self, layer: int) -> Tensor:
         keys: Tensor = self._kv_pool.get_key_buffer(layer + self._kv_pool.start_layer)
         if self._key_scale is None:
             return keys[self._slots]
-        own = keys.view(self._kv_pool.store_dtype)[self._slots].view(keys.dtype).float()
-        return own * self._key_scale(layer)
+        stored = keys.view(self._kv_pool.store_dtype)[self._slots].view(keys.dtype)
+        return stored.float() * self._key_scale(layer)

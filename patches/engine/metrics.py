@@ -10,11 +10,10 @@ STATES = ("ready", "unavailable", "refused")
 
 
 class Metrics:
-    """``sglang:skipkv_state``, and counters that one compaction moves.
+    """``sglang:skipkv_state`` and counters of compactions and evicted tokens.
 
     Args:
-        collector: SGLang's ``SchedulerMetricsCollector``, whose labels are reused; None where
-            metrics are off.
+        collector: SGLang's ``SchedulerMetricsCollector``, for its labels; None: metrics are off.
     """
 
     def __init__(self, collector: Any | None, readiness: Readiness) -> None:

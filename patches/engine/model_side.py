@@ -1,9 +1,9 @@
-"""What hangs on the model: recording, steering and capture, with the buffers they write to.
+"""Recording, steering and capture hooks on the model, and the buffers that they write to.
 
-On a server that was asked for eviction or steering this is built before SGLang sizes its KV pool,
-so the pool is planned around it, and before CUDA graphs are captured, so they contain it. On any
-other server it is built at the end of the start, and its large buffers with the first request that
-needs them: who asked for nothing gives up nothing.
+If eviction or steering is enabled at start, they are built before SGLang sizes its KV pool, so the
+pool leaves room for the buffers, and before CUDA graphs are captured, so the graphs include the
+hooks. Otherwise they are built at the end of startup, and the large buffers are allocated with the
+first request that needs them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels.compile_case import TRITON_NAMES
+from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KeyScale
 from sgl_skipkv.patches.engine.forward import attach
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
@@ -28,13 +28,13 @@ from sgl_skipkv.steering.vector import SteeringVector
 
 @dataclass(frozen=True)
 class ModelSide:
-    """Of one scheduler process.
+    """The hooks on the model of one scheduler process.
 
     Attributes:
         shape: of the model's attention on this rank.
         scale: the model's factor on attention logits.
         steerer: None without a vector.
-        capture: None unless `skipkv steering extract` asked for it.
+        capture: None unless ``steering_capture`` is set.
     """
 
     shape: ModelShape
@@ -45,14 +45,14 @@ class ModelSide:
     capture: HiddenCapture | None
 
     def use_rows(self, rows: int) -> None:
-        """The page table exists: make what is indexed by its rows."""
+        """Allocate the buffers indexed by page-table row, once the page table exists."""
         self.recorder.tracks.use_rows(rows)
         if self.steerer is not None:
             self.steerer.use_rows(rows)
 
     @property
     def records_prefill(self) -> bool:
-        """Whether the prefill that is being launched must run its Python code."""
+        """Whether the prefill being launched records or steers, so it must run eagerly."""
         return (
             self.recorder.current is not None
             or (self.steerer is not None and self.steerer.factors is not None)
@@ -70,14 +70,14 @@ def attention_layers(model: Any) -> list[Any]:
 def build_model_side(
     config: ServerConfig, scheduler: Any, vector: SteeringVector | None = None
 ) -> ModelSide:
-    """Build it and attach it to the model.
+    """Build the buffers and hooks and attach them to the model.
 
     Args:
         vector: the operator's.
 
     Raises:
-        SettingError: the vector is no vector of this model.
-        torch.OutOfMemoryError: no room for the buffers.
+        SettingError: the vector does not fit this model.
+        torch.OutOfMemoryError: the device has no memory for the buffers.
     """
     runner = scheduler.tp_worker.model_runner
     layers, device = attention_layers(runner.model), torch.device(runner.device)
@@ -116,8 +116,7 @@ def build_model_side(
 
 
 def _recorded_dtype(runner: Any) -> torch.dtype:
-    """Queries are scored against cached keys, so they are kept in their type, if it is wide enough:
-    quantised keys come back in the model's."""
+    """Recorded queries have the type of the cached keys, or the model's if keys are quantised."""
     keys: torch.dtype = runner.kv_cache_dtype
     return keys if keys in TRITON_NAMES else runner.dtype
 
@@ -125,9 +124,8 @@ def _recorded_dtype(runner: Any) -> torch.dtype:
 def key_scale_of(runner: Any) -> KeyScale | None:
     """``Binding.key_scale`` of this runner.
 
-    A checkpoint's ``k_scale`` is what keys were divided by when they were cached in another type
-    than the model's: by every backend but torch_native. New weights bring new ones, so it is looked
-    up each time.
+    Every backend but torch_native divides keys by the checkpoint's ``k_scale`` when it caches them
+    in another type than the model's. Weight updates can change it, so it is read at each use.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -154,7 +152,7 @@ def _build_steerer(
 
 
 def model_side_of(runner: Any) -> ModelSide | None:
-    """What hangs on a model runner's model."""
+    """The ``ModelSide`` of a model runner."""
     side: ModelSide | None = getattr(runner, "skipkv", None)
     return side
 
@@ -164,8 +162,8 @@ def run_recorded_prefill_eagerly(
 ) -> bool:
     """AROUND ``PrefillCudaGraphRunner.can_run_graph``.
 
-    Which tokens of a prefill are recorded, and which are steered after a retraction, differs from
-    batch to batch, so such a prefill cannot be a replay. All others still are.
+    Which tokens are recorded, and which are steered after a retraction, differs from batch to
+    batch, so a graph cannot replay such a prefill. All other prefills are replayed.
     """
     side = model_side_of(graph_runner.model_runner)
     if side is not None and side.records_prefill:

@@ -1,7 +1,7 @@
-"""``meta_info["skipkv"]``: one object per finished request, from the scheduler to the caller.
+"""``meta_info["skipkv"]``: one object per finished request, from the scheduler to the client.
 
-SGLang's output stream carries request-level fields as lists and adds them up over chunks; the value
-is sent once, with the chunk that finishes the request, and unwrapped in the main process.
+SGLang sends request-level fields as lists and concatenates them over chunks. The object is sent
+once, with the last chunk of the request, and the main process unwraps it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgl_skipkv.request.summary import META_KEY
 def reporting_streamer_class(base: type, scheduler: Any) -> type | None:
     """AFTER ``Scheduler.get_output_streamer_class``: the streamer that adds our object."""
     if scheduler.rust_server is not None:
-        return None  # that way out cannot carry additional fields, and refuses to start with one
+        return None  # the Rust server does not start with a streamer that has additional fields
     if base not in _classes:
         namespace = {"has_additional_customized_info": True, "__slots__": ()}
         _classes[base] = type(f"Budgeted{base.__name__}", (_ReportingStreamer, base), namespace)

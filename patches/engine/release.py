@@ -1,9 +1,9 @@
-"""The end of a row: what may be filed in the radix tree, and when a request's state is closed.
+"""The release of a row: what is inserted into the radix tree, and when a request is closed.
 
-The tree keys a row by the request's tokens: entry i is taken for token i. That is false for a
-compacted row, and filing it would put wrong KV under a valid key, silently. So a request with
-evictions files nothing more; its prompt is in the tree since its prefill. The KV that a steered
-request generates is not what others would compute for the same tokens: it files its prompt only.
+The tree keys a row by the request's tokens, so it takes entry i for token i. For a compacted row
+that is wrong: it would silently store wrong KV under a valid key. So a request with evictions
+inserts nothing at its end; its prompt was inserted by its prefill. Generated KV of a steered
+request differs from what other requests compute for the same tokens: only its prompt is inserted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sgl_skipkv.patches.engine.binding import state_of
 def limit_insert(
     result: int | None, component: Any, req: Any, *args: Any, **kwargs: Any
 ) -> int | None:
-    """AFTER ``TreeComponent.prepare_for_caching_req``: how much of the row may be filed.
+    """AFTER ``TreeComponent.prepare_for_caching_req``: how many row entries may be inserted.
 
-    While the request runs, at most its prompt, which is the beginning of every row: a recomputed
-    request would otherwise hand its generated part to the tree and could never evict it again. At
-    its end nothing after an eviction, and of a steered request its prompt.
+    While the request runs, at most its prompt, the beginning of every row: otherwise a recomputed
+    request would give its generated tokens to the tree and could not evict them. At its end,
+    nothing if tokens were evicted, and the prompt if it was steered.
     """
     state = state_of(req)
     if state is None or not state.settings.changes_kv:
@@ -37,10 +37,7 @@ def limit_insert(
 def close_request(
     original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
 ) -> None:
-    """AROUND ``release_kv_cache``: every request that loses its row passes here.
-
-    A finished or aborted one is closed, a retracted one backed up.
-    """
+    """AROUND ``release_kv_cache``: close a finished or aborted request, back up a retracted one."""
     state, row_tokens = state_of(req), req.kv.kv_allocated_len
     if state is not None and not req.finished():
         back_up(state, req, tree_cache)

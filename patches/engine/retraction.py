@@ -1,32 +1,32 @@
-"""Retraction: who gives way when the pool is full, and what happens to its state.
+"""Retraction: which request is retracted when the pool is full, and what happens to its state.
 
-A retracted request comes back from its backup (``backup.py``) or, without one, is prefilled again
-from prompt + generated tokens. That prefill is exact (full attention), so its eviction starts anew.
-Only the prompt may go to the radix tree then: the generated part has to stay the request's own, or
-it could not be evicted again.
+A retracted request is restored from its backup (``backup.py``) or, without one, prefilled again
+from prompt + generated tokens. That prefill uses full attention, so eviction starts again from
+zero. Only its prompt may be inserted into the radix tree: the tree would own the generated tokens,
+and they could not be evicted again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.admission import must_stay
+from sgl_skipkv.patches.engine.admission import must_not_retract
 from sgl_skipkv.patches.engine.binding import state_of
 
 
 def reset_request(result: None, req: Any) -> None:
-    """AFTER ``Req.reset_for_retract``: the row is gone."""
+    """AFTER ``Req.reset_for_retract``: the request has lost its row."""
     state = state_of(req)
     if state is not None:
         state.runtime.retract(state, generated=len(req.output_ids))
 
 
 def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
-    """AFTER ``ScheduleBatch._get_decode_retraction_order``: the last in the list gives way first.
+    """AFTER ``ScheduleBatch._get_decode_retraction_order``: the last in it is retracted first.
 
-    Requests that could be neither restored nor recomputed move to the front: they are never chosen
-    while another one is left. Behind them come those that have just compacted, because they would
-    be recomputed.
+    Requests that could be neither restored nor recomputed move to the front: they are retracted
+    only if no other is left. Next come requests that have just been compacted, because they would
+    have to be recomputed.
     """
 
     def cost(i: int) -> int:
@@ -34,18 +34,17 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
         if state is None:
             return 0
         ahead = state.runtime.compacted_ahead(state, len(reqs[i].output_ids))
-        return 2 if must_stay(reqs[i]) else int(ahead)
+        return 2 if must_not_retract(reqs[i]) else int(ahead)
 
     costs = {i: cost(i) for i in order}
     return sorted(order, key=lambda i: -costs[i]) if any(costs.values()) else None
 
 
 def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | None:
-    """AFTER ``Req._compute_max_prefix_len``: a budgeted or steered request shares at most its
-    prompt.
+    """AFTER ``Req._compute_max_prefix_len``: at most the prompt of a budgeted or steered request.
 
-    What the tree owns, nobody else may free, and it is never steered. Without a shared prompt
-    (``protect_prompt: false``) nothing is matched at all.
+    Only the tree may free what it owns, and its KV is not steered. A request whose prompt may be
+    evicted (``protect_prompt: false``) matches nothing.
     """
     state = state_of(req)
     if state is None or not state.settings.changes_kv:

@@ -1,8 +1,8 @@
-"""Seeded sampling: a token's noise is drawn for its position, not for the length of its row.
+"""Seeded sampling: a token's noise depends on its logical position, not on its row length.
 
-SGLang samples with seeds where ``--enable-deterministic-inference`` is on. In a decode step it goes
-by the positions of the forward pass, which ``forward.prepare_forward`` has made the logical ones;
-after a prefill it goes by the length of the row, which is shorter where a compacted row came back.
+With ``--enable-deterministic-inference`` SGLang samples with seeds. A decode step uses the
+positions of the forward pass, which ``forward.prepare_forward`` has set to logical ones. A prefill
+uses the row length, which is less than the position where a compacted row was restored.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SHIFTS = "skipkv_shifts"
 
 
 def note_shifts(sampling_info: Any, shifts: Tensor | None) -> None:
-    """Of a forward pass: how far each request's position is from its row length; None for not."""
+    """Set what ``shift_positions`` adds to each request's position; None for nothing."""
     if sampling_info is not None:
-        wanted = shifts is not None and sampling_info.sampling_seed is not None
-        setattr(sampling_info, _SHIFTS, shifts if wanted else None)
+        needed = shifts is not None and sampling_info.sampling_seed is not None
+        setattr(sampling_info, _SHIFTS, shifts if needed else None)
 
 
 def shift_positions(
@@ -31,7 +31,7 @@ def shift_positions(
     positions: Tensor,
     **kwargs: Any,
 ) -> None:
-    """BEFORE ``Sampler.forward``: after a prefill ``positions`` is SGLang's own, made for this."""
+    """BEFORE ``Sampler.forward``: ``positions`` of a prefill are computed for sampling only."""
     shifts = getattr(sampling_info, _SHIFTS, None)
     if shifts is not None:
         positions.add_(shifts)

@@ -1,4 +1,4 @@
-"""The scheduler: open requests, bound their length, answer for requests that cannot return."""
+"""The scheduler: opens requests, bounds their length, ends requests that cannot be resumed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
 
-    The tokenizer process has validated the keys already; requests that came another way (gRPC) have
-    not been, and a wrong one ends with 400 here.
+    The tokenizer manager has validated the keys. Requests that bypass it (gRPC) are validated here:
+    a wrong key gets 400.
     """
     binding = binding_of(scheduler)
     params = req.sampling_params.custom_params
@@ -76,15 +76,15 @@ def _open(
         _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
         return
     except MemoryError as error:
-        message = f"kv_budget: no room for the copies of retracted requests: {error}; "
-        _refuse_for_now(req, message + "lower retraction_backup_bytes (0: no copies)")
+        message = f"kv_budget: no host memory for backups of retracted requests: {error}; "
+        _refuse_for_now(req, message + "lower retraction_backup_bytes (0: no backups)")
         return
     if req.skipkv.keeps_prompt_private:
         req.skip_radix_cache_insert = True
 
 
 def _refuse_for_now(req: Any, message: str) -> None:
-    """The request is right and this server cannot serve it: it may be sent again."""
+    """End a valid request with 503: the client may retry."""
     req.set_finish_with_abort(
         message,
         status_code=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -93,33 +93,32 @@ def _refuse_for_now(req: Any, message: str) -> None:
 
 
 def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
-    """Requests whose rows are not plain token lists, or are handed on, cannot change their KV."""
+    """Refuse requests whose rows are not token lists, or are reused by another request."""
     if not settings.changes_kv:
         return
     field = "kv_budget" if settings.evicts else "steering"
     beam_width = recv_req.sampling_params.beam_width or 1
-    ways = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
-    without = f"one of both ({' and '.join(way for on, way in ways if on)} lets it be)"
+    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
+    choices = f"only one of the two ({' and '.join(key for on, key in off if on)} turns it off)"
     if beam_width > 1:
-        raise SettingError(field, "no beam search beside it", f"beam_width={beam_width}", without)
-    # A session_id alone is a name for metrics and caches' events; it changes no prompt.
+        raise SettingError(field, "no beam search with it", f"beam_width={beam_width}", choices)
+    # A session_id alone labels metrics and cache events; it does not change the prompt.
     if recv_req.session_params is not None:
-        raise SettingError(field, "no session beside it", "session_params", without)
+        raise SettingError(field, "no session with it", "session_params", choices)
     captures = recv_req.return_routed_experts or recv_req.return_indexer_topk
     if settings.evicts and captures:
         got = "return_routed_experts or return_indexer_topk"
-        raise SettingError(field, "no per-token capture of the row beside it", got, without)
+        raise SettingError(field, "no per-token capture of the row with it", got, choices)
 
 
 def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:
-    """AROUND ``Scheduler.init_req_max_new_tokens``: a budgeted request is bounded by the context
-    only.
+    """AROUND ``Scheduler.init_req_max_new_tokens``: bound a budgeted request by the context only.
 
-    SGLang also cuts ``max_new_tokens`` to what the pool could hold of the whole trace. A budgeted
-    call never holds its whole trace.
+    SGLang also limits ``max_new_tokens`` to the pool size, for the full trace. A budgeted request
+    never holds its full trace.
     """
     state, params = state_of(req), req.sampling_params
-    wanted, wanted_min = params.max_new_tokens, params.min_new_tokens
+    requested, requested_min = params.max_new_tokens, params.min_new_tokens
     original(scheduler, req)
     if state is None or not state.settings.evicts or req.to_finish is not None:
         return
@@ -130,20 +129,18 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     if not state.runtime.fits_pool(peak_row_tokens):
         return
     limit = scheduler.model_config.context_len - 1 - prompt_tokens - 1
-    for bound in (wanted, scheduler.max_new_tokens_limit or None):
+    for bound in (requested, scheduler.max_new_tokens_limit or None):
         limit = min(limit, bound) if bound is not None else limit
     params.max_new_tokens = max(limit, 0)
-    params.min_new_tokens = min(wanted_min, params.max_new_tokens)
+    params.min_new_tokens = min(requested_min, params.max_new_tokens)
 
 
 def refuse_unrecomputable(
     original: Callable[..., None], scheduler: Any, req: Any, is_retracted: bool = False
 ) -> None:
-    """AROUND ``Scheduler._add_request_to_queue``: a retracted request that cannot come back ends
-    here.
+    """AROUND ``Scheduler._add_request_to_queue``: end a retracted request that cannot be resumed.
 
-    Its KV is gone, there was no room to back it up, and its whole trace is longer than the pool, so
-    it would wait for ever.
+    It has no backup, and its full trace does not fit the pool, so it would wait for ever.
     """
     if req.is_retracted and is_stranded(req):
         end_stranded(scheduler, req)
@@ -152,7 +149,7 @@ def refuse_unrecomputable(
 
 
 def is_stranded(req: Any) -> bool:
-    """Whether a request without KV has neither a backup nor tokens that fit the pool."""
+    """Whether a request without KV has no backup and its tokens do not fit the pool."""
     state = state_of(req)
     return (
         state is not None
@@ -162,20 +159,20 @@ def is_stranded(req: Any) -> bool:
 
 
 def end_stranded(scheduler: Any, req: Any) -> None:
-    """Answer a request that nobody can go on with."""
+    """End a request that can be neither restored nor recomputed, with 500."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
     state = req.skipkv
     if state.runtime.backs_up:
-        why, others = "the KV pool ran full and nothing else could give way", "Lower the load, or "
-        others += "raise retraction_backup_bytes (host memory),"
+        why, remedy = "the KV pool was full and no other could be retracted", "Lower the load, or "
+        remedy += "raise retraction_backup_bytes (host memory),"
     else:
-        why, others = "pause_generation (mode retract) took its KV", "Pause in_place, or raise"
+        why, remedy = "pause_generation (mode retract) freed its KV", "Pause in_place, or raise"
     reason = FINISH_ABORT(
         f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
         f"{state.prompt_tokens + len(req.output_ids)} tokens do not fit the KV pool "
-        f"({state.runtime.pool_tokens} tokens). {others} --max-total-tokens or "
+        f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static.",
         status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
         err_type="InternalServerError",

@@ -1,9 +1,9 @@
 """Steering inside the model: the residual stream after one decoder layer.
 
-SGLang keeps a layer's output in two parts: the residual so far, and the layer's own contribution
-that the next layer's norm adds (and, with tensor parallelism, first reduces over the ranks). The
-residual is complete and the same on every rank, so adding to it in place is adding to the layer's
-output exactly once. Replacing the output would be refused by ``ResidualStream.check``.
+SGLang keeps a layer's output in two parts: the residual so far, and the layer's contribution, which
+the next layer's norm adds (with tensor parallelism it is first reduced over the ranks). The
+residual is complete and the same on every rank, so the vector is added to it in place: exactly
+once. ``ResidualStream.check`` would refuse a replaced output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def decoder_layers(model: Any) -> Any:
     """The decoder layers of a Llama, Qwen2 or Qwen3 type model.
 
     Raises:
-        SettingError: a model that keeps them elsewhere.
+        SettingError: the model has no ``model.layers``.
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
@@ -37,12 +37,12 @@ def decoder_layers(model: Any) -> Any:
 
 
 def attach_steering(model: Any, steerer: Steerer) -> None:
-    """Let the vector's layer add it to what the next layer reads."""
+    """Hook the vector's decoder layer: add the vector to the residual that the next layer reads."""
 
     def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         _, _, forward_batch = args
         if forward_batch.forward_mode.is_decode():
-            if steerer.calls or is_capturing():
+            if steerer.steered_requests or is_capturing():
                 rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
                 steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
         elif steerer.factors is not None:
@@ -52,7 +52,7 @@ def attach_steering(model: Any, steerer: Steerer) -> None:
 
 
 def residual_of(forward_batch: Any) -> Tensor:
-    """float [tokens, D], what the layer that just ran adds its output to."""
+    """float [tokens, D], the residual to which the layer that just ran adds its output."""
     from sglang.srt.layers.layer_boundary.residual.batch import stream_of
 
     residual: Tensor | None = stream_of(forward_batch).residual
@@ -64,28 +64,28 @@ def residual_of(forward_batch: Any) -> Tensor:
 def prepare_prefill(
     runtime: Runtime, batch: Any, states: Sequence[RequestState | None], firsts: Sequence[int]
 ) -> None:
-    """Set every steered row up for decoding, and the factors of generated tokens among the prompts.
+    """Prepare every steered row for decoding, and set the vector's factors for this prefill.
 
-    Prompts are not steered. After a retraction the prefill computes generated tokens once more, and
-    they get what they got as they were new.
+    Prompts are not steered. After a retraction the prefill recomputes generated tokens, with the
+    factors they had when they were decoded.
 
     Args:
         firsts: logical position of each request's first token in this prefill.
     """
     steerer = runtime.steerer
-    if steerer is None or not steerer.calls:
+    if steerer is None or not steerer.steered_requests:
         return
     factors: list[float] = []
     spans = zip(firsts, batch.extend_lens, strict=True)
     for req, state, (first, count) in zip(batch.reqs, states, spans, strict=True):
-        mine = [0.0] * count
+        of_request = [0.0] * count
         if state is not None and state.schedule is not None:
             schedule = state.schedule.copy()
             generated = first + count - state.prompt_tokens
-            given = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
-            mine[count - len(given) :] = given
+            decoded = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
+            of_request[count - len(decoded) :] = decoded
             assert state.held.row is not None
             steerer.start(state.held.row, schedule)
-        factors.extend(mine)
+        factors.extend(of_request)
     if any(factors):
         steerer.factors = device_tensor(factors, runtime.recorder.device, torch.float32)

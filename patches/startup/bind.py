@@ -1,4 +1,4 @@
-"""The start of a scheduler: decide the state on what was really built, then build our side."""
+"""Startup of a scheduler: decide the state from the resolved runtime, then build the plugin's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_skipkv.eviction.warm_up import warm_up, warm_up_without_scores, windows
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
-from sgl_skipkv.patches.engine.kernel_compilation import own_stream
+from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.engine.model_side import (
@@ -39,34 +39,33 @@ logger = logging.getLogger(__name__)
 def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
     """AROUND ``Scheduler.init_memory_pools``: the model is loaded; pools and graphs come next.
 
-    What the operator asked for takes its memory first, so that the pool is sized around it. What is
-    wrong about it is told by ``bind``, together with everything else that is wrong.
+    If eviction is enabled, its buffers are allocated first, so that the pool is sized around them.
+    ``bind`` reports the errors, together with all other reasons.
     """
-    side, room, scheduler.skipkv_reasons = None, None, []
+    side, workspace, scheduler.skipkv_reasons = None, None, []
     try:
         config = config_of(scheduler.server_args)
         path = config.steering_vector
         vector = SteeringVector.load(path) if path is not None else None
         if config.enabled and not registry.problems() and _can_record(scheduler):
             side = build_model_side(config, scheduler, vector)
-            room = _room_for_compactions(config, scheduler)
+            workspace = _reserved_workspace(config, scheduler)
     except (SettingError, torch.OutOfMemoryError) as error:
         scheduler.skipkv_reasons.append(str(error))
     original(scheduler)
     runner = scheduler.tp_worker.model_runner
-    # From here on compactions find it free; where graphs are captured before the pool is sized for
-    # good, from ``bind`` on.
-    held = room is not None and runner.token_to_kv_pool.post_capture_active
-    scheduler.skipkv_room = room if held else None
+    # The workspace is freed here, or in ``bind`` if the pool is resized after graph capture.
+    resized = workspace is not None and runner.token_to_kv_pool.post_capture_active
+    scheduler.skipkv_workspace = workspace if resized else None
     if side is not None:
         side.use_rows(runner.req_to_token_pool.req_to_token.shape[0])
 
 
-def _room_for_compactions(config: ServerConfig, scheduler: Any) -> torch.Tensor | None:
-    """A workspace that is held until the pool has been sized; None where scores need no kernels.
+def _reserved_workspace(config: ServerConfig, scheduler: Any) -> torch.Tensor | None:
+    """The workspace, allocated while the pool is sized; None where no scoring kernels run.
 
     Raises:
-        torch.OutOfMemoryError: no room for it.
+        torch.OutOfMemoryError: the device has no memory for it.
     """
     device = torch.device(scheduler.tp_worker.model_runner.device)
     if not uses_triton(device):
@@ -75,9 +74,9 @@ def _room_for_compactions(config: ServerConfig, scheduler: Any) -> torch.Tensor 
 
 
 def _can_record(scheduler: Any) -> bool:
-    """Whether recording may run in this model's forward pass, as far as can be told before pools.
+    """Whether this model's forward pass can be recorded, as far as is known before pools exist.
 
-    What it does not tell is found by ``bind``, which has all the reasons.
+    ``bind`` checks the rest and reports all reasons.
     """
     if missing_capabilities(scheduler, settings_only=True) or scheduler.tokenizer is None:
         return False
@@ -88,9 +87,9 @@ def _can_record(scheduler: Any) -> bool:
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
-    _give_room_back(scheduler)
+    _free_workspace(scheduler)
     config, runner = config_of(scheduler.server_args), scheduler.tp_worker.model_runner
-    # The checks read this SGLang's attributes; in another one they might not exist.
+    # The checks read attributes that another SGLang version may not have.
     reasons = registry.problems() or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
     runtime = capture = key_scale = None
@@ -120,25 +119,26 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     logger.info(readiness.message())
 
 
-def _give_room_back(scheduler: Any) -> None:
-    """The pool is as large as it will be: what was held for compactions is theirs to allocate.
+def _free_workspace(scheduler: Any) -> None:
+    """The pool has its final size: free the reserved workspace, so that compactions can allocate.
 
-    To the device, not to the allocator's cache: that keeps it for the stream that it was taken on.
+    The cache is emptied too: the allocator would keep the memory for the stream it was allocated
+    on.
     """
-    if getattr(scheduler, "skipkv_room", None) is not None:
-        scheduler.skipkv_room = None
+    if getattr(scheduler, "skipkv_workspace", None) is not None:
+        scheduler.skipkv_workspace = None
         torch.cuda.empty_cache()
 
 
 def _has_no_gate(server_args: Any) -> bool:
-    """Whether no process of ours hears the scheduler's report, and none could refuse the start:
-    SMG's gRPC servicer does not start SGLang's ``Engine``."""
+    """Whether no main process receives the scheduler's report, so only the scheduler can refuse to
+    start: SMG's gRPC servicer does not start SGLang's ``Engine``."""
     return any(getattr(server_args, name, False) for name in ("smg_grpc_mode", "grpc_mode"))
 
 
 def _warm_up(binding: Binding, runtime: Runtime) -> None:
-    """Compile what steps and compactions launch, before anybody waits for it: before the server is
-    ready if it was configured for eviction, else while it serves."""
+    """Compile the kernels of steps and compactions: before the server is ready if eviction is
+    enabled at start, else in a thread while it serves."""
     pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
     cache = paged_cache(pool, binding.scheduler.token_to_kv_pool_allocator)
     windows, width = windows_of(binding.config), pool.req_to_token.shape[1]
@@ -150,7 +150,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
             warm_up(recorder, cache, windows, runtime.steerer)
 
     def compile_kernels() -> None:
-        with own_stream(recorder.device):
+        with separate_stream(recorder.device):
             launch(recorder.scratch(), None if cache is None else cache.scratch())
 
     if not uses_triton(recorder.device):
@@ -178,12 +178,12 @@ def _build_runtime(
 
 
 def _kv_token_bytes(scheduler: Any) -> int:
-    """Keys and values of one token in all layers of this rank."""
+    """KV bytes of one token in all layers of this rank."""
     return sum(buffer[0].nbytes for buffer in kv_buffers(scheduler.token_to_kv_pool_allocator))
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:
-    """AFTER ``Scheduler.get_init_info``: the main process learns the state with the handshake."""
+    """AFTER ``Scheduler.get_init_info``: send the state to the main process in the handshake."""
     binding = binding_of(scheduler)
     if binding is not None:
         result["skipkv"] = {"reasons": list(binding.readiness.reasons)}

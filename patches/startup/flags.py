@@ -1,4 +1,4 @@
-"""Command-line flags, and how a server's settings reach its processes.
+"""Command-line flags, and how the settings reach the processes of a server.
 
 SGLang pickles ``ServerArgs`` to every process it spawns, private attributes included.
 """
@@ -14,13 +14,17 @@ from sgl_skipkv.steering.vector import SteeringVector
 
 # Flag -> (name in ServerConfig, type, help).
 FLAGS: dict[str, tuple[str, type, str]] = {
-    "--kv-budget": ("kv_budget", int, "KV tokens kept for what a request generates, by default."),
-    "--kv-policy": ("kv_policy", str, "Eviction policy of requests that name none."),
+    "--kv-budget": ("kv_budget", int, "Default kv_budget: generated KV tokens kept per request."),
+    "--kv-policy": ("kv_policy", str, "Default eviction policy."),
     "--kv-interval": ("kv_interval", int, "Generated tokens between two compactions of a request."),
-    "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a request may ask for."),
+    "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a request may set."),
     "--steering-vector": ("steering_vector", str, "A safetensors file with a steering vector."),
-    "--steering": ("steering", float, "Steering strength of requests that name none."),
-    "--steering-gamma": ("steering_gamma", float, "Strength added per non-execution sentence."),
+    "--steering": ("steering", float, "Default steering strength (alpha_0)."),
+    "--steering-gamma": (
+        "steering_gamma",
+        float,
+        "Steering strength added per non-execution sentence.",
+    ),
     "--skipkv-trace": ("trace", str, "Append one JSON line per compaction to this file."),
 }
 CONFIG_FLAG = "--skipkv-config"
@@ -35,8 +39,10 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
-    """AFTER ``ServerArgs.from_cli_args``: validate now, so a wrong value or a malformed steering
-    file stops the start before a model is loaded. Whether the file fits the model is seen then.
+    """AFTER ``ServerArgs.from_cli_args``: validate the settings.
+
+    A wrong value or a malformed steering file ends the process before the model is loaded. Whether
+    the vector fits the model is checked after that.
     """
     given = {
         name: getattr(args, _dest(flag))
@@ -50,11 +56,11 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
 def settings_or_exit(
     given: Mapping[str, Any] | None = None, config_file: str | None = None
 ) -> ServerConfig:
-    """The operator's settings, the steering file that they name looked into.
+    """The operator's settings; their steering file is read and checked.
 
     Raises:
-        SystemExit: a wrong value or a malformed file, in one line. No other exception of a plugin
-            gets through SGLang.
+        SystemExit: a wrong value or a malformed file, in one line. SGLang swallows every other
+            exception of a plugin.
     """
     try:
         config = load_server_config(given, config_file=config_file)
@@ -66,7 +72,7 @@ def settings_or_exit(
 
 
 def config_of(server_args: Any) -> ServerConfig:
-    """The settings that came with these server args; ``sgl.Engine`` has the environment only.
+    """The settings pickled with these server args; ``sgl.Engine`` has the environment only.
 
     Raises:
         SettingError: a wrong value in the environment.

@@ -1,4 +1,4 @@
-"""How a server is configured and decides its state: which methods of SGLang are hooked, and why."""
+"""Hooks into the startup of a server: flags, readiness and the gate for requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
         "after",
         "(cls, args)",
         "startup.flags:read_flags",
-        "settings travel with ServerArgs",
+        "settings reach every process with ServerArgs",
     ),
     Hook(
         f"{_SCHEDULER}.__init__",
         "after",
         "(self, server_args, port_args)",
         "startup.bind:bind",
-        "decide the state on the resolved runtime",
+        "decide the state from the resolved runtime",
     ),
     Hook(
         f"{_SCHEDULER}.get_init_info",
@@ -40,10 +40,10 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
         "after",
         "(tokenizer_manager, scheduler_init_result, startup_tic)",
         "startup.open_gate:open_gate",
-        "refuse to start, or open the gate for requests",
+        "refuse to start, or accept requests with our keys",
     ),
 )
-"""Installed even where eviction is not possible."""
+"""Also installed where eviction is not supported."""
 
 MEMORY_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -51,7 +51,7 @@ MEMORY_HOOKS: tuple[Hook, ...] = (
         "around",
         "(self)",
         "startup.bind:reserve",
-        "buffers before the pool is sized, hooks before graphs are captured",
+        "allocate buffers before the pool is sized, hook the model before graphs are captured",
     ),
 )
-"""Installed with those of the engine."""
+"""Installed together with the hooks into the engine."""

@@ -1,4 +1,4 @@
-"""The main process at its start: refuse, or let requests with our keys in."""
+"""Startup of the main process: refuse to start, or accept requests with our keys."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sgl_skipkv.patches.api.routes import bind_routes
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
 
-# Tokenizer managers of refused starts. One that the garbage collector finds before the process has
-# ended takes its ZeroMQ context along, which then waits for ever for sockets that went with it.
-_kept: list[Any] = []
+# Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
+# ZeroMQ context would wait for ever for sockets that were collected with it.
+_kept_alive: list[Any] = []
 
 
 def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER ``Engine._set_startup_time``: the schedulers reported; refuse to start if need be."""
+    """AFTER ``Engine._set_startup_time``: the schedulers have reported; open the gate or exit."""
     config = config_of(manager.server_args)
     reasons = list(registry.problems())
     for info in init_result.scheduler_infos:
-        answer = info.get("skipkv")
+        report = info.get("skipkv")
         missing = ["the scheduler did not report its state (data-parallel or another SGLang)"]
-        reasons += missing if answer is None else answer["reasons"]
+        reasons += missing if report is None else report["reasons"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)
     if wrong is not None:
-        _kept.append(manager)
+        _kept_alive.append(manager)
         raise SystemExit(wrong)
     manager.skipkv = Gate(config, readiness)
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
@@ -36,11 +36,11 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
 
 
 def _wrong_preferred(manager: Any) -> str | None:
-    """Keys in ``--preferred-sampling-params``: SGLang merges those in behind our back."""
+    """Refuse keys in ``--preferred-sampling-params``: SGLang merges those after our checks."""
     try:
         _, keys = collect_keys(preferred_parameters(manager))
         for name in keys:
-            expected = f"no {name}, which is a default of the server by settings of its own"
+            expected = f"no {name}, whose server default is a setting of sgl_skipkv"
             choices = "--kv-budget, --kv-policy, --steering or --skipkv-config"
             raise SettingError("preferred_sampling_params", expected, name, choices)
     except SettingError as error:

@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import requests
 
 from sgl_skipkv.config import CPU_PLATFORM
 
@@ -200,22 +200,20 @@ class ServerProcess:
         Raises:
             HTTPFailure: any status but 200.
         """
-        data = b"" if body is None else json.dumps(body).encode()
-        return self._open(path, data, timeout)
+        data = b"" if body is None else json.dumps(body)  # requests' own would refuse NaN
+        headers = {"Content-Type": "application/json"}
+        return _read(requests.post(self.url + path, data, headers=headers, timeout=timeout))
 
     def get(self, path: str) -> Any:
         """GET; the answer as JSON where it is JSON, else as text."""
-        return self._open(path, None, 60)
+        return _read(requests.get(self.url + path, timeout=60))
 
-    def _open(self, path: str, data: bytes | None, timeout: float) -> Any:
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                text = response.read().decode()
-        except urllib.error.HTTPError as error:
-            raise HTTPFailure(error.code, error.read().decode(errors="replace")) from error
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
+
+def _read(response: requests.Response) -> Any:
+    response.encoding = "utf-8"
+    if response.status_code != 200:
+        raise HTTPFailure(response.status_code, response.text)
+    try:
+        return response.json()
+    except requests.JSONDecodeError:
+        return response.text

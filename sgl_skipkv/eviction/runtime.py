@@ -139,7 +139,7 @@ class Runtime:
             self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
         offloaded.waiting_with = None
         if state.schedule is not None and self.steerer is not None:
-            self.steerer.calls += 1
+            self.steerer.steered_requests += 1
         self._open.add(state)
 
     def start_recording(self, state: RequestState) -> None:
@@ -359,7 +359,7 @@ class Runtime:
             self.recorder.tracks.give_back(track_id)
         if state.schedule is not None and row is not None and self.steerer is not None:
             self.steerer.stop(row)
-            self.steerer.calls -= 1
+            self.steerer.steered_requests -= 1
         state.held = Held()
         self._open.discard(state)
 

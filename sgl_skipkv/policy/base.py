@@ -39,12 +39,18 @@ class PolicyParams(Settings):
     """
 
     interval: int = Field(
-        128, ge=8, le=65536, description="generated tokens between two compactions"
+        128, ge=8, le=65536, description="generated tokens between two compactions, 8 or more"
     )
     sink: int = Field(4, ge=0, le=1024, description="first tokens of the sequence, always kept")
-    window: int = Field(8, ge=1, le=1024, description="last tokens, always kept")
-    protect_prompt: bool = Field(True, description="never evict the prompt")
-    count_prompt: bool = Field(False, description="the budget includes the prompt")
+    window: int = Field(
+        8, ge=1, le=1024, description="last tokens, always kept; their queries score, where any do"
+    )
+    protect_prompt: bool = Field(
+        True, description="false: the prompt may be evicted, and is not shared in the radix cache"
+    )
+    count_prompt: bool = Field(
+        False, description="true: the budget includes the prompt, which `rpc` refuses"
+    )
     delimiters: Literal["paper", "math", "code", "any-newline"] = Field(
         "math", description="which tokens close a sentence"
     )
@@ -174,6 +180,9 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
+    #: what stays, and the paper: its row in README
+    keeps: ClassVar[str]
+    source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     needs_queries: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False

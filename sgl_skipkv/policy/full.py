@@ -10,6 +10,7 @@ from sgl_skipkv.policy.base import Policy, ScoreInput
 
 class Full(Policy):
     name = "full"
+    keeps = "everything: the baseline, and a request's way to opt out"
     evicts = False
 
     def scores(self, inputs: ScoreInput) -> Tensor:

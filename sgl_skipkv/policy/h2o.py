@@ -20,6 +20,8 @@ from sgl_skipkv.policy.base import Policy, ScoreInput
 
 class H2O(Policy):
     name = "h2o"
+    keeps = "the most recent half, and what received most attention since it was generated"
+    source = "H2O, arXiv 2306.14048"
     needs_attention = True
 
     def protected_tail(self, kv_budget: int) -> int:

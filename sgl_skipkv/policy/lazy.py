@@ -26,6 +26,8 @@ from sgl_skipkv.policy.raas import RaaSParams
 
 class Lazy(Policy):
     name = "lazy"
+    keeps = "what is not overdue by the gaps between its uses"
+    source = "LazyEviction, arXiv 2506.15969"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
     params: RaaSParams

@@ -21,11 +21,18 @@ from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 
 
 class RaaSParams(PolicyParams):
-    alpha: float = Field(1e-4, ge=0.0, le=1.0, description="attention that activates a token")
+    alpha: float = Field(
+        1e-4,
+        ge=0.0,
+        le=1.0,
+        description="attention, mean over heads and layers, that counts as use",
+    )
 
 
 class RaaS(Policy):
     name = "raas"
+    keeps = "what was needed most recently"
+    source = "RaaS, arXiv 2502.11147"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
     params: RaaSParams

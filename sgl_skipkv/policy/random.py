@@ -26,6 +26,7 @@ class RandomParams(PolicyParams):
 
 class Random(Policy):
     name = "random"
+    keeps = "a random set: the baseline to beat"
     Params: ClassVar[type[PolicyParams]] = RandomParams
     params: RandomParams
 

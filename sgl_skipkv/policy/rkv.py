@@ -28,11 +28,15 @@ from sgl_skipkv.policy.snapkv import SnapKVParams
 
 class RKVParams(SnapKVParams):
     sigma: float = Field(0.1, ge=0.0, le=1.0, description="weight of importance over redundancy")
-    threshold: float = Field(0.5, ge=-1.0, le=1.0, description="cosine of two similar keys")
+    threshold: float = Field(
+        0.5, ge=-1.0, le=1.0, description="cosine above which two keys are similar"
+    )
 
 
 class RKV(Policy):
     name = "rkv"
+    keeps = "tokens that are important and unlike others"
+    source = "R-KV, arXiv 2505.24133"
     Params: ClassVar[type[PolicyParams]] = RKVParams
     needs_queries = True
     kernel_scores = frozenset({"importance", "redundancy"})

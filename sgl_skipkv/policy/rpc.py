@@ -29,7 +29,9 @@ from sgl_skipkv.policy.paged_requests import recent_attention
 
 
 class RPCParams(PolicyParams):
-    ratio: int = Field(4, ge=1, le=1024, description="compression: one token in this many stays")
+    ratio: int = Field(
+        4, ge=1, le=1024, description="n compactions keep `window + n * interval / ratio` tokens"
+    )
     kernel: PoolWidth = Field(7, description="width of the average pool in tokens, odd")
 
     @field_validator("count_prompt")
@@ -47,6 +49,8 @@ class RPCParams(PolicyParams):
 
 class RPC(Policy):
     name = "rpc"
+    keeps = "what a selector window attends to, under a budget that grows up to `kv_budget`"
+    source = "RPC, arXiv 2505.13866"
     Params: ClassVar[type[PolicyParams]] = RPCParams
     needs_queries = True
     kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})

@@ -27,12 +27,17 @@ from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 class SkipKVParams(RKVParams):
     tau: float = Field(
-        0.95, ge=0.0, le=1.0, description="cosine above which the earlier sentence is redundant"
+        0.95,
+        ge=0.0,
+        le=1.0,
+        description="cosine above which the earlier of two sentences is redundant",
     )
 
 
 class SkipKV(RKV):
     name = "skipkv"
+    keeps = "everything but redundant sentences, then by importance against redundancy"
+    source = "SkipKV, arXiv 2512.07993"
     Params: ClassVar[type[PolicyParams]] = SkipKVParams
     needs_sentences = True
     protects_open_sentence = True

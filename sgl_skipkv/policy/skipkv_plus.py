@@ -37,6 +37,8 @@ class SkipKVPlusParams(SkipKVParams):
 
 class SkipKVPlus(SkipKV):
     name = "skipkv+"
+    keeps = "as `skipkv`, but what sentences end with goes last, and recent tokens stay"
+    source = "ours, [docs/results.md](docs/results.md)"
     Params: ClassVar[type[PolicyParams]] = SkipKVPlusParams
     params: SkipKVPlusParams
 

@@ -28,6 +28,8 @@ class SnapKVParams(PolicyParams):
 
 class SnapKV(Policy):
     name = "snapkv"
+    keeps = "what the most recent queries attend to"
+    source = "SnapKV, arXiv 2404.14469"
     Params: ClassVar[type[PolicyParams]] = SnapKVParams
     needs_queries = True
     kernel_scores = frozenset({"importance"})

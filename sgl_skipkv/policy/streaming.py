@@ -13,6 +13,8 @@ from sgl_skipkv.policy.base import Policy, ScoreInput
 
 class Streaming(Policy):
     name = "streaming"
+    keeps = "the first tokens and the most recent"
+    source = "StreamingLLM, arXiv 2309.17453"
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """The logical position (exact in float32 up to 2**24 tokens)."""

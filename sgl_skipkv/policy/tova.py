@@ -23,6 +23,8 @@ from sgl_skipkv.policy.paged_requests import recent_attention
 
 class TOVA(Policy):
     name = "tova"
+    keeps = "what the last query attends to"
+    source = "TOVA, arXiv 2401.06104"
     needs_queries = True
     kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
 

@@ -135,8 +135,8 @@ class Steerer:
     """The vector and the fixed tables on the device, one entry per row of the page table.
 
     Attributes:
-        requests: rows that are steered; with none, a step that is not captured skips the addition.
-        factors: of the prefill that is being launched, float32 [tokens]; None for no steering.
+        steered_requests: how many run; with none, a step that is not captured skips steering.
+        factors: float32 [tokens], of the prefill being launched; None: it is not steered.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Steerer:
     ) -> None:
         self.classes, self.gamma = classes, gamma
         self.layer = vector.origin.layer
-        self.calls = 0
+        self.steered_requests = 0
         self.factors: Tensor | None = None
         self._vector = vector.values.to(device)
         self._bits = torch.frombuffer(classes.bits, dtype=torch.uint8).to(device)

@@ -113,7 +113,7 @@ def test_ids_that_use_up_a_counted_budget(server: Server, stream: bool) -> None:
 def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
     session = server.post("/open_session", {"capacity_of_str_len": 1000})
     try:
-        for keys, way in (
+        for keys, off in (
             ({"kv_budget": 64}, 'kv_policy "full"'),
             ({"steering": 0.1}, "steering false"),
             ({"kv_budget": 64, "steering": 0.1}, 'kv_policy "full" and steering false'),
@@ -129,7 +129,7 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
                 assert caught.value.status == 400
                 message = error_of(caught.value)
                 parts_are_named(message, next(iter(keys)))
-                assert f"one of both ({way} lets it be)" in message
+                assert f"only one of the two ({off} turns it off)" in message
     finally:
         server.post("/close_session", {"session_id": session})
 

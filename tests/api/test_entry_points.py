@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import urllib.request
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import fastapi
 import fastapi.testclient
 import openai
 import pytest
+import requests
 import sglang as sgl
 import tiktoken
 from fleet import STEERING_GAMMA
@@ -77,11 +77,8 @@ def test_other_custom_params_pass(server: Server, reference: str) -> None:
 def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
     params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
     body = {"text": PROMPT, "sampling_params": params, "stream": True}
-    request = urllib.request.Request(
-        server.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        lines = [line.decode().removeprefix("data: ").strip() for line in response]
+    stream = requests.post(server.url + "/generate", json=body, timeout=120)
+    lines = [line.removeprefix("data: ") for line in stream.text.splitlines()]
     chunks = [json.loads(line) for line in lines if line and line != "[DONE]"]
     assert chunks[-1]["text"] == reference
     check(chunks[-1]["meta_info"]["skipkv"])

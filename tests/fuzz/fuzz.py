@@ -12,7 +12,6 @@ stays.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import logging
 import sys
@@ -26,13 +25,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from bench_modules import BENCH, record
 from planted_bugs import FOUND, bugs, plant
 from pool_books import plugin_and_topology
 from pool_machine import PoolMachine, run_machine
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+from bench.lib.record import append_row, recorded
 
 Row = dict[str, Any]
 STEPS = 50
@@ -57,10 +57,9 @@ def fuzz(examples: int, seed: int, part: int = 500) -> list[Row]:
 
 def soonest() -> dict[str, list[int]]:
     """Bug -> of the recorded seeds, the one that took the fewest lives."""
-    with (BENCH / "rows" / "planted_bugs.csv").open(newline="") as file:
-        found = [row for row in csv.DictReader(file) if row["lives"]]
-    recorded = sorted(found, key=lambda row: -int(row["lives"]))
-    return {row["bug"]: [int(row["seed"])] for row in recorded}
+    found = [row for row in recorded("planted_bugs") if row["lives"]]
+    order = sorted(found, key=lambda row: -int(row["lives"]))
+    return {row["bug"]: [int(row["seed"])] for row in order}
 
 
 def planted(seeds_of: Mapping[str, Sequence[int]], seeds: Sequence[int], most: int) -> list[Row]:
@@ -114,7 +113,8 @@ def main() -> int:
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(rows))
     if arguments.record:
-        record(name, rows)
+        for row in rows:
+            append_row(name, row)
     return int(any(row.get("lives") == "" for row in rows))
 
 

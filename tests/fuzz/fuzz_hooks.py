@@ -18,12 +18,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from bench_modules import record
 from hook_calls import Escaped, HookCalls
 from pool_books import plugin_and_topology
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+from bench.lib.record import append_row
 
 PART = 20_000
 logging.disable()  # requests that hooks have refused are not news
@@ -69,7 +70,8 @@ def main() -> int:
         table.add_row(*map(str, row.values()))
     Console().print(table)
     if arguments.record:
-        record("hook_calls", rows)
+        for row in rows:
+            append_row("hook_calls", row)
     return 0
 
 

@@ -43,7 +43,7 @@ def added(steerer: Steerer, batch: Any, tokens: Sequence[int], hidden_size: int)
     if not batch.forward_mode.is_decode():
         if steerer.factors is not None:
             steerer.prefill(residual)
-    elif steerer.calls:
+    elif steerer.steered_requests:
         steerer.decode(residual, batch.req_pool_indices.long(), torch.tensor(tokens))
     factors: list[float] = residual[:, 0].tolist()
     return factors

@@ -72,10 +72,14 @@ SPECS: dict[str, Spec] = {
         steering_layer=1,
     ),
     # The bundled model.
-    "reasoner": Spec(("bench", "reasoner"), REASONER, ("--max-total-tokens", "40960", *ONE_BATCH)),
+    "reasoner": Spec(
+        ("accuracy", "commands", "reasoner", "serving"),
+        REASONER,
+        ("--max-total-tokens", "40960", *ONE_BATCH),
+    ),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
-        ("reasoner",),
+        ("commands", "reasoner"),
         WANDERER,
         (
             *("--max-total-tokens", "40960", *ONE_BATCH),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import threading
 import time
 from typing import NamedTuple
 
+import requests
 from hostile_bodies import Body, Verdict, bodies, describes, echoes
 from hypothesis import HealthCheck, Phase, given, settings
 from pool_machine import own_draws
@@ -26,23 +26,18 @@ class Answer(NamedTuple):
 
 
 def send(server: Server, body: Body) -> Answer:
-    """Over this thread's own connection, which is kept; once more if the server had closed it."""
-    headers = {"Content-Type": "application/json"}
-    for last in (False, True):
-        if not hasattr(_mine, "connection") or _mine.connection.port != server.port:
-            _mine.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        start = time.perf_counter()
-        try:
-            _mine.connection.request("POST", body.path, body.text, headers)
-            response = _mine.connection.getresponse()
-            return Answer(response.status, response.read().decode(), time.perf_counter() - start)
-        except http.client.IncompleteRead:
-            return Answer(0, "the answer broke off", time.perf_counter() - start)
-        except ConnectionError:
-            _mine.connection.close()
-            if last:
-                raise
-    raise AssertionError("the second try returns or raises")
+    """Over this thread's own connections, which are kept."""
+    if not hasattr(_mine, "session"):
+        _mine.session = requests.Session()
+    headers, start = {"Content-Type": "application/json"}, time.perf_counter()
+    try:
+        response = _mine.session.post(
+            server.url + body.path, body.text, headers=headers, timeout=60
+        )
+    except requests.exceptions.ChunkedEncodingError:
+        return Answer(0, "the answer broke off", time.perf_counter() - start)
+    response.encoding = "utf-8"
+    return Answer(response.status_code, response.text, time.perf_counter() - start)
 
 
 def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:

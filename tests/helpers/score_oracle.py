@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 Span = tuple[int, int]
+#: policies whose formula is spelled out here
+SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from bench_modules import bench_module
 from torch import Tensor
 from triton_tools import assert_as_close, interpreted
 
-from sgl_skipkv.eviction.page_table import compact_rows
+from bench.decode import attention
+from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import select
 
 ROW_TOKENS, KEPT, NEW = [70, 33, 130], [40, 20, 64], 3
@@ -33,11 +33,6 @@ def cases() -> Iterator[Any]:
         reason = f"needs a CUDA GPU and {package}"
         missing = pytest.mark.skipif(not gpu or find_spec(package) is None, reason=reason)
         yield pytest.param(name, "cuda", torch.bfloat16, id=f"{name} on a GPU", marks=missing)
-
-
-@pytest.fixture(scope="module")
-def attention() -> Any:
-    return bench_module("decode.attention")
 
 
 def triton_modules() -> list[Any]:
@@ -56,9 +51,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "where", "dtype"), cases())
-def test_a_compacted_row_is_read_as_it_is(
-    attention: Any, name: str, where: str, dtype: torch.dtype
-) -> None:
+def test_a_compacted_row_is_read_as_it_is(name: str, where: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     device, heads = torch.device(where), attention.Heads(8, 2, 64)
     k, v = (torch.randn(SLOTS + 1, heads.kv, heads.dim).to(device, dtype) for _ in range(2))
@@ -77,7 +70,9 @@ def test_a_compacted_row_is_read_as_it_is(
         for tokens, kept in zip(ROW_TOKENS, KEPT, strict=True)
     ]
     positions = [torch.arange(tokens, device=device) for tokens in ROW_TOKENS]
-    for freed, _ in compact_rows(table, rows, selections, positions):
+    rewrite = RowRewrite(table, rows, selections, positions)
+    rewrite.write()
+    for freed in rewrite.freed:
         k[freed], v[freed] = float("nan"), float("nan")
     lengths = [0] * table.shape[0]
     expected: dict[int, tuple[Tensor, Tensor]] = {}

@@ -241,7 +241,7 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
             draw = torch.Generator().manual_seed(number)
             world.fill(rows, tokens, positions, draw)
         tape.replay()
-        eager.steerer.calls = len(running)
+        eager.steerer.steered_requests = len(running)
         eager.recorder.current = eager.recorder.decode_recording(
             eager.batch.req_pool_indices, eager.batch.positions
         )

@@ -28,6 +28,7 @@ from triton_tools import (
     forbid_launches,
 )
 
+from bench.kernels import workspace
 from sgl_skipkv.kernels import key_redundancy as module
 from sgl_skipkv.kernels import reference, spared_columns
 
@@ -203,13 +204,5 @@ def test_the_stated_workspace_is_what_it_takes(device: torch.device) -> None:
     limits = torch.tensor(thresholds, device=device)
     with Allocations() as taken:
         redundancy = module.key_redundancy(world.paged, limits)
-    stated = module.workspace_bytes(tokens, layers=2, kv_heads=2, head_dim=16)
+    stated = workspace.key_redundancy(tokens, layers=2, kv_heads=2, head_dim=16)
     assert taken.total_bytes == stated + redundancy.nbytes
-
-
-def test_floors() -> None:
-    """1152 and 100 tokens of R1-Qwen-7B."""
-    shape = {"layers": 28, "kv_heads": 4, "head_dim": 128}
-    moved = module.bytes_moved([1152, 100], **shape, key_bytes=2)
-    assert moved["keys"] == 1252 * 112 * 128 * 2
-    assert module.operations([1152, 100], **shape) == 2 * 112 * 128 * (1152**2 + 100**2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_tools import FLOATS, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import ring_write as module
-from sgl_skipkv.kernels.ring_write import bytes_moved, ring_write
+from sgl_skipkv.kernels.ring_write import ring_write
 from sgl_skipkv.recording.recorder import ModelShape, QueryRings
 
 device = device_fixture(module)
@@ -18,7 +18,7 @@ WINDOW, SLOTS = 7, 6
 @pytest.fixture(autouse=True)
 def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU ``QueryRings`` would launch the kernel that it is the truth of."""
-    monkeypatch.setattr("sgl_skipkv.recorder.uses_triton", lambda device: False)
+    monkeypatch.setattr("sgl_skipkv.recording.recorder.uses_triton", lambda device: False)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def poisoned_ring(
     heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> QueryRings:
     shape = ModelShape(layers=2, query_heads=heads, head_dim=head_dim, hidden_size=1)
-    ring = QueryRings(shape, slots=1, rings=SLOTS, window=WINDOW, dtype=dtype, device=device)
+    ring = QueryRings(shape, tracks=SLOTS, window=WINDOW, dtype=dtype, device=device)
     ring.data.fill_(float("nan"))
     return ring
 
@@ -117,9 +117,3 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             ring_write(q, one, one, ring)
     with pytest.raises(ValueError, match=r"^ring: expected a contiguous tensor"):
         ring_write(torch.zeros(1, 32), one, one, torch.zeros(3, WINDOW, 4, 16)[..., ::2])
-
-
-def test_bytes_moved() -> None:
-    """R1-Qwen-7B, one token: 28 heads of 128, read and written in bfloat16."""
-    moved = bytes_moved(1, query_heads=28, head_dim=128, q_bytes=2, ring_bytes=2)
-    assert moved == {"queries": 7168, "ring": 7168, "indices": 16}

@@ -13,7 +13,7 @@ from triton_tools import device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import row_compaction as module
-from sgl_skipkv.kernels.row_compaction import bytes_moved, compact_rows
+from sgl_skipkv.kernels.row_compaction import compact_rows
 
 device = device_fixture(module)
 WIDTH = 2600
@@ -177,8 +177,3 @@ def test_what_does_not_fit_is_refused() -> None:
         compact_rows(table.t(), one, two, ends, two, ends, torch.arange(4), two, two)
     with pytest.raises(ValueError, match=r"^kept_offsets, evicted_offsets: expected 1 \+ 1"):
         compact_rows(table, one, two, ends, two, torch.tensor([2]), torch.arange(4), two, two)
-
-
-def test_bytes_moved() -> None:
-    moved = bytes_moved(10, 3, requests=2)
-    assert moved == {"selections": 104, "rows": 104, "positions": 160, "freed": 24, "offsets": 80}

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_tools import FLOATS, assert_as_close, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import sentence_redundancy as module
-from sgl_skipkv.kernels.sentence_redundancy import bytes_moved, operations, raise_redundancy
+from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 from sgl_skipkv.recording.sentence_table import SentenceTable
 from sgl_skipkv.recording.sentences import Delimiters
 
@@ -20,7 +20,7 @@ CAPACITY = 75
 @pytest.fixture(autouse=True)
 def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU ``SentenceTable`` would launch the kernel that it is the truth of."""
-    monkeypatch.setattr("sgl_skipkv.sentence_table.uses_triton", lambda device: False)
+    monkeypatch.setattr("sgl_skipkv.recording.sentence_table.uses_triton", lambda device: False)
 
 
 def table(
@@ -136,9 +136,3 @@ def test_what_does_not_fit_is_refused() -> None:
             raise_redundancy(vectors, torch.zeros(shape), one, one, max_count=most)
     with pytest.raises(ValueError, match=r"^redundancy: expected a contiguous tensor"):
         raise_redundancy(vectors, torch.zeros(5, 3).t(), one, one, max_count=2)
-
-
-def test_floors() -> None:
-    moved = bytes_moved([3, 2], hidden_size=100, vector_bytes=2)
-    assert moved == {"vectors": 1000, "redundancy": 40, "slots": 32}
-    assert operations([3, 2], hidden_size=100) == 2 * (3 + 1) * 100

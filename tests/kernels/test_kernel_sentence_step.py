@@ -11,7 +11,7 @@ from triton_tools import FLOATS, assert_as_close, device_fixture, far_tensor, fo
 
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels import sentence_step as module
-from sgl_skipkv.kernels.sentence_step import bytes_moved, sentence_step
+from sgl_skipkv.kernels.sentence_step import sentence_step
 
 device = device_fixture(module)
 SLOTS, CAPACITY = 6, 3
@@ -176,8 +176,3 @@ def test_what_does_not_fit_is_refused() -> None:
     apart = {**tables(8, cpu), "vectors": torch.zeros(SLOTS + 1, 2, 16)[..., ::2]}
     with pytest.raises(ValueError, match=r"^vectors: expected a contiguous tensor"):
         sentence_step(torch.zeros(1, 8), one, one, **classes(cpu), **apart)
-
-
-def test_bytes_moved() -> None:
-    moved = bytes_moved(4, 1, hidden_size=100, hidden_bytes=2, vector_bytes=2)
-    assert moved == {"hidden": 800, "sums": 3200, "entries": 176, "vectors": 200}

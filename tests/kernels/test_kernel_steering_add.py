@@ -17,7 +17,7 @@ from sgl_skipkv.kernels.reference import (
     THINK_START,
     steering_step,
 )
-from sgl_skipkv.kernels.steering_add import bytes_moved, steering_add
+from sgl_skipkv.kernels.steering_add import steering_add
 
 device = device_fixture(module)
 GAMMA = 0.02
@@ -159,9 +159,3 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     for residual, vector in shapes:
         with pytest.raises(ValueError, match=r"^residual, vector: expected contiguous rows"):
             step(residual, vector, one, one, names)
-
-
-def test_bytes_moved() -> None:
-    moved = bytes_moved(8, 4, 2, hidden_size=100, residual_bytes=2)
-    assert moved == {"who is steered": 72, "counts": 100, "residual": 800, "vector": 400}
-    assert bytes_moved(8, 0, 0, hidden_size=100, residual_bytes=2)["vector"] == 0

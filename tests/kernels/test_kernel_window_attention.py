@@ -27,6 +27,7 @@ from triton_tools import (
     forbid_launches,
 )
 
+from bench.kernels import workspace
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels import window_attention as module
 
@@ -212,16 +213,9 @@ def test_every_key_is_loaded_once(window: int, device: torch.device) -> None:
     for row, n in zip(batch.keys.rows, batch.keys.row_tokens, strict=True):
         expected[batch.keys.req_to_token[row, : n - window].long()] = 1
     loaded_bytes = sum(int(count.sum()) for count in counts) * 2
-    floor = module.bytes_moved(
-        batch.keys.row_tokens,
-        window=window,
-        layers=2,
-        query_heads=8,
-        kv_heads=2,
-        head_dim=16,
-        key_bytes=2,
-    )
-    assert 0 < loaded_bytes <= 1.1 * floor["keys"]
+    candidates = sum(n - window for n in batch.keys.row_tokens)
+    floor = 2 * 2 * candidates * 16 * 2  # layers, KV heads, numbers, bytes
+    assert 0 < loaded_bytes <= 1.1 * floor
     for count in counts:
         assert torch.equal(count, expected[:, None, None].expand(count.shape))
 
@@ -305,7 +299,7 @@ def test_the_stated_workspace_is_what_it_takes(device: torch.device) -> None:
     batch = case([71, 9, 130], device=device)
     with Allocations() as taken:
         found = batch.found(programs=3)
-    stated = module.workspace_bytes([71, 9, 130], window=8, layers=2, kv_heads=2, programs=3)
+    stated = workspace.window_attention([71, 9, 130], window=8, layers=2, kv_heads=2, programs=3)
     assert taken.total_bytes == stated + 4 * sum(map(len, found))
 
 
@@ -322,16 +316,7 @@ def test_a_long_request_gets_fewer_scratches(
         monkeypatch.setattr(module, "_SCRATCH_BYTES", room)
         with Allocations() as taken:
             found = batch.found(programs=3)
-        stated.append(module.workspace_bytes(tokens, **shape))
+        stated.append(workspace.window_attention(tokens, **shape))
         assert taken.total_bytes == stated[-1] + 4 * sum(map(len, found))
         assert all(map(torch.equal, found, expected))
     assert stated[0] - stated[1] == one and stated[1] == stated[2]
-
-
-def test_floors() -> None:
-    """100 and 60 tokens of R1-Qwen-7B."""
-    shape = {"window": 8, "layers": 28, "query_heads": 28, "head_dim": 128}
-    moved = module.bytes_moved([100, 60], **shape, kv_heads=4, key_bytes=2)
-    assert moved["keys"] == 144 * 28 * 4 * 128 * 2
-    assert moved["means"] == 144 * 28 * 4 * 8
-    assert module.operations([100, 60], **shape) == 2 * 144 * 28 * 28 * 128 * 8

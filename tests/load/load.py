@@ -24,15 +24,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
+sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "fuzz", "api"))])
 
-from bench_modules import record
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
 from load_rows import Findings, Row, show
 from load_server import FAMILY
 from load_soak import kill, soak
 from tiny_models import save_model
+
+from bench.lib.record import append_row
 
 JOBS: dict[str, Job] = {
     **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
@@ -59,7 +60,8 @@ def main() -> int:
         JOBS[job](model, folder / job, findings)
         show(findings.rows)
         if arguments.record:
-            record("load", findings.rows)
+            for row in findings.rows:
+                append_row("load", row)
         rows += findings.rows
     missed = [row for row in rows if row["ok"] == "no"]
     if missed:

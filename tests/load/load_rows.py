@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench_modules import bench_module
 from rich.console import Console
 from rich.table import Table
 
+from bench.lib.table_text import PLAIN
+
 Row = dict[str, str | float]
-#: ends a quantity of a server without the plugin
-PLAIN: str = bench_module("lib.table_text").PLAIN
 
 
 class Findings:

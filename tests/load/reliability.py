@@ -22,8 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from bench_modules import bench_module
 from rich.console import Console
+
+from bench.report import goal_table
 
 ROWS = ("fuzz", "planted_bugs", "hook_calls", "load")
 Command = tuple[str, ...]
@@ -77,7 +78,7 @@ def main() -> int:
             held = all(list(pool.map(lambda lane: run_lane(lane, folder), LANES)))
         held &= run_lane(ALONE, folder)
         console.print(f"{(time.monotonic() - start) / 60:5.1f} min in all")
-    print(bench_module("report.goal_table").goals())
+    print(goal_table.goals())
     return int(not held)
 
 

@@ -12,10 +12,10 @@ from sglang.srt import runtime_context
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import model_side
 from sgl_skipkv.patches.startup import capabilities
-from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
-SWITCHES = [row for row in CAPABILITIES if getattr(row.check, "__qualname__", "").startswith("_on")]
+SWITCHES = [row for row in CAPABILITIES if isinstance(row.check, Switch)]
 
 
 def on_a_server(monkeypatch: pytest.MonkeyPatch, path: str, value: object) -> None:

@@ -247,7 +247,7 @@ def test_a_call_that_cannot_come_back_ends_with_a_clear_error(server: Server) ->
         thread.join(timeout=120)
     failure = results["outgrown"]
     assert isinstance(failure, HTTPFailure) and failure.status == 500
-    assert "pause_generation (mode retract) took its KV" in failure.body
+    assert "pause_generation (mode retract) freed its KV" in failure.body
     assert "cannot be recomputed" in failure.body and "KV pool (8192 tokens)" in failure.body
     assert len(results["fits"]["output_ids"]) == 1500
     assert [e["event"] for e in server.events("fits")].count("recompute") == 1

@@ -1,6 +1,6 @@
 """The bundled model is what its card says: files, problems, and answers through the real server.
 
-A sample here; ``bench/accuracy/__main__.py`` measures all 200 problems of each level.
+A sample here; ``python -m bench.accuracy`` measures all 200 problems of each level.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 from fleet import Fleet
 from servers import Server
 from transformers import AutoTokenizer
+
+from bench.reasoner import problems as generator
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "reasoner"
@@ -29,22 +30,6 @@ def heldout(level: str) -> list[dict[str, Any]]:
     return [problem for problem in HELDOUT if problem["level"] == level]
 
 
-@pytest.fixture(scope="module")
-def generator(monkeypatch_module: pytest.MonkeyPatch) -> Any:
-    """``bench/reasoner/problems.py``, a script folder and no package."""
-    monkeypatch_module.syspath_prepend(str(ROOT / "bench" / "reasoner"))
-    import problems
-
-    return problems
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-        sys.modules.pop("problems", None)
-
-
 def test_weights_are_small_and_the_log_belongs_to_them() -> None:
     assert (MODEL / "model.safetensors").stat().st_size <= 10_000_000
     rows = list(csv.DictReader((MODEL / "training_log.csv").open()))
@@ -53,7 +38,7 @@ def test_weights_are_small_and_the_log_belongs_to_them() -> None:
     assert float(rows[-1]["seconds"]) < 7200
 
 
-def test_heldout_problems_come_from_the_generator(generator: Any) -> None:
+def test_heldout_problems_come_from_the_generator() -> None:
     assert {problem["level"] for problem in HELDOUT} == set(generator.LEVELS)
     for level in generator.LEVELS:
         shipped = heldout(level)
@@ -63,7 +48,7 @@ def test_heldout_problems_come_from_the_generator(generator: Any) -> None:
             assert (problem["prompt"], problem["answer"]) == (made.prompt, made.answer)
 
 
-def test_problems_have_distractors_far_references_and_redundancy(generator: Any) -> None:
+def test_problems_have_distractors_far_references_and_redundancy() -> None:
     problems = [generator.heldout_problem("hard", i) for i in range(50)]
     assert all(len(problem.facts) > len(problem.steps) for problem in problems)
     spans = [
@@ -76,7 +61,7 @@ def test_problems_have_distractors_far_references_and_redundancy(generator: Any)
     assert text.count("Wait,") > 200 and text.count("Alternatively,") > 200
 
 
-def test_a_conversation_keeps_its_prefix(generator: Any) -> None:
+def test_a_conversation_keeps_its_prefix() -> None:
     """The second turn's prompt starts with the first turn's prompt and reply, token by token."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     problem = generator.heldout_problem("easy", 0)
@@ -141,7 +126,7 @@ def right(replies: list[dict[str, Any]]) -> float:
     return sum(reply["right"] for reply in replies) / len(replies)
 
 
-# One sample each; bench/accuracy/__main__.py measures the bar of 0.9.
+# One sample each; python -m bench.accuracy measures the bar of 0.9.
 
 
 @pytest.mark.server
@@ -176,7 +161,7 @@ def test_skipkv_drops_repetitions_and_keeps_the_answer(
 
 @pytest.mark.server
 def test_steering_shortens_traces_that_wander(fleet: Fleet) -> None:
-    """bench/steering/__main__.py measures 100 problems; here are eight, steered and not, in one
+    """python -m bench.steering measures 100 problems; here are eight, steered and not, in one
     batch."""
     wanderer, problems = fleet.ready("wanderer"), heldout("hard")[:SAMPLE]
     settings = {"off": {"kv_policy": "full"}, "on": {"steering": 0.2}}

@@ -24,7 +24,7 @@ def test_refused_when_asked(fleet: Fleet) -> None:
     assert refused.wait_exit() != 0
     last = refused.log.strip().splitlines()[-1]
     assert last.startswith("sgl_skipkv: refused: ")
-    assert "page size 16" in last and "allocator" in last and "--strip-thinking-cache" in last
+    assert "page size 16" in last and "allocator" in last and "strip thinking cache" in last
     assert "fired up" not in refused.log
     assert refused.wait_gone(20)
 

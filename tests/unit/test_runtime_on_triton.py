@@ -16,6 +16,7 @@ from triton_tools import triton_type, variant
 import sgl_skipkv.kernels.key_redundancy as key_redundancy
 import sgl_skipkv.kernels.row_compaction as row_compaction
 import sgl_skipkv.kernels.window_attention as window_attention
+from bench.kernels.compile import all_cases
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.policy.base import PagedCache
@@ -70,7 +71,7 @@ def test_what_is_launched_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch) 
 
     A type that no variant has would be compiled in a server, with spills that no test has seen.
     """
-    variants = [case for module in KERNELS for case in module.compile_cases()]
+    variants = [case for _, case in all_cases()]
     launched: dict[tuple[Any, ...], str] = {}
     run = InterpretedFunction.run
 

@@ -122,7 +122,7 @@ def test_a_fault_of_the_device_while_kernels_are_compiled(monkeypatch: pytest.Mo
     world.skipkv.compilation.start(held)
     held.finish()
     assert [fault.exc_type for fault in faults] == [torch.AcceleratorError]
-    assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "a fault of the device")
+    assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "a device error")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

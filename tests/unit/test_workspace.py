@@ -17,8 +17,7 @@ from pool_books import plugin_and_topology
 from pool_machine import KNOBS
 from pool_world import World
 
-import sgl_skipkv.kernels.key_redundancy as key_redundancy
-import sgl_skipkv.kernels.window_attention as window_attention
+from bench.kernels import workspace
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.patches.startup import bind
@@ -57,11 +56,11 @@ def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
     """Redundancy; importance on an H100."""
     assert len(split_to_fit(row_tokens, QWEN_HEADS, WORK_BYTES)) == 1
     shape = {"layers": 28, "kv_heads": 4}
-    taken = key_redundancy.workspace_bytes(row_tokens, **shape, head_dim=128)
+    taken = workspace.key_redundancy(row_tokens, **shape, head_dim=128)
     allowed = (16 * QWEN_HEADS + 128) * sum(row_tokens)
     assert 0.9 < taken / allowed < 1.0
     scratches = {"window": 8, "programs": 2 * 132}
-    assert window_attention.workspace_bytes(row_tokens, **scratches, **shape) < WORK_BYTES
+    assert workspace.window_attention(row_tokens, **scratches, **shape) < WORK_BYTES
 
 
 @pytest.mark.parametrize("after_capture", [False, True])

@@ -1,0 +1,390 @@
+"""The variants of every kernel that its launcher uses most: types, constants and launch options.
+
+``bench/kernels/compile.py`` compiles them for several architectures on any machine, and a test
+keeps them free of register spills. Constants and options are the launchers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_skipkv.kernels import (
+    key_redundancy,
+    ring_write,
+    row_compaction,
+    selection,
+    sentence_redundancy,
+    sentence_scores,
+    sentence_step,
+    spared_columns,
+    steering_add,
+    step_attention,
+    window_attention,
+)
+from sgl_skipkv.kernels.dtype_names import KEY_NAMES, TRITON_NAMES
+from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+#: dtype of keys and head size
+COMPILED = (
+    *((dtype, head_dim) for dtype in TRITON_NAMES for head_dim in (128, 64)),
+    (torch.bfloat16, 256),
+    *((torch.float8_e4m3fn, head_dim) for head_dim in (128, 64)),
+    (torch.float8_e5m2, 128),
+)
+#: Triton's types of what ``PagedKeys.arguments`` passes
+_PAGED = {
+    **dict.fromkeys(("k_ptrs", "rows", "offsets"), "*i64"),
+    "req_to_token": "*i32",
+    "page_stride": "i32",
+}
+
+
+@dataclass(frozen=True)
+class CompileCase:
+    """One variant of one kernel.
+
+    Attributes:
+        name: of the variant, unique among those of its module, such as ``bf16-d128``.
+        function: the ``triton.jit`` function that is launched.
+        signature: type of each run-time argument by name, in Triton's words: ``*bf16``, ``*i64``,
+            ``*i1`` (bool), ``*u8``, ``i32``, ``i64``, ``fp32``.
+        constexprs: value of each ``tl.constexpr`` argument by name. An argument for which a launch
+            passes the integer 1 (a stride, say) or None belongs here as well: Triton makes it a
+            constant.
+        aligned: integer arguments that are multiples of 16 in a launch. Pointers always count as
+            aligned to 16 bytes, as whole torch tensors are.
+        num_warps, num_stages: as the launcher passes them; Triton's own defaults are 4 and 3.
+        options: what else the launcher passes to Triton, such as ``enable_fp_fusion``.
+        max_registers: of a thread, by architecture (80, 90, 100), where the launcher sets a limit.
+    """
+
+    name: str
+    function: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    aligned: tuple[str, ...] = field(default=())
+    num_warps: int = 4
+    num_stages: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_registers: Mapping[int, int] = field(default_factory=dict)
+
+
+def _constants(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """``PagedKeys.constants`` of a model of 28 layers and 4 KV heads, R1-Qwen-7B with d 128."""
+    layer = torch.empty(0, 4, head_dim, dtype=dtype, device="meta")
+    none, pointers = torch.empty(0, device="meta"), torch.empty(28, device="meta")
+    return PagedKeys(layer, pointers, none, none, (), torch.empty(1, device="meta")).constants
+
+
+def key_redundancy_cases() -> list[CompileCase]:
+    """Every type of keys and size of heads, and the mean over the heads of R1-Qwen-7B."""
+    cases = []
+    signature = {
+        **_PAGED,
+        **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
+        "sums": "*i64",
+        **dict.fromkeys(("columns", "tasks"), "i32"),
+    }
+    bounded = {**signature, "inverse_norm_bounds": "*fp32", "bounds_stride": "i32"}
+    both = {"spared": "*i32", "normalisers": "*fp32"}
+    for dtype, head_dim in COMPILED:
+        constants = _constants(dtype, head_dim)
+        blocks, (many, few) = key_redundancy._blocks(dtype)
+        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        norms, sums = ({**constants, "BLOCK": block} for block in blocks)
+        sums["SUM_BLOCK"] = key_redundancy._SUM_BLOCK
+        cases += [
+            CompileCase(
+                *(f"{tag}-norms", key_redundancy._norms_kernel, bounded, norms, (), many),
+                max_registers=key_redundancy._max_registers(dtype, head_dim),
+            ),
+            CompileCase(
+                f"{tag}-sums",
+                key_redundancy._column_sums_kernel,
+                signature | both,
+                sums,
+                (),
+                few,
+            ),
+        ]
+    signature = {"sums": "*i64", "offsets": "*i64", "columns": "i32", "blocks": "i32"}
+    signature |= dict.fromkeys(("normalisers", "out"), "*fp32")
+    return [
+        *cases,
+        CompileCase(
+            "mean",
+            key_redundancy._mean_kernel,
+            signature,
+            {"HEADS": 112, **key_redundancy._MEAN},
+        ),
+    ]
+
+
+def ring_write_cases() -> list[CompileCase]:
+    """Query and ring of one dtype, as in a server."""
+    return [
+        CompileCase(
+            name=name,
+            function=ring_write._ring_write_kernel,
+            signature={
+                "q": f"*{name}",
+                "slots": "*i64",
+                "positions": "*i64",
+                "ring": f"*{name}",
+                "q_stride": "i32",
+                "window": "i32",
+                "width": "i32",
+            },
+            constexprs={"BLOCK": ring_write._BLOCK},
+            aligned=("q_stride", "width"),
+            num_warps=ring_write._WARPS,
+        )
+        for name in TRITON_NAMES.values()
+    ]
+
+
+def row_compaction_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    int64 = (
+        *("rows", "kept", "kept_offsets", "evicted", "evicted_offsets"),
+        *("positions", "freed", "kept_positions"),
+    )
+    return [
+        CompileCase(
+            name="int32-rows",
+            function=row_compaction._compact_rows_kernel,
+            signature={
+                "req_to_token": "*i32",
+                **dict.fromkeys(int64, "*i64"),
+                "row_stride": "i32",
+            },
+            constexprs={"BLOCK": row_compaction._BLOCK},
+            num_warps=row_compaction._WARPS,
+            num_stages=1,
+        )
+    ]
+
+
+def sentence_redundancy_cases() -> list[CompileCase]:
+    """One per type of the stored vectors."""
+    return [
+        CompileCase(
+            name=name,
+            function=sentence_redundancy._raise_redundancy_kernel,
+            signature={
+                "vectors": f"*{name}",
+                "redundancy": "*fp32",
+                **dict.fromkeys(("slots", "counts"), "*i64"),
+                **dict.fromkeys(("width", "capacity"), "i32"),
+            },
+            constexprs={
+                "TILE": sentence_redundancy._TILE,
+                "TILE_DEPTH": sentence_redundancy._TILE_DEPTH,
+            },
+            aligned=("width",),
+        )
+        for name in TRITON_NAMES.values()
+    ]
+
+
+def sentence_step_cases() -> list[CompileCase]:
+    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one."""
+    cases = []
+    for name, width in (("bf16", 3584), ("fp16", 4096), ("fp32", 8192)):
+        options = sentence_step._options(width)
+        cases.append(
+            CompileCase(
+                name=f"{name}-D{width}",
+                function=sentence_step._sentence_step_kernel,
+                signature={
+                    "hidden": f"*{name}",
+                    **dict.fromkeys(("slots", "token_ids", "index"), "*i64"),
+                    **dict.fromkeys(("bits", "preset"), "*u8"),
+                    **dict.fromkeys(("total", "length"), "*fp32"),
+                    "vectors": f"*{name}",
+                    "after_delimiter": "*i1",
+                    **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
+                },
+                constexprs={"BLOCK": options["BLOCK"]},
+                aligned=("hidden_stride", "width"),
+                num_warps=options["num_warps"],
+            )
+        )
+    return cases
+
+
+def spared_columns_cases() -> list[CompileCase]:
+    """Every type of keys and size of heads."""
+    cases = []
+    signature = {
+        **_PAGED,
+        **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
+        "spared": "*i32",
+        **dict.fromkeys(spared_columns._VARYING, "i32"),
+    }
+    for dtype, head_dim in COMPILED:
+        options = spared_columns._options(dtype, head_dim)
+        warps, stages = options.pop("num_warps"), options.pop("num_stages")
+        constexprs = {**_constants(dtype, head_dim), **options}
+        how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        how["max_registers"] = spared_columns._max_registers(dtype)
+        name = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        cases.append(
+            CompileCase(name, spared_columns._spared_columns_kernel, signature, constexprs, **how)
+        )
+    return cases
+
+
+def steering_add_cases() -> list[CompileCase]:
+    """A residual of each dtype."""
+    return [
+        CompileCase(
+            name=name,
+            function=steering_add._steering_add_kernel,
+            signature={
+                "residual": f"*{name}",
+                "vector": "*fp32",
+                "rows": "*i64",
+                "token_ids": "*i64",
+                "bits": "*u8",
+                "steered": "*i1",
+                "alpha_0": "*fp32",
+                "nonexecution": "*i32",
+                "keyword_seen": "*i1",
+                "thinking": "*i1",
+                "gamma": "fp32",
+                "residual_stride": "i32",
+                "width": "i32",
+            },
+            constexprs={"BLOCK": steering_add._BLOCK},
+            aligned=("residual_stride", "width"),
+            num_warps=steering_add._WARPS,
+            options=steering_add._OPTIONS,
+        )
+        for name in TRITON_NAMES.values()
+    ]
+
+
+def window_attention_cases() -> list[CompileCase]:
+    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), and one of several products."""
+    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    cases = []
+    groups = {128: ((7, 8), (4, 8)), 64: ((5, 32),), 256: ((8, 8),)}
+    for dtype, head_dim in COMPILED:
+        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
+        signature = {
+            **_PAGED,
+            "queries": f"*{TRITON_NAMES[wide]}",
+            **dict.fromkeys(("query_slots", "last_positions"), "*i64"),
+            **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
+            **dict.fromkeys(("scratch", "importance"), "*fp32"),
+            "scale_log2": "fp32",
+        }
+        scales: dict[str, Any] = {"k_scales": None}
+        if dtype != wide:
+            signature["k_scales"], scales = "*fp32", {}
+        for group, window in groups[head_dim]:
+            options = window_attention._options(wide, head_dim, window, window, group)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            constexprs = {**_constants(dtype, head_dim), **scales, **options}
+            name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}"
+            kernel = window_attention._importance_kernel
+            cases.append(
+                CompileCase(
+                    *(name, kernel, signature, constexprs, strides, warps, stages),
+                    max_registers=window_attention._max_registers(options),
+                )
+            )
+    signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
+    signature |= dict.fromkeys(("importance", "out"), "*fp32")
+    constexprs = {"WINDOW": 8, "HEADS": 112, **window_attention._POOL}
+    return [
+        *cases,
+        CompileCase("pool", window_attention._pool_kernel, signature, constexprs),
+    ]
+
+
+def selection_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    int64 = ("offsets", "kept_offsets", "ranges", "range_offsets", "kept", "evicted")
+    signature = {"scores": "*fp32", "keys": "*i32", **dict.fromkeys(int64, "*i64"), "finite": "*i1"}
+    return [
+        CompileCase(
+            "fp32",
+            selection._select_kernel,
+            signature,
+            {"BLOCK": selection._BLOCK},
+            num_warps=selection._WARPS,
+        )
+    ]
+
+
+def sentence_scores_cases() -> list[CompileCase]:
+    """There is one: all its types are fixed."""
+    signature = {
+        **dict.fromkeys(("positions", "offsets", "starts", "stops", "sentence_offsets"), "*i64"),
+        **dict.fromkeys(("importance", "redundancy", "similarity", "out"), "*fp32"),
+        **dict.fromkeys(("sigma", "rest", "tau"), "fp32"),
+        **dict.fromkeys(("window", "ending", "blocks", "rounds"), "i32"),
+    }
+    return [
+        CompileCase(
+            "fp32",
+            sentence_scores._sentence_scores_kernel,
+            signature,
+            {"BLOCK": sentence_scores._BLOCK},
+        )
+    ]
+
+
+def step_attention_cases() -> list[CompileCase]:
+    """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), with rings of 8 queries."""
+    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    cases = []
+    for dtype, head_dim in COMPILED:
+        wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
+        both = {
+            **_PAGED,
+            "queries": f"*{TRITON_NAMES[wide]}",
+            **dict.fromkeys(("query_slots", "last_positions", "step_counts", "firsts"), "*i64"),
+            **dict.fromkeys((*strides, "causal", "tiles"), "i32"),
+            **dict.fromkeys(("highest", "normaliser"), "*fp32"),
+            "scale_log2": "fp32",
+        }
+        mean = {**both, "out": "*fp32", **dict.fromkeys(step_attention._RUNTIME[2:], "i32")}
+        scales: dict[str, Any] = {"k_scales": None}
+        if dtype != wide:
+            both["k_scales"] = mean["k_scales"] = "*fp32"
+            scales = {}
+        for group in {128: (7, 4), 64: (5,), 256: (8,)}[head_dim]:
+            options = step_attention._options(wide, head_dim, 8, group)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            constexprs = {**_constants(dtype, head_dim), **scales, **options}
+            name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}"
+            for what, kernel, signature in (
+                ("normaliser", step_attention._normaliser_kernel, both),
+                ("mean", step_attention._mean_attention_kernel, mean),
+            ):
+                launch = (signature, constexprs, strides, warps, stages)
+                cases.append(CompileCase(f"{what}-{name}", kernel, *launch))
+    return cases
+
+
+#: kernel module -> its variants
+CASES: dict[str, Callable[[], list[CompileCase]]] = {
+    "key_redundancy": key_redundancy_cases,
+    "ring_write": ring_write_cases,
+    "row_compaction": row_compaction_cases,
+    "selection": selection_cases,
+    "sentence_redundancy": sentence_redundancy_cases,
+    "sentence_scores": sentence_scores_cases,
+    "sentence_step": sentence_step_cases,
+    "spared_columns": spared_columns_cases,
+    "steering_add": steering_add_cases,
+    "step_attention": step_attention_cases,
+    "window_attention": window_attention_cases,
+}

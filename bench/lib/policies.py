@@ -1,0 +1,22 @@
+"""The policies of a comparison, in the order of the registry, and how each is drawn."""
+
+from __future__ import annotations
+
+from sgl_skipkv.policy import names, policy_class
+
+#: colours and markers, taken in turn
+PALETTE = (
+    *(("#0072b2", "s"), ("#d55e00", "o"), ("#009e73", "^"), ("#cc79a7", "v"), ("#56b4e9", "P")),
+    *(("#e69f00", "D"), ("#8c6d31", "X"), ("#7b4fa0", "<"), ("#b3b300", ">"), ("#666666", "d")),
+    ("#000000", "x"),
+)
+
+
+def compared() -> tuple[str, ...]:
+    """All that evict."""
+    return tuple(name for name in names() if policy_class(name).evicts)
+
+
+def styles() -> dict[str, tuple[str, str]]:
+    """Policy -> colour and marker."""
+    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(compared())}

@@ -1,0 +1,129 @@
+"""Accuracy: grading, intervals, figures, and a sweep that goes on after a stop."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from servers import Server
+
+from bench.accuracy import figure
+from bench.accuracy.figure import STYLE_PARAMETERS, plt
+from bench.lib import grading, record
+from bench.lib import serving as lib_serving
+from bench.lib.sweep import Cell, Sweep
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("4 + 3 = 7.\n</think>\nAnswer: 7", 7, True),
+        ("4 + 3 = 7.\n</think>\nAnswer: 8", 7, False),
+        ("Answer: 7.\n</think>\nAnswer: 8", 7, False),  # a thought is not an answer
+        ("x\n</think>\nAnswer: -7", -7, True),
+        ("so</think> The value is $\\boxed{\\frac{1}{2}}$.", "0.5", True),
+        ("so</think> The value is $\\boxed{\\frac{1}{3}}$.", "0.5", False),
+        ("so</think> \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3, \\pi/2)", True),
+        ("", 7, False),
+        ("no number at all", "\\frac{1}{2}", False),
+    ],
+)
+def test_grading(text: str, answer: Any, right: bool) -> None:
+    assert grading.is_right(text, answer) is right
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"),
+    # from the closed form by hand, p = 1/2: 1/2 -+ z/2 sqrt((1 + z^2/n)/n) / (1 + z^2/n)
+    [(5, 10, 0.23659, 0.76341), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0)],
+)
+def test_wilson(right: int, n: int, low: float, high: float) -> None:
+    found = grading.wilson(right, n)
+    assert found == pytest.approx((low, high), abs=1e-4)
+
+
+def sweep_of(server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, parallel: int = 4) -> Any:
+    monkeypatch.setenv(record.FOLDER, str(folder))
+    arguments = ["--levels", "easy", "--problems", "2", "--max-new-tokens", "600"]
+    parser = argparse.ArgumentParser()
+    lib_serving.add_arguments(parser)
+    problems = lib_serving.read_problems(parser.parse_args(arguments))
+    return Sweep(
+        "trial", [server], parallel, problems, 600, folder / "trial.jsonl", {"model": "reasoner"}
+    )
+
+
+class Counting:
+    """A real server, and how often it was asked; it goes away after ``limit`` answers."""
+
+    def __init__(self, server: Server, limit: int) -> None:
+        self.server, self.limit, self.enabled = server, limit, 0
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        self.enabled += 1
+        if self.enabled > self.limit:
+            raise ConnectionError("the server went away")
+        return self.server.post(path, body)
+
+
+@pytest.mark.server
+def test_a_sweep_goes_on_where_it_was(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [
+        Cell("easy", "full"),
+        Cell("easy", "streaming", 64, '{"interval": 32}'),
+        Cell("easy", "skipkv+", 64, '{"interval": 32, "tau": 0.85}', "sampled", 2),
+    ]
+    first = Counting(fleet.ready("reasoner"), limit=5)
+    with pytest.raises(ConnectionError):
+        sweep_of(first, tmp_path, monkeypatch, parallel=1).run(cells)
+    (tmp_path / "trial.jsonl").open("a").write('{"key": "cut off in the mid')
+    second = Counting(fleet.ready("reasoner"), limit=99)
+    sweep_of(second, tmp_path, monkeypatch).run(cells)
+    assert second.enabled == 2 + 2 + 4 - 5
+
+    third = Counting(fleet.ready("reasoner"), limit=0)
+    sweep_of(third, tmp_path, monkeypatch).run(cells)
+    assert third.enabled == 0
+    with (tmp_path / "trial.csv").open(newline="") as file:
+        rows = {row["policy"]: row for row in csv.DictReader(file)}
+    assert len(rows) == 3
+    assert [rows[p]["answers"] for p in ("full", "streaming", "skipkv+")] == ["2", "2", "4"]
+    full, streaming = rows["full"], rows["streaming"]
+    assert full["right"] == "2" and full["compactions"] == full["evicted_sentences"] == "0"
+    assert float(full["peak_kv_tokens"]) == float(full["output_tokens"])
+    assert int(streaming["compactions"]) > 8 and int(streaming["peak_kv_tokens_max"]) <= 64 + 33
+    assert 64 < float(streaming["mean_kv_tokens"]) < 64 + 32
+
+    # Every number of a row comes from the logged answers.
+    answers = sweep_of(third, tmp_path, monkeypatch)._logged()
+    tokens = [one["output_tokens"] for key, one in answers.items() if "|streaming|" in key]
+    assert float(streaming["output_tokens"]) == pytest.approx(sum(tokens) / 2, abs=0.05)
+
+
+def test_a_setting_that_changed_is_another_cell() -> None:
+    one = Cell("easy", "rkv", 64)
+    assert len({one, dataclasses.replace(one, kv_budget=65), dataclasses.replace(one)}) == 2
+
+
+def test_figures_are_drawn_from_the_rows(tmp_path: Path) -> None:
+    """Two drawings of the same rows are the same file; another number gives another one."""
+    rows = figure.selected("accuracy", "reasoner", "greedy")
+    changed = [dict(row, accuracy="0.01") if row["policy"] == "rkv" else row for row in rows]
+    drawn = []
+    for number, these in enumerate((rows, rows, changed)):
+        plt.rcParams.update(STYLE_PARAMETERS)
+        path = tmp_path / f"{number}.svg"
+        budget = {"x_label": "budget", "y_label": "right", "interval": True}
+        figure.figure(these, path, x=figure.share, y=figure.percent, **budget)
+        drawn.append(path.read_bytes())
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(ValueError, match="no rows"):
+        figure.selected("accuracy", "no-such-model", "greedy")

@@ -1,0 +1,147 @@
+"""Every script of ``bench/`` runs from its command line to its end, with its smallest arguments.
+
+Where a script starts servers of its own it gets one that the session has: its load is real.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet
+
+from bench.lib import device_clock, record
+from bench.lib import serving as lib_serving
+from bench.lib.serving import ROOT
+from bench.serving import latency, off_cost
+from examples import demo
+from sgl_skipkv.cli import server_process
+
+# A script is run anew although tests have imported it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+Run = Callable[..., int]
+#: {out} is an empty folder, {traces} a file of one trace
+ALONE = {
+    "accuracy.figure": "--out {out}",
+    "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
+    "accuracy.needed_tokens": "--problems 1",
+    "decode": "--device cpu --lengths 64 --looks 1 --memory-gib 0.0004",
+    "decode.figure": "--out {out}/decode.svg",
+    "decode.floors": "--copy-tb-per-s 1 --bf16-tflop-per-s 500 --size tiny --lengths 100 "
+    "--kv-budgets 24 --interval 16 --batches 3 6",
+    "kernels": "--device cpu --shapes tiny --repeats 2",
+    "kernels.compile": "--kernels ring_write --architectures 90",
+    "kernels.floors": "--copy-tb-per-s 2 --bf16-tflop-per-s 500 --fp32-tflop-per-s 50",
+    "reasoner.similarity": "--problems 1",
+    "reasoner.steering_prompts": "--problems 1",
+    "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner}",
+    "report": "--check",
+    "serving.figure": "--out {out}/serve.svg",
+    "steering.figure": "--out {out}",
+    "steering.without_checks": "--problems 1 --model-path {reasoner}",
+}
+_FEW = "--levels easy --problems 1 --max-new-tokens 100 --url {url}"
+_PAIRS = "--rounds 2 --calls 2 --tokens 8"
+SERVED = {
+    "accuracy": f"{_FEW} --policies streaming --shares 0.5 --sampling greedy",
+    "accuracy.ablations": f"{_FEW} --only interval",
+    "accuracy.batch_size": f"{_FEW} --trace {{trace}}",
+    "accuracy.demo": "--problems 1",
+    "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
+    "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
+    "--kv-budgets 48 --compaction-budget 48 --compaction-calls 2",
+    "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
+    "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",
+    "steering": f"{_FEW} --model-path {{wanderer}} --compared 1 --only strength "
+    "--alphas 0.1 --gammas 0",
+}
+#: what cannot even start here, and why
+ELSEWHERE = {
+    "accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress",
+}
+#: reads the rows of the repository
+READERS = ("accuracy.figure", "report", "serving.figure", "steering.figure")
+#: stands in for kvpress: as many answers as there are jobs
+PEER = """#!/bin/sh
+cat > /dev/null
+for job in none SnapKVPress KnormPress; do
+    echo '{"answers": ["</think> Answer: 7"], "tokens": 9, "seconds": 1.0}'
+done
+"""
+
+
+def scripts() -> set[str]:
+    """Modules below ``bench`` that run by themselves."""
+    folder = ROOT / "bench"
+    found = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if '\nif __name__ == "__main__":' in path.read_text()
+    }
+    return {name.removesuffix(".__main__") for name in found}
+
+
+def test_every_script_is_run() -> None:
+    assert scripts() == {*ALONE, *SERVED, *ELSEWHERE}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a script in this process, to its exit status; what it writes goes to a folder apart."""
+    monkeypatch.setitem(device_clock.SIZES, "cpu", (1 << 20, 64))
+    monkeypatch.setattr(lib_serving, "ROOT", tmp_path)
+    examples = {name: ROOT / "examples" / name for name in ("reasoner", "wanderer")}
+
+    def script(name: str, arguments: str, **places: object) -> int:
+        if name in READERS:
+            monkeypatch.delenv(record.FOLDER, raising=False)
+        else:
+            monkeypatch.setenv(record.FOLDER, str(tmp_path))
+        given = arguments.format(out=tmp_path / "out", **examples, **places).split()
+        monkeypatch.setattr(sys, "argv", [name, *given])
+        try:
+            runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    return script
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_script_runs(run: Run, tmp_path: Path, name: str) -> None:
+    ids = [token % 50 + 5 for token in range(200)]
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps({"prompt_ids": ids[:9], "output_ids": ids}))
+    if name == "decode.figure":
+        run("decode", ALONE["decode"])
+    assert run(name, ALONE[name], traces=traces) == 0
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("name", SERVED)
+def test_a_script_with_a_server_runs(
+    run: Run, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    server = fleet.ready("wanderer" if name.startswith("steering") else "reasoner")
+
+    def lent(*_: object, **__: object) -> Any:
+        return nullcontext(server)
+
+    for module in (server_process, off_cost, latency):
+        monkeypatch.setattr(module, "ServerProcess", lent)
+    traced = nullcontext((server, server.trace_path))
+    monkeypatch.setattr(latency, "_traced_server", lambda *_: traced)
+    monkeypatch.setattr(demo, "BUDGETS", (256,))
+    peer = tmp_path / "peer"
+    peer.write_text(PEER)
+    peer.chmod(0o755)
+    places = {"url": server.url, "trace": server.trace_path, "peer": peer}
+    assert run(name, SERVED[name], **places) == 0
+    assert list(tmp_path.glob("*.csv")), "no rows"
