@@ -56,7 +56,9 @@ class Scarce(TorchDispatchMode):
 
 def due_together(policy: str) -> tuple[SyntheticServer, list[Call]]:
     """Requests that have compacted once and are due again, with sentences of every length."""
-    server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, max_sentences=12)
+    # Every world is copied many times; host memory for backups would be copied with it.
+    small = {"max_sentences": 12, "retraction_backup_bytes": 0}
+    server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, **small)
     calls = [
         served(
             server,
