@@ -72,8 +72,8 @@ class HostMemory:
         """Whether enough chunks are free for a ``HostCopies`` of this size."""
         return nbytes <= len(self._free) * self.chunk_bytes
 
-    def lend(self) -> Tensor:
-        """uint8 [chunk_bytes], a free chunk, in use until ``take_back``.
+    def take_chunk(self) -> Tensor:
+        """uint8 [chunk_bytes], a free chunk, in use until ``return_chunks``.
 
         Raises:
             MemoryError: all chunks are in use; ``fits`` checks that.
@@ -85,7 +85,7 @@ class HostMemory:
             )
         return self._free.pop()
 
-    def take_back(self, chunks: list[Tensor]) -> None:
+    def return_chunks(self, chunks: list[Tensor]) -> None:
         """Return chunks that are no longer in use."""
         self._free += chunks
 
@@ -99,8 +99,8 @@ class HostCopies:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._chunks: list[Tensor] = []
-        self._room = torch.empty(0, dtype=torch.uint8)  # unused rest of the last chunk
-        weakref.finalize(self, memory.take_back, self._chunks)
+        self._rest = torch.empty(0, dtype=torch.uint8)  # unused rest of the last chunk
+        weakref.finalize(self, memory.return_chunks, self._chunks)
 
     def add(self, tensor: Tensor) -> HostCopy:
         """Copy the tensor asynchronously, on the current stream.
@@ -113,13 +113,13 @@ class HostCopies:
         """
         data, pieces = _bytes_of(tensor.contiguous()), []
         while data.numel():
-            if not self._room.numel():
-                self._room = self._memory.lend()
-                self._chunks.append(self._room)
-            piece = self._room[: data.numel()]
+            if not self._rest.numel():
+                self._rest = self._memory.take_chunk()
+                self._chunks.append(self._rest)
+            piece = self._rest[: data.numel()]
             piece.copy_(data[: piece.numel()], non_blocking=True)
             pieces.append(piece)
-            data, self._room = data[piece.numel() :], self._room[piece.numel() :]
+            data, self._rest = data[piece.numel() :], self._rest[piece.numel() :]
         return HostCopy(tensor, pieces, self)
 
 
