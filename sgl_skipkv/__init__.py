@@ -1,7 +1,7 @@
-"""A KV budget for every SGLang call.
+"""KV budgets for SGLang requests.
 
-Importing this package patches nothing. A server loads it through SGLang's plugin entry point; a
-client that writes SGLang programs requests ``install()`` or imports ``sgl_skipkv.frontend``.
+Importing this package patches nothing. A server loads it through SGLang's plugin entry point. A
+client that runs SGLang programs calls ``install()`` or imports ``sgl_skipkv.frontend``.
 """
 
 from __future__ import annotations

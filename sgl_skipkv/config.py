@@ -1,8 +1,8 @@
-"""What an operator may set, and how every wrong value is refused.
+"""Server settings, and the error message for every wrong setting or key.
 
-Two things live here: ``ServerConfig`` (flags, config file, environment), and the one place where a
-pydantic complaint becomes this project's message. Each message has four parts, whatever the way in:
-the field, what was expected, what came, and the valid choices.
+``ServerConfig`` holds the settings from flags, config file and environment. ``build`` turns a
+pydantic error into a ``SettingError``, whose message has four parts in every API: the field, the
+expected value, the given value, and the valid choices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _repr.maxstring = _repr.maxother = 60
 
 
 class SettingError(ValueError):
-    """A value that a caller or an operator set wrongly.
+    """A client or an operator set a wrong value.
 
     ``kv_budget: expected an integer in [13, 2147483647], got 0; choices: any integer in that range,
     or leave it out for the server default``
@@ -39,7 +39,7 @@ class SettingError(ValueError):
 
 
 def brief(value: object) -> str:
-    """The value as it goes into a message: never more than 80 characters of a caller's input."""
+    """The value for an error message: at most 80 characters of a client's input."""
     try:
         text = _repr.repr(value)
     except ValueError:  # Python does not print an integer of more than 4,300 digits
@@ -48,12 +48,12 @@ def brief(value: object) -> str:
 
 
 def why_unopened(error: OSError | ValueError) -> str:
-    """Why a path cannot be opened; ``ValueError`` is what a name gives that no file can have."""
-    return getattr(error, "strerror", None) or "no name of a file"
+    """Why a path cannot be opened; ``ValueError`` comes from an invalid file name."""
+    return getattr(error, "strerror", None) or "not a file name"
 
 
 class Settings(BaseModel):
-    """Base of every settings class: frozen, exact types, no unknown names, no NaN, no infinity."""
+    """Base of all settings classes: frozen, strict types, no unknown names, no NaN, no infinity."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
@@ -63,8 +63,8 @@ class Settings(BaseModel):
 class ServerConfig(Settings):
     """The settings of one server, from flags, a JSON file or ``SGL_SKIPKV_CONFIG``.
 
-    Every field may be left out. Naming any of them counts as asking for eviction, so a server that
-    cannot do it refuses to start (docs/design.md, "three states").
+    Every field is optional. Any field that is set enables eviction at start, so a server that
+    cannot evict refuses to start (docs/design.md, "three states").
     """
 
     kv_budget: int | None = Field(
@@ -73,10 +73,8 @@ class ServerConfig(Settings):
         le=BUDGET_LIMIT_TOKENS,
         description="KV tokens kept for what a request generates",
     )
-    kv_policy: str = Field("skipkv", description="the policy of a request that names none")
-    kv_params: dict[str, Any] = Field(
-        {}, description="parameters of kv_policy for requests that set none"
-    )
+    kv_policy: str = Field("skipkv", description="default eviction policy")
+    kv_params: dict[str, Any] = Field({}, description="default parameters of kv_policy")
     kv_interval: int = Field(
         128, ge=8, le=65536, description="generated tokens between two compactions of a request"
     )
@@ -84,7 +82,7 @@ class ServerConfig(Settings):
         BUDGET_LIMIT_TOKENS,
         ge=1,
         le=BUDGET_LIMIT_TOKENS,
-        description="largest kv_budget of a request",
+        description="largest kv_budget that a request may set",
     )
     protect_prompt: bool = Field(True, description="false: the prompt may be evicted too")
     count_prompt: bool = Field(False, description="true: the budget includes the prompt")
@@ -92,7 +90,7 @@ class ServerConfig(Settings):
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
         None,
-        description="alpha_0 of a request that names none; without it only requests that ask steer",
+        description="default steering strength alpha_0; absent: no steering by default",
     )
     steering_gamma: float = Field(
         0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
@@ -101,20 +99,20 @@ class ServerConfig(Settings):
         10.0,
         ge=0,
         le=1000,
-        description="largest strength, of either sign, that a request may ask for",
+        description="largest absolute steering strength that a request may set",
     )
     steering_capture: str | None = Field(
-        None, description="folder for the hidden states of `skipkv steering extract`; not for users"
+        None, description="internal: folder for hidden states of `skipkv steering extract`"
     )
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
     query_window: int = Field(
-        8, ge=1, le=1024, description="recent queries kept per request; the largest `window`"
+        8, ge=1, le=1024, description="recent queries recorded per request; the largest `window`"
     )
     max_sentences: int = Field(
-        256, ge=8, le=65536, description="sentences compared per request; older ones are not"
+        256, ge=8, le=65536, description="most recent sentences that are compared per request"
     )
     max_tracked_requests: int = Field(
-        256, ge=1, le=65536, description="scored requests that can run at once; more wait"
+        256, ge=1, le=65536, description="requests with recording that can run at once; others wait"
     )
     retraction_backup_bytes: int = Field(
         1 << 30,
@@ -126,13 +124,13 @@ class ServerConfig(Settings):
         96 << 20,
         ge=0,
         le=1 << 60,
-        description="device memory of one compaction's workspace; a larger batch is split",
+        description="device memory of one compaction's workspace; larger batches are split",
     )
     check_ledger: bool = Field(
         False, description="verify kept + freed = old at every compaction (waits for the device)"
     )
     poison_evicted: bool = Field(
-        False, description="fill the KV of evicted slots with NaN, so that a wrong read shows"
+        False, description="fill the KV of evicted slots with NaN, to expose wrong reads"
     )
     required: bool = Field(False, description="true: refuse to start unless eviction is ready")
 
@@ -163,12 +161,12 @@ class ServerConfig(Settings):
 
     @property
     def enabled(self) -> bool:
-        """Whether the operator asked for eviction: any setting at all was given."""
+        """Whether eviction is enabled at start: at least one setting was given."""
         return bool(self.model_fields_set)
 
     @property
     def defaults_apply(self) -> bool:
-        """Whether a request that names no key has a budget or is steered."""
+        """Whether a request without any key has a budget or is steered."""
         return self.kv_budget is not None or self.steering is not None
 
 
@@ -178,11 +176,10 @@ def load_server_config(
     config_file: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """One server's settings. Flags win over the file; a file given by flag wins over the
-    environment.
+    """One server's settings. Flags override a file; a file given by flag replaces the environment.
 
     Args:
-        flags: names and values given on the command line; absent names were not given.
+        flags: names and values given on the command line.
         config_file: path of ``--skipkv-config``.
         environ: where ``SGL_SKIPKV_CONFIG`` is looked up (default ``os.environ``): JSON or a path.
 
@@ -200,7 +197,7 @@ def load_server_config(
             values = _read_config_file(ENV_CONFIG, text)
     values.update(flags or {})
     if (config_file is not None or environ.get(ENV_CONFIG, "").strip()) and not values:
-        values["required"] = True  # an empty file is still a file that somebody gave
+        values["required"] = True  # a file or object without settings also enables eviction
     return build(ServerConfig, values)
 
 
@@ -209,7 +206,7 @@ def _read_config_file(field: str, name: str) -> dict[str, Any]:
     expected = f"a readable JSON file of at most {CONFIG_FILE_LIMIT_BYTES} bytes"
     choices = "a path to a file, or inline JSON in the environment variable"
     try:
-        with path.open("rb") as file:  # its size says nothing where it is a pipe or a device
+        with path.open("rb") as file:  # a pipe or a device has no size
             data = file.read(CONFIG_FILE_LIMIT_BYTES + 1)
         if len(data) > CONFIG_FILE_LIMIT_BYTES:
             raise SettingError(field, expected, f"more in {name}", choices)
@@ -248,11 +245,11 @@ M = TypeVar("M", bound=Settings)
 
 
 def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
-    """Validate ``values`` into ``model``; the first complaint becomes a ``SettingError``.
+    """Validate ``values`` into ``model``; the first error becomes a ``SettingError``.
 
     Args:
         model: a settings class.
-        values: names and raw values, as they came from JSON, flags or Python.
+        values: names and raw values from JSON, flags or Python.
         prefix: put before the field's name in the message, for nested objects (``kv_params.``).
     """
     unknown = [name for name in values if name not in model.model_fields]
@@ -285,7 +282,7 @@ _TYPES = {
 
 
 def describe(model: type[Settings], name: str) -> tuple[str, str]:
-    """What a field expects and what may be chosen, in words, from its own schema."""
+    """A field's expected value and valid choices, as text, from its schema."""
     schema: dict[str, Any] = model.model_json_schema()["properties"][name]
     options = [entry for entry in schema.get("anyOf", [schema]) if entry.get("type") != "null"]
     entry = {**schema, **options[0]}

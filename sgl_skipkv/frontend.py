@@ -1,10 +1,10 @@
 """``sgl.gen(..., kv_budget=)`` and ``program.run(..., kv_budget=)``: our four keys in SGLang's
 frontend language.
 
-Importing this module installs them, in the process that runs SGLang programs. As with SGLang's own
-sampling parameters, ``run`` and ``run_batch`` give what a ``gen`` does not say itself. A key
-travels with the sampling parameters through the interpreter, and reaches a server as
-``custom_params`` (native and ``Runtime`` backends) or ``extra_body`` (OpenAI backend).
+Importing this module installs them in the process that runs SGLang programs. As with SGLang's own
+sampling parameters, ``run`` and ``run_batch`` set the defaults of each ``gen``. The interpreter
+passes the keys with the sampling parameters and sends them as ``custom_params`` (native and
+``Runtime`` backends) or ``extra_body`` (OpenAI backend).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sglang.lang import api, interpreter, ir
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.request.settings import KEYS
 
-# Backends of the frontend that speak to services which are no SGLang server.
+# Backends for services that are not SGLang servers.
 _WITHOUT_KEYS = ("anthropic", "vertexai", "litellm")
 _installed = False
 
 
 def install() -> None:
-    """Teach ``gen``, ``gen_string``, ``gen_int``, ``run`` and ``run_batch`` the four keys.
+    """Let ``gen``, ``gen_string``, ``gen_int``, ``run`` and ``run_batch`` take the four keys.
 
     Calling it again does nothing.
 
     Raises:
-        RuntimeError: this SGLang's frontend is not the one that the hooks were written for.
+        RuntimeError: the frontend of this SGLang version has other signatures.
     """
     global _installed
     if _installed:
@@ -68,7 +68,7 @@ def _take(kwargs: dict[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
-    """``gen`` that takes our keys and leaves them on the expression it returns."""
+    """``gen`` that stores our keys on the expression it returns."""
 
     @functools.wraps(gen)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` or ``run_batch`` that takes our keys, but for those that are the program's own
-    parameters, and leaves them on a copy of the program: others may run the same one."""
+    """``run`` or ``run_batch`` that stores our keys on a copy of the program, which other
+    threads may be running. A key that is also a parameter of the program is passed to it."""
 
     @functools.wraps(run)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _handing_on_defaults(run_program: Callable[..., Any]) -> Callable[..., Any]:
-    """From the program to the sampling parameters that its requests begin with."""
+    """``run_program`` that copies the keys from the program to its default sampling parameters."""
 
     @functools.wraps(run_program)
     def wrapper(
@@ -133,7 +133,7 @@ def _keeping_keys(clone: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _resolving(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter copies a fixed list of names from ``gen``; ours go along."""
+    """The interpreter copies a fixed list of names from ``gen``; this adds our keys."""
 
     @functools.wraps(resolve)
     def wrapper(self: Any, sampling_params: Any) -> Any:
@@ -156,7 +156,7 @@ def _adding(to_kwargs: Callable[[Any], dict[str, Any]], carrier: str) -> Callabl
 
 
 def _refusing(to_kwargs: Callable[[Any], dict[str, Any]], backend: str) -> Callable[..., Any]:
-    """For a service that has no such keys: its answer would be one without a budget."""
+    """Refuse the keys for a service that would ignore them and answer without a budget."""
 
     @functools.wraps(to_kwargs)
     def wrapper(self: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _check_frontend() -> None:
         ir.SglSamplingParams.clone: ["self"],
         ir.SglSamplingParams.to_srt_kwargs: ["self"],
         ir.SglSamplingParams.to_openai_kwargs: ["self"],
-        **{getattr(ir.SglSamplingParams, f"to_{one}_kwargs"): ["self"] for one in _WITHOUT_KEYS},
+        **{getattr(ir.SglSamplingParams, f"to_{name}_kwargs"): ["self"] for name in _WITHOUT_KEYS},
         interpreter.StreamExecutor._resolve_sampling_params: ["self", "sampling_params"],
         interpreter.run_program: [
             *("program", "backend", "func_args", "func_kwargs", "default_sampling_para"),
@@ -185,10 +185,10 @@ def _check_frontend() -> None:
         ],
     }
     for function, names in expected.items():
-        found = list(inspect.signature(function).parameters)
-        if found != names:
+        parameters = list(inspect.signature(function).parameters)
+        if parameters != names:
             raise RuntimeError(
-                f"sgl_skipkv: {function.__qualname__} takes {found}, expected {names}; "
+                f"sgl_skipkv: {function.__qualname__} takes {parameters}, expected {names}; "
                 "this SGLang's frontend is not supported"
             )
 

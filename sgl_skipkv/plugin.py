@@ -9,10 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Check every hook and register the hooks; a wrong setting in the environment, or a wrong
-    steering file that it names, ends the process.
+    """Check and register the hooks.
 
-    SGLang logs and swallows whatever a plugin raises, except ``SystemExit``.
+    A wrong setting in the environment, or a malformed steering file named there, ends the process
+    by ``SystemExit``: SGLang logs and swallows every other exception of a plugin.
     """
     import sglang
 

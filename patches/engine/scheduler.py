@@ -99,7 +99,7 @@ def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
     field = "kv_budget" if settings.evicts else "steering"
     beam_width = recv_req.sampling_params.beam_width or 1
     off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
-    choices = f"only one of the two ({' and '.join(key for on, key in off if on)} turns it off)"
+    choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
     if beam_width > 1:
         raise SettingError(field, "no beam search with it", f"beam_width={beam_width}", choices)
     # A session_id alone labels metrics and cache events; it does not change the prompt.
@@ -165,10 +165,11 @@ def end_stranded(scheduler: Any, req: Any) -> None:
 
     state = req.skipkv
     if state.runtime.backs_up:
-        why, remedy = "the KV pool was full and no other could be retracted", "Lower the load, or "
-        remedy += "raise retraction_backup_bytes (host memory),"
+        why = "the KV pool was full and no other request could be retracted"
+        remedy = "Lower the load, or raise retraction_backup_bytes (host memory),"
     else:
-        why, remedy = "pause_generation (mode retract) freed its KV", "Pause in_place, or raise"
+        why = "pause_generation (mode retract) freed its KV"
+        remedy = "Pause with mode in_place, or raise"
     reason = FINISH_ABORT(
         f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
         f"{state.prompt_tokens + len(req.output_ids)} tokens do not fit the KV pool "

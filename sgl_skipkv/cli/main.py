@@ -24,28 +24,28 @@ _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashin
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="skipkv", description="A KV budget for SGLang requests.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="versions, platform, hooks and what eviction works with")
+    commands.add_parser("doctor", help="versions, platform, hooks and supported SGLang features")
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
     trace.add_argument("file", help="written by --skipkv-trace")
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
-    reports = commands.add_parser("report", help="what a budget means before anything runs")
+    reports = commands.add_parser("report", help="estimates for a budget, without a server")
     kinds = reports.add_subparsers(dest="kind", required=True)
-    padding = kinds.add_parser("padding", help="what padding leaves of a budget in static batches")
+    padding = kinds.add_parser("padding", help="budget left after padding in static batches")
     padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
     padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
-    padding.add_argument("--field", default="problem", help="for .jsonl: the prompt's field")
+    padding.add_argument("--field", default="problem", help="for .jsonl: field with the prompt")
     padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
     padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
     capacity = kinds.add_parser("capacity", help="how many requests fit a KV pool")
     capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
-    capacity.add_argument("--kv-memory-gib", type=float, required=True, help="memory of the pool")
+    capacity.add_argument("--kv-memory-gib", type=float, required=True, help="size of the KV pool")
     capacity.add_argument("--kv-budget", type=int, nargs="+", required=True)
     capacity.add_argument("--interval", type=int, default=128)
     capacity.add_argument("--prompt-tokens", type=int, default=0, help="per request, not shared")
     capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
     capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
-    steering = commands.add_parser("steering", help="make steering vectors")
+    steering = commands.add_parser("steering", help="create steering vectors")
     _add_extract_arguments(steering.add_subparsers(dest="kind", required=True))
     arguments = parser.parse_args(argv)
     console = Console(soft_wrap=False)
@@ -64,26 +64,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_extract_arguments(kinds: Any) -> None:
-    extract = kinds.add_parser("extract", help="traces, hidden states, a steering vector")
+    extract = kinds.add_parser("extract", help="extract a steering vector from traces")
     extract.add_argument("--model-path", required=True, help="folder or name")
     source = extract.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=Path, help="JSONL with prompt or problem in every line")
-    source.add_argument("--traces", type=Path, help="JSONL with prompt (as sent) and output")
+    source.add_argument("--prompts", type=Path, help="JSONL, prompt or problem per line")
+    source.add_argument("--traces", type=Path, help="JSONL, prompt (as sent) and output per line")
     extract.add_argument("-o", "--out", type=Path, required=True, help="safetensors file to write")
-    extract.add_argument("--layer", default="auto", help="number, or auto: the best separation")
+    extract.add_argument("--layer", default="auto", help="number, or auto: best separation")
     extract.add_argument("--keywords", nargs="+", help="default: Wait Alternatively again")
     extract.add_argument(
-        "--delimiters", default="math", choices=PRESETS, help="what closes a sentence"
+        "--delimiters", default="math", choices=PRESETS, help="tokens that close a sentence"
     )
     extract.add_argument("--thoughts", default="paragraph", choices=("paragraph", "line"))
     extract.add_argument("--take", default="before", choices=("before", "after"))
     extract.add_argument("--max-new-tokens", type=int, default=4096)
-    extract.add_argument("--work", type=Path, help="folder to go on in; default: OUT.work")
+    extract.add_argument(
+        "--work", type=Path, help="folder for results and resume; default: OUT.work"
+    )
     extract.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
 
 
 def extract_steering(arguments: argparse.Namespace) -> Table:
-    """Make a vector; the table says how stable it is, layer by layer."""
+    """Extract a vector; returns a table of its stability by layer."""
     from sgl_skipkv.cli import steering_extract
 
     run = steering_extract.Extraction(
@@ -95,21 +97,21 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
         take=arguments.take,
         server_flags=[f"--{flag}" for flag in arguments.server_flags],
     )
-    # What can be wrong about the end is said before the hours in between.
+    # Check the output options before a run of hours.
     _check_layer(arguments.layer, run.layers)
     if not arguments.out.absolute().parent.is_dir():
-        choices = "another path, or make the folder"
+        choices = "another path, or create the folder"
         raise SettingError("out", "a file in a folder that exists", str(arguments.out), choices)
     if arguments.traces is not None:
-        moments = run.from_traces(read_lines(arguments.traces, "prompt", "output"))
+        statistics = run.from_traces(read_lines(arguments.traces, "prompt", "output"))
     else:
         lines = read_lines(arguments.prompts)
         prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
         if not all(prompts):
             expected, got = "prompt or problem in every line", str(arguments.prompts)
             raise SettingError("prompts", expected, got, '{"prompt": "..."}')
-        moments = run.from_prompts(prompts, arguments.max_new_tokens)
-    counts, layers = moments.count.tolist(), run.report()
+        statistics = run.from_prompts(prompts, arguments.max_new_tokens)
+    counts, layers = statistics.count.tolist(), run.report()
     chosen = max(layers, key=lambda layer: layer.separation)
     if arguments.layer != "auto":
         chosen = layers[int(arguments.layer)]
@@ -127,10 +129,10 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
     return table
 
 
-def _check_layer(asked: str, layers: int) -> None:
-    if asked != "auto" and not (asked.isdecimal() and int(asked) < layers):
+def _check_layer(layer: str, layers: int) -> None:
+    if layer != "auto" and not (layer.isdecimal() and int(layer) < layers):
         expected = f"auto or a number in [0, {layers - 1}]"
-        raise SettingError("layer", expected, asked, "auto tries all of them")
+        raise SettingError("layer", expected, layer, "auto tries all of them")
 
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
@@ -154,21 +156,21 @@ def report_padding(arguments: argparse.Namespace) -> Table:
     from sgl_skipkv.cli import report
 
     tokens = report.read_prompt_tokens(arguments.file, arguments.tokenizer, arguments.field)
-    found = report.padding(tokens, arguments.batch)
+    padding = report.padding(tokens, arguments.batch)
     table = Table(
         *("kv_budget", "in file order", "sorted by length", "paged (no padding)"),
-        title=f"{found.prompts} prompts, batches of {arguments.batch}: mean padding "
-        f"{found.unsorted_tokens:.2f} tokens in file order, {found.sorted_tokens:.2f} sorted",
+        title=f"{padding.prompts} prompts, batches of {arguments.batch}: mean padding "
+        f"{padding.unsorted_tokens:.2f} tokens in file order, {padding.sorted_tokens:.2f} sorted",
         title_justify="left",
     )
     for kv_budget in arguments.kv_budget:
-        valid = map(str, found.valid_budgets(kv_budget))
+        valid = map(str, padding.valid_budgets(kv_budget))
         table.add_row(str(kv_budget), *valid, str(kv_budget))
     return table
 
 
 def report_capacity(arguments: argparse.Namespace) -> Table:
-    """Requests that fit at once, for each budget and without one."""
+    """Requests that fit in a KV pool at once, for each budget and without one."""
     from sgl_skipkv.cli import report
 
     path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
@@ -182,27 +184,27 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
         expected, got = f"room for a token of {token_bytes:,} bytes", arguments.kv_memory_gib
         raise SettingError("kv-memory-gib", expected, got, "the memory of the KV pool")
     least = {"interval": 8, "prompt_tokens": 0, "output_tokens": 1}
-    asked = [("kv_budget", 1, kv_budget) for kv_budget in arguments.kv_budget]
-    asked += [(name, limit, getattr(arguments, name)) for name, limit in least.items()]
-    for name, limit, got in asked:
+    limits = [("kv_budget", 1, kv_budget) for kv_budget in arguments.kv_budget]
+    limits += [(name, limit, getattr(arguments, name)) for name, limit in least.items()]
+    for name, limit, got in limits:
         if got < limit:
             expected = f"an integer of {limit} or more"
             raise SettingError(name.replace("_", "-"), expected, got, "tokens")
     table = Table(
         *("kv_budget", "KV tokens of a request", "requests at once"),
-        *("recorded beside it, MiB", "of the pool"),
+        *("recording and workspace, MiB", "of the pool"),
         title=f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
         title_justify="left",
     )
     for kv_budget in arguments.kv_budget:
         row_tokens = prompt + kv_budget + arguments.interval + 1
         fit = report.capacity(pool_tokens, row_tokens)
-        # Queries and sentence vectors are kept in the model's type where the cache's has one byte.
+        # With a one-byte KV cache, queries and sentence vectors have the model's type.
         sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
         recorded = sum(report.recorded_bytes(config, *sizes).values())
         share = recorded / (pool_tokens * token_bytes)
-        own = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
-        table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *own)
+        cells = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
+        table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *cells)
     row_tokens = prompt + arguments.output_tokens
     fit = report.capacity(pool_tokens, row_tokens)
     table.add_row("none", f"{row_tokens:,}", f"{fit:,}", "0", "0.0%")
@@ -222,17 +224,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def doctor(console: Console) -> int:
-    """Print versions, platform, hooks and the capability matrix; 0 if every hook fits."""
+    """Print versions, platform, hooks and the capability matrix; 0 if every hook applies."""
     console.print(_versions())
-    problems = _seams(console)
+    problems = _hooks(console)
     console.print(_capabilities())
     if problems:
         console.print("[bold red]unavailable[/]: " + "; ".join(problems))
-        console.print("A server starts and serves; requests with a budget get HTTP 400.")
+        console.print("A server still starts; requests with a budget get HTTP 400.")
         return 1
     console.print(
-        "[bold green]ready[/] as far as one can tell without a server: each server checks its own "
-        "configuration at start and reports it in /server_info and in the log."
+        "[bold green]ready[/] as far as can be checked without a server: each server checks its "
+        "configuration at start and reports its state in /server_info and in the log."
     )
     return 0
 
@@ -252,15 +254,16 @@ def _versions() -> Table:
     return table
 
 
-def _seams(console: Console) -> list[str]:
+def _hooks(console: Console) -> list[str]:
     from sgl_skipkv.patches import registry
 
     registry.load()
-    table = Table("seam", "hook", "state", "why", title="seams", title_justify="left")
+    table = Table("hook", "kind", "state", "why", title="hooks", title_justify="left")
     problems = registry.problems()
     for hook in registry.HOOKS:
-        own = [problem for problem in problems if f"hook {hook.target} " in problem]
-        state = "[red]" + own[0].removeprefix(f"hook {hook.target} ") + "[/]" if own else "ok"
+        name = f"hook {hook.target} "
+        errors = [problem.removeprefix(name) for problem in problems if name in problem]
+        state = f"[red]{errors[0]}[/]" if errors else "ok"
         table.add_row(hook.target, hook.kind, state, hook.why)
     console.print(table)
     return problems
@@ -270,7 +273,7 @@ def _capabilities() -> Table:
     from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
 
     colours = {"yes": "green", "no": "red", "per request": "yellow"}
-    table = Table("beside a budget", "supported", "why", title="capabilities", title_justify="left")
+    table = Table("feature", "supported", "why", title="capabilities", title_justify="left")
     for row in CAPABILITIES:
         table.add_row(row.name, f"[{colours[row.supported]}]{row.supported}[/]", row.why)
     return table

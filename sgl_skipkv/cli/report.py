@@ -1,4 +1,4 @@
-"""``skipkv report``: what padding costs a static batch, and how many requests fit a KV pool."""
+"""``skipkv report``: padding of static batches, and how many requests fit in a KV pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Padding:
     sorted_tokens: float
 
     def valid_budgets(self, kv_budget: int) -> tuple[int, int]:
-        """What is left of a budget that pays for padding: in file order, and sorted."""
+        """The budget left after mean padding: in file order, and sorted."""
         return round(kv_budget - self.unsorted_tokens), round(kv_budget - self.sorted_tokens)
 
 
@@ -47,7 +47,7 @@ def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
 
     def mean(lengths: Sequence[int]) -> float:
         batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
-        return sum(max(one) * len(one) - sum(one) for one in batches) / len(lengths)
+        return sum(max(part) * len(part) - sum(part) for part in batches) / len(lengths)
 
     return Padding(len(prompt_tokens), mean(prompt_tokens), mean(sorted(prompt_tokens)))
 
@@ -61,7 +61,7 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
         field: the prompt's name in each object.
 
     Raises:
-        SettingError: a file of neither kind, a missing field, or no tokenizer for text.
+        SettingError: neither kind of file, a missing field, or no tokenizer for text.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
 def recorded_bytes(
     config: dict[str, Any], requests: int, settings: ServerConfig, value_bytes: int
 ) -> dict[str, int]:
-    """What the plugin holds beside the KV pool for so many running requests, by kind.
+    """Device memory of the plugin beside the KV pool, by kind.
 
     ``queries = layers * (requests + 1) * window * Hq * d * value_bytes``, the most recent queries
     of each; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D + S))`` and a few bytes, the
@@ -112,10 +112,9 @@ def recorded_bytes(
 
     Args:
         config: a model's ``config.json``.
-        requests: that run at once and are tracked.
-        settings: of the server; ``query_window``, ``max_sentences`` and ``compaction_work_bytes``
-            count.
-        value_bytes: of one recorded number: as in the cache, or as in the model if that is float8.
+        requests: tracked requests that run at once.
+        settings: ``query_window``, ``max_sentences`` and ``compaction_work_bytes`` are used.
+        value_bytes: of a recorded value: of the KV cache's type, or the model's if that is float8.
 
     Raises:
         SettingError: the configuration lacks a size.
@@ -125,7 +124,7 @@ def recorded_bytes(
     stored = settings.max_sentences * (sizes.hidden_size * value_bytes + 4)
     return {
         "queries": tracks * ring,
-        # 14: the running sentence's number, length, flag and preset.
+        # 14: index, length, flag and preset of the open sentence.
         "sentences": tracks * (stored + 4 * sizes.hidden_size + 14),
         "workspace": settings.compaction_work_bytes,
     }
@@ -160,7 +159,7 @@ def capacity(pool_tokens: int, row_tokens: int) -> int:
 
     Args:
         pool_tokens: KV tokens of the pool.
-        row_tokens: most that a request ever holds: its prompt, unless that is shared in the radix
-            cache, and ``kv_budget + interval + 1``, or its whole output without a budget.
+        row_tokens: the most that a request ever holds: its prompt, unless it is shared in the radix
+            cache, and ``kv_budget + interval + 1``, or its full output without a budget.
     """
     return pool_tokens // row_tokens

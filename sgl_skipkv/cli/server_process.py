@@ -1,7 +1,7 @@
-"""A real SGLang server in a process of its own, for demos, benchmarks and tests.
+"""Starts a real SGLang server in a process, for demos, benchmarks and tests.
 
-It runs in its own session, so ending its process group ends what it spawned and nothing else, and
-it listens on loopback only.
+The process has its own session, so ending its process group ends exactly the processes that it
+spawned. The server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import requests
 from sgl_skipkv.config import CPU_PLATFORM
 
 READY_LINE = "The server is fired up"
-# A server binds its port when its model is loaded. Until then the system may give a port from
-# 32,768 on to any program's outgoing connection; these it never gives.
+# A server binds its port only when its model is loaded. Until then Linux may assign a port from
+# 32,768 on to another program's outgoing connection, but never one of these.
 PORTS = range(20_000, 32_768)
 
 
@@ -38,17 +38,16 @@ class HTTPFailure(Exception):
 
 
 def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
-    """A socket on a loopback port that nobody else has, held for a server that is started now.
+    """A socket that reserves a free loopback port for a server that is about to start.
 
-    The system lets the server bind beside this socket, because it does not listen and both allow
-    reuse. Nobody gets the port without allowing reuse: not another call of this function, in
-    whatever process.
+    The server can bind the same port, because this socket does not listen and both allow reuse.
+    This function binds before it allows reuse, so no two calls get the same port, in any process.
 
     Args:
         ports: to choose from, at random.
 
     Raises:
-        RuntimeError: somebody has each of them.
+        RuntimeError: none of them is free.
     """
     for port in random.SystemRandom().sample(ports, len(ports)):
         held = socket.socket()
@@ -66,8 +65,8 @@ def device_arguments(*, captures: bool = False) -> list[str]:
     """Flags for this machine: a CUDA GPU where there is one, else the CPU platform.
 
     Args:
-        captures: on a GPU, whether SGLang captures CUDA graphs. Nothing of ours is in them unless a
-            flag asks at the start, so a server whose requests alone bring budgets needs them off.
+        captures: on a GPU, whether SGLang captures CUDA graphs. They include recording only if
+            eviction is enabled at start; otherwise requests with budgets need graphs disabled.
     """
     import torch
 
@@ -82,10 +81,10 @@ class ServerProcess:
 
     Args:
         model: folder, as seen from here, or name of a model.
-        folder: working directory, which also gets ``server.log``; it should hold no folder that is
-            named like a module.
-        arguments: further command-line flags.
-        environment: over the caller's own.
+        folder: working directory and place of ``server.log``; no folder in it should have the name
+            of a module.
+        arguments: more command-line flags.
+        environment: added to the caller's.
         captures: as in ``device_arguments``.
     """
 
@@ -130,11 +129,11 @@ class ServerProcess:
         return self.log_path.read_text(errors="replace")
 
     def wait_ready(self, timeout_s: float = 300) -> Self:
-        """Block until the server answers.
+        """Block until the server is ready.
 
         Raises:
-            RuntimeError: it ended instead; the message holds the end of its log.
-            TimeoutError: it did neither.
+            RuntimeError: the server has ended; the message has the end of its log.
+            TimeoutError: the server is neither ready nor has it ended.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -147,12 +146,10 @@ class ServerProcess:
         raise TimeoutError(f"the server is not ready after {timeout_s} s:\n{self.log[-3000:]}")
 
     def stop(self, grace_s: float = 30) -> None:
-        """End the server and everything it started, and wait until all of it is gone.
-
-        Doing it again does nothing.
+        """End the server and all processes it started, and wait for them. May be called again.
 
         Args:
-            grace_s: how long SGLang may take to shut down by itself before it is killed.
+            grace_s: how long SGLang may take to shut down before it is killed.
         """
         if self._log.closed:
             return
@@ -166,17 +163,17 @@ class ServerProcess:
         self._log.close()
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Block until none of the server's processes is left; whether that is so."""
+        """Block until all of the server's processes have ended; False after the timeout."""
         deadline = time.monotonic() + timeout_s
-        while there := self._signal_group(0):
-            self.process.poll()  # a child that nobody waits for stays in its group
+        while running := self._signal_group(0):
+            self.process.poll()  # reap the child: a zombie stays in its process group
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
-        return not there
+        return not running
 
     def _signal_group(self, number: int) -> bool:
-        """Signal the server's processes; whether there were any."""
+        """Send a signal to the server's processes; False if there are none."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -195,7 +192,7 @@ class ServerProcess:
         self.stop()
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600) -> Any:
-        """POST JSON; the answer as JSON where it is JSON, else as text.
+        """POST JSON; returns the decoded JSON response, or else its text.
 
         Raises:
             HTTPFailure: any status but 200.
@@ -205,7 +202,7 @@ class ServerProcess:
         return _read(requests.post(self.url + path, data, headers=headers, timeout=timeout))
 
     def get(self, path: str) -> Any:
-        """GET; the answer as JSON where it is JSON, else as text."""
+        """GET; returns the decoded JSON response, or else its text."""
         return _read(requests.get(self.url + path, timeout=60))
 
 

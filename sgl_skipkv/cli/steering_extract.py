@@ -1,8 +1,8 @@
-"""``skipkv steering extract``: from prompts to a steering vector, through a real server.
+"""``skipkv steering extract``: extracts a steering vector from prompts, with a real server.
 
-Three steps, each of which can be stopped and goes on where it was (everything is in one work
-folder): generate traces; send each back as a prompt and take the hidden states at its delimiters;
-take the difference of the means.
+It generates traces, sends each one back as a prompt to capture the hidden states at its delimiters,
+and computes the difference of the class means. All results are in one work folder, so a stopped run
+can be resumed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sgl_skipkv.steering.steerer import TokenClasses
 from sgl_skipkv.steering.vector import Origin, SteeringVector, cosine
 
 KEYWORDS = ("Wait", "Alternatively", "again")
-#: fewer thoughts than this in a class, and the command warns
+#: the command warns if a class has fewer thoughts
 FEW_THOUGHTS = 100
-#: KV pool on a CPU, whose memory SGLang would otherwise take most of
+#: KV pool on a CPU, where SGLang would otherwise use most of the memory
 _CPU_POOL_TOKENS = 65536
 Take = Literal["before", "after"]
 Thoughts = Literal["paragraph", "line"]
@@ -43,7 +43,7 @@ Thoughts = Literal["paragraph", "line"]
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How good the vector of one layer is."""
+    """The quality of one layer's vector."""
 
     layer: int
     separation: float
@@ -56,14 +56,14 @@ class Extraction:
 
     Args:
         model_path: folder or name.
-        work: folder for traces and sums; the same one again goes on.
+        work: folder for traces and sums; a run with the same folder is resumed.
         keywords: a thought with one of these tokens is non-execution.
         preset: of the delimiters.
-        thoughts: what is labelled ends with a blank line (``paragraph``, as in SEAL) or with any
-            delimiter (``line``). A blank line and a line's end are different tokens, so means over
-            both would mostly differ by which token it was.
-        take: the hidden state of the delimiter ``before`` a thought, which is where steering acts
-            and decides what follows, or ``after`` it.
+        thoughts: a thought ends at a blank line (``paragraph``, as in SEAL) or at any delimiter
+            (``line``). A blank line and a newline are different tokens, so means over both would
+            mostly show the difference between the tokens.
+        take: the hidden state of the delimiter ``before`` a thought, where steering is applied, or
+            ``after`` it.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Extraction:
         return layers
 
     def from_prompts(self, prompts: Sequence[str], max_new_tokens: int) -> ClassStatistics:
-        """Generate the traces that are missing, capture what is missing, add everything up.
+        """Generate missing traces, capture missing hidden states, return the sums.
 
         Raises:
-            SettingError: the work folder belongs to other traces, or a prompt leaves no room.
+            SettingError: the work folder belongs to other traces, or a prompt is too long.
         """
         ids = [self._prompt_ids(prompt) for prompt in prompts]
         limit_tokens = self._config.max_position_embeddings - 2  # of a trace; the capture adds one
@@ -127,7 +127,7 @@ class Extraction:
         return self._finish(len(ids), traces, most_tokens, work)
 
     def from_traces(self, given: Sequence[Mapping[str, str]]) -> ClassStatistics:
-        """Capture and add up traces that exist: ``prompt`` (as sent to the model) and ``output``.
+        """Like ``from_prompts``, for given traces: ``prompt`` (as sent to the model), ``output``.
 
         Raises:
             SettingError: the work folder belongs to other traces, or one is longer than the model's
@@ -144,21 +144,21 @@ class Extraction:
             len(traces), traces, most_tokens, lambda server: self._capture_all(server, traces)
         )
 
-    def moments(self, part: int | None = None) -> ClassStatistics:
-        """Of all traces, or of the even (0) or odd (1) ones."""
+    def statistics(self, part: int | None = None) -> ClassStatistics:
+        """The sums of all traces, or of the even (0) or odd (1) ones."""
         layers, hidden = self.layers, self._config.hidden_size
         zeros = torch.zeros(2, layers, hidden, dtype=torch.float64)
-        found = ClassStatistics(zeros, zeros[..., 0].clone(), torch.zeros(2, dtype=torch.int64))
+        total = ClassStatistics(zeros, zeros[..., 0].clone(), torch.zeros(2, dtype=torch.int64))
         for path in sorted(self._sums.glob("*.safetensors")):
             if part is None or int(path.stem) % 2 == part:
-                found += ClassStatistics(**load_file(path))
-        return found
+                total += ClassStatistics(**load_file(path))
+        return total
 
     def report(self) -> list[LayerReport]:
         """Separation and stability of every layer's vector."""
-        whole = self.moments()
-        difference, separation = whole.difference(), whole.separation()
-        even, odd = (self.moments(part).difference() for part in (0, 1))
+        statistics = self.statistics()
+        difference, separation = statistics.difference(), statistics.separation()
+        even, odd = (self.statistics(part).difference() for part in (0, 1))
         return [
             LayerReport(
                 layer,
@@ -175,8 +175,8 @@ class Extraction:
         Raises:
             SettingError: one of the classes is empty.
         """
-        whole = self.moments()
-        nonexecution, execution = whole.count.tolist()
+        statistics = self.statistics()
+        nonexecution, execution = statistics.count.tolist()
         if not execution or not nonexecution:
             got = f"{execution} execution and {nonexecution} non-execution thoughts"
             raise SettingError("keywords", "thoughts of both classes", got, "other keywords")
@@ -195,27 +195,27 @@ class Extraction:
                 "date": datetime.date.today().isoformat(),
             }
         )
-        return SteeringVector(whole.difference()[chosen.layer].float(), origin)
+        return SteeringVector(statistics.difference()[chosen.layer].float(), origin)
 
     # -- the steps ------------------------------------------------------------------------------
 
     def _begin(self, source: Mapping[str, object]) -> None:
-        """Claim the work folder for these traces, and drop sums that were made in another way."""
+        """Bind the work folder to these traces, and delete sums with other labels."""
         for folder in (self._sums, self._captured):
             folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([self.model_path, source])
         traces = hashlib.sha256(text.encode()).hexdigest()
         labels = [*self.keywords, self.preset, self.thoughts, self.take]
         path = self.work / "settings.json"
-        found = json.loads(path.read_text()) if path.exists() else {"traces": traces}
-        if found["traces"] != traces:
+        saved = json.loads(path.read_text()) if path.exists() else {"traces": traces}
+        if saved["traces"] != traces:
             raise SettingError(
                 "work",
                 "a folder of the same model, traces or prompts, and max-new-tokens",
                 str(self.work),
-                "another folder, an empty one, or what the folder was begun with",
+                "another folder, an empty one, or the arguments of its first run",
             )
-        if found.get("labels") != labels:  # the traces are as good as before
+        if saved.get("labels") != labels:  # the traces remain valid
             shutil.rmtree(self._sums)
             self._sums.mkdir()
         settings = json.dumps({"traces": traces, "labels": labels})
@@ -228,21 +228,21 @@ class Extraction:
         most_tokens: int,
         work: Callable[[ServerProcess], None],
     ) -> ClassStatistics:
-        """The sums of all traces, with a server if one is still needed."""
+        """The sums of all traces; starts a server if results are missing."""
         if len(self._done()) < count or len(traces) < count:
             with self._server(most_tokens) as server:
                 work(server.wait_ready(600))
-        return self.moments()
+        return self.statistics()
 
     def _done(self) -> set[int]:
         return {int(path.stem) for path in self._sums.glob("*.safetensors")}
 
     def _server(self, most_tokens: int) -> ServerProcess:
-        """``most_tokens``: of the longest trace, with its prompt."""
+        """``most_tokens``: length of the longest trace with its prompt."""
         config = self.work / "skipkv.json"
         settings = {"steering_capture": str(self._captured.resolve()), "delimiters": self.preset}
         config.write_text(json.dumps(settings))
-        # A prefix from the cache has no forward pass to take hidden states from.
+        # Tokens of a cached prefix are not computed, so they have no hidden states to capture.
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
         if not torch.cuda.is_available():
             pool_tokens = max(_CPU_POOL_TOKENS, 2 * most_tokens)
@@ -270,26 +270,26 @@ class Extraction:
         ids = [*trace["prompt_ids"], *trace["output_ids"]]
         server.post("/generate", {"input_ids": ids, "sampling_params": params})
         path = self._captured / f"{number}.safetensors"
-        found = load_file(path)
+        captured = load_file(path)
         at = {
             position: i
-            for i, position in enumerate(found["positions"].tolist())
+            for i, position in enumerate(captured["positions"].tolist())
             if self._ends.closes(ids[position], PRESETS[self.preset])
         }
-        moments = class_statistics_of(found["hidden"].double(), at, self._labelled(trace))
+        statistics = class_statistics_of(captured["hidden"].double(), at, self._labelled(trace))
         sums = self._sums / f"{number:06d}.safetensors"
-        _write_whole(sums, lambda partial: save_file(vars(moments), partial))
+        _write_whole(sums, lambda partial: save_file(vars(statistics), partial))
         path.unlink()
 
     def _labelled(self, trace: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
         """(position of the delimiter, 1 for execution) of each thought of the thinking part."""
         prompt, output = len(trace["prompt_ids"]), trace["output_ids"]
-        thought = next((i for i, t in enumerate(output) if self.classes[t] & THINK_END), None)
+        thinking = next((i for i, t in enumerate(output) if self.classes[t] & THINK_END), None)
         tracker = SentenceTracker(self._ends, self.preset)
-        tracker.feed(output[:thought])
+        tracker.feed(output[:thinking])
         for start, stop in tracker.closed:
             is_execution = not any(self.classes[t] & KEYWORD for t in output[start:stop])
-            # Several delimiters may end a thought; what precedes the next one is the last of them.
+            # Several delimiters may end a thought: the last one precedes the next thought.
             position = prompt + (start if self.take == "before" else stop) - 1
             yield position, int(is_execution)
 
@@ -310,7 +310,7 @@ class Extraction:
         if not self._traces.exists():
             return {}
         whole, end, _ = self._traces.read_text().rpartition("\n")
-        self._traces.write_text(whole + end)  # the last line may have been cut by a stop
+        self._traces.write_text(whole + end)  # a stopped run may have cut the last line
         return {trace["number"]: trace for trace in map(json.loads, whole.splitlines())}
 
     def _trace_ids(self, trace: Mapping[str, str]) -> dict[str, list[int]]:
@@ -329,7 +329,7 @@ def _longest(field: str, sequences: Sequence[Sequence[int]], limit_tokens: int) 
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let a file appear with all of its content or not at all."""
+    """Write a file atomically: to another name, then rename it."""
     partial = path.with_suffix(".partial")
     write(partial)
     partial.replace(path)

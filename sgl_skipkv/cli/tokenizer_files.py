@@ -1,4 +1,4 @@
-"""A model's tokenizer, from the folder or name that a command was given."""
+"""Loads a model's tokenizer for a command."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sgl_skipkv.config import SettingError
 
 
 def load_tokenizer(field: str, model: str) -> Any:
-    """The tokenizer that Transformers makes of a folder or name.
+    """The tokenizer that Transformers loads from a folder or by name.
 
     Args:
-        field: the option that named it.
+        field: the command-line option, for the message.
 
     Raises:
-        SettingError: it makes none.
+        SettingError: Transformers loads none.
     """
     from transformers import AutoTokenizer
 

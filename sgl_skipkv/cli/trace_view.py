@@ -1,4 +1,4 @@
-"""A trace in the terminal: the generated text, with what was evicted struck through."""
+"""Shows a trace in the terminal: the generated text with evicted tokens struck through."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgl_skipkv.request.trace import read_trace
 
 
 def show_trace(console: Console, path: str, model_path: str, rid: str | None) -> int:
-    """Print one finished request of a trace file; 1 if there is none."""
+    """Print one finished request of a trace file; returns 1 if there is none."""
     events = read_trace(path)
     finished = [event for event in events if event["event"] == "finish"]
     chosen = [event for event in finished if rid in (None, event["rid"])]
@@ -23,28 +23,28 @@ def show_trace(console: Console, path: str, model_path: str, rid: str | None) ->
         console.print(f"rid: expected a finished request, got {rid}; choices: {known}")
         return 1
     finish = chosen[-1]
-    own = [event for event in events if event["rid"] == finish["rid"]]
-    show(console, own, load_tokenizer("model-path", model_path))
+    of_request = [event for event in events if event["rid"] == finish["rid"]]
+    show(console, of_request, load_tokenizer("model-path", model_path))
     return 0
 
 
 def show(console: Console, events: Sequence[dict[str, Any]], tokenizer: Any) -> None:
-    """Print one request's text and what it came to."""
+    """Print a request's text and its eviction summary."""
     styled = console.is_terminal and not console.no_color
     console.print(render(events, tokenizer, marks=("", "") if styled else ("~~", "~~")))
     console.print(legend(events[-1]))
 
 
 def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
-    """Generated tokens, counted from 0, whose KV was gone when the request finished."""
-    gone: set[int] = set()
+    """Generated tokens, counted from 0, whose KV was evicted when the request finished."""
+    evicted: set[int] = set()
     for event in events:
         if event["event"] == "recompute":
-            gone.clear()
+            evicted.clear()
         elif event["event"] == "compact":
             prompt, kept = event["prompt_tokens"], set(event["kept"])
-            gone = {i for i in range(event["generated"]) if i + prompt not in kept}
-    return gone
+            evicted = {i for i in range(event["generated"]) if i + prompt not in kept}
+    return evicted
 
 
 def render(
@@ -55,15 +55,15 @@ def render(
     Args:
         events: its trace lines.
         tokenizer: of Transformers.
-        marks: around every evicted stretch, for output that has no styles.
+        marks: before and after each run of evicted tokens, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
-    gone = evicted_positions(events)
+    evicted = evicted_positions(events)
     text = Text()
-    for is_gone, stretch in groupby(enumerate(finish["output_ids"]), lambda at: at[0] in gone):
-        # Token by token: what a stretch decodes to may depend on its neighbours.
-        words = "".join(tokenizer.decode([token_id]) for _, token_id in stretch)
-        if is_gone:
+    for is_evicted, run in groupby(enumerate(finish["output_ids"]), lambda at: at[0] in evicted):
+        # Token by token: the text of a run may depend on the tokens around it.
+        words = "".join(tokenizer.decode([token_id]) for _, token_id in run)
+        if is_evicted:
             text.append(marks[0] + words + marks[1], style="dim strike")
         else:
             text.append(words)

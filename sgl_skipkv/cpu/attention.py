@@ -1,10 +1,10 @@
-"""SGLang's ``torch_native`` attention without a copy of the keys per query head, for decode steps.
+"""SGLang's ``torch_native`` attention for decode steps, without repeating keys per query head.
 
-The stock backend gathers a request's keys and values through indices of another integer type and
-lets PyTorch repeat them for every query head that shares them; at a few hundred tokens that is two
-thirds of a decode step on a CPU. Here the query heads that share a KV head are one matrix, so the
-gathered keys are read once. The arithmetic is the same, request by request, so a request's result
-still does not depend on its neighbours in the batch.
+The stock backend gathers a request's keys and values with indices of another integer type and lets
+PyTorch repeat them for every query head of a KV head. At a few hundred tokens that takes two thirds
+of a decode step on a CPU. Here the query heads of a KV head form one matrix, so the gathered keys
+are read once. The arithmetic is the same, and each request is computed alone, so its result does
+not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         """
         windowed = options.get("sliding_window_size") is not None
         if encoder_lens is not None or windowed or query.dtype != k_cache.dtype:
-            # Nothing that the stock backend can do gets lost.
+            # Not supported here: the stock backend computes it.
             stock: torch.Tensor = super()._run_sdpa_forward_decode(
                 query,
                 output,

@@ -1,1 +1,1 @@
-"""The life of a budgeted request: plan a compaction, rewrite its row, give slots back."""
+"""The life of a budgeted request: plan a compaction, rewrite its row, free slots."""

@@ -1,7 +1,7 @@
-"""One compaction of several requests: decided first, then written without another allocation.
+"""One compaction of several requests: planned first, then written without an allocation.
 
-``Plan`` says what stays of one request. ``Compaction`` takes all memory that writing the plans
-needs, so that whatever can fail has failed before the first row changes.
+A ``Plan`` holds which tokens of one request are kept. ``Compaction`` allocates all memory that
+writing the plans needs, so that everything that can fail has failed before the first row changes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sgl_skipkv.request.state import RequestState
 
 
 class Plan(NamedTuple):
-    """A compaction that is decided and not yet done.
+    """A request's compaction before it is applied.
 
     Attributes:
         positions: int64 [row tokens], logical positions before it.
-        finite: bool [], whether every score was a number.
-        table: sentence index of each entry of the device's table that stays there; None for a
-            request without one.
-        entries: where those entries are now.
+        finite: bool [], whether every score was finite.
+        table: sentence index of each entry that is kept in the device's sentence table; None for a
+            request without sentences.
+        entries: current indices of those entries.
     """
 
     state: RequestState
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class Compaction:
-    """The plans of requests that compact together, and the memory to write them with.
+    """The plans of requests that are compacted together, and the memory to write them.
 
     Args:
         req_to_token: int32 [rows, width], SGLang's page table.
@@ -57,7 +57,7 @@ class Compaction:
         torch.OutOfMemoryError: nothing has changed.
 
     Attributes:
-        freed: int64 [evicted] of each plan, slots that nobody refers to once it is applied.
+        freed: int64 [evicted] of each plan, slots that are unused once it is applied.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Compaction:
         self._copied: Any = torch.Event(kept.device) if self._copies else None
 
     def apply(self) -> None:
-        """Rewrite the rows and bring the requests' states up to date. Allocates nothing.
+        """Rewrite the rows and update the requests' states. Allocates nothing.
 
         The caller frees the slots and shortens SGLang's lengths.
         """
@@ -125,8 +125,7 @@ def _row(state: RequestState) -> int:
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:
-    """Host memory for a copy that waits for nothing, which takes pinned memory; of a CPU tensor the
-    tensor itself."""
+    """Pinned memory for an asynchronous copy of the tensor; a CPU tensor is returned itself."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,9 +1,9 @@
-"""The one place where an error of ours is caught: while nothing has changed yet.
+"""The error boundary: the only place where an error of the plugin is caught.
 
-An exception that leaves a hook ends the scheduler, and with it every request of every tenant. Until
-a row is rewritten, a mistake of ours concerns one request: that one ends with 500, and the log has
-the traceback. From there on nothing is caught, because what is half done must not be served;
-neither is what proves that memory is wrong already, or that the device is gone.
+An exception that leaves a hook ends the scheduler, and with it every running request. Before a row
+is rewritten, an error of the plugin affects one request: it ends with 500, and the log has the
+traceback. After that nothing is caught, because a half-written row must not be served. Errors that
+show corrupted memory or a failed device are never caught.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sgl_skipkv.eviction.page_table import LedgerError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: how Triton's driver begins the message of a device's error; it has no class of its own
+#: how messages of device errors from Triton's driver begin; they have no exception class
 _DRIVER_ERRORS = ("Triton Error [CUDA]: ", "Triton Error [HIP]: ")
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether an error stops the worker wherever it happens.
+    """Whether an error must end the scheduler process.
 
-    Whoever found no memory, for a pinned tensor or a kernel, left the device as it was.
+    Running out of memory, for a pinned tensor or a kernel, is not fatal: the device is unchanged.
     """
     message = str(error).partition("\n")[0]
     of_driver = type(error) is RuntimeError and message.startswith(_DRIVER_ERRORS)
@@ -35,13 +35,13 @@ def is_fatal(error: Exception) -> bool:
 
 
 def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The work's result, or None and what went wrong.
+    """(The result of ``work``, None), or (None, an error message).
 
     Args:
-        what: whose work it is, for the log.
+        what: the request or task, for the log.
 
     Raises:
-        Exception: as it came, if ``is_fatal``.
+        Exception: the error itself, if ``is_fatal``.
     """
     try:
         return work(), None
@@ -49,4 +49,4 @@ def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:
         if is_fatal(error):
             raise
         logger.exception(what)
-        return None, f"an error of the plugin, {type(error).__name__}; the server's log has it"
+        return None, f"an error of the plugin, {type(error).__name__}; see the server's log"

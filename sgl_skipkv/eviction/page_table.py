@@ -1,16 +1,16 @@
-"""The page table of one request after a compaction, and the ledger that proves nothing was lost.
+"""Rewrites rows of the page table in a compaction; a ledger check shows that no slot is lost.
 
-SGLang's ``req_to_token`` has one row per request; entry i names the slot that holds the KV of the
-i-th cached token, for all layers at once. Who owns which part of a row of a budgeted request::
+SGLang's ``req_to_token`` has one row per request; entry i is the slot that holds the KV of the i-th
+cached token, for all layers. The owners of a budgeted request's row::
 
-    [0, prompt)       the radix tree (shared, locked)      freed by the tree, never by us
-    [prompt, n)       the request itself                      freed here, or by SGLang at the end
-    [n, row width)    nobody                               zero after a compaction
+    [0, prompt)       the radix tree (shared, locked)      freed by the tree, never by the plugin
+    [prompt, n)       the request                          freed here, or by SGLang at the end
+    [n, row width)    unused                               zero after a compaction
 
-(With ``protect_prompt: false`` the request owns its prompt too and nothing of it is in the tree.)
+With ``protect_prompt: false`` the request also owns its prompt, and none of it is in the tree.
 
-A compaction moves no KV: it writes the survivors' slot ids to the front of the row, in ascending
-logical position, and hands the other slots back.
+A compaction moves no KV: it writes the slot ids of the kept tokens to the front of the row, in
+ascending logical position, and returns the other slots.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
 
 class RowRewrite:
-    """The new contents of several rows, and the slots that they give up.
+    """The new contents of several rows, and the slots that they free.
 
     Args:
         req_to_token: int32 [table rows, width], SGLang's page table.
         rows: of the requests, no row twice.
-        selections: a partition of each row's entries in use.
+        selections: for each row, its kept and evicted entries: a partition of those in use.
         positions: int64 [n] each, logical position of each entry.
         check: verify the ledger; reads device values, so it waits for the device.
 
@@ -40,9 +40,9 @@ class RowRewrite:
         torch.OutOfMemoryError: nothing has changed.
 
     Attributes:
-        freed: int64 [evicted] each, slots that nobody refers to once the rows are written.
-        kept_positions: int64 [kept of all], logical positions that stay, request after request;
-            on a GPU ``write`` fills them and ``freed``.
+        freed: int64 [evicted] each, slots that are unused once the rows are written.
+        kept_positions: int64 [kept of all], kept logical positions, request after request. On a
+            GPU ``write`` fills them and ``freed``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RowRewrite:
         self._launch = partial(compact_rows, req_to_token, at, *halves, flat, *out)
 
     def write(self) -> None:
-        """Rewrite the rows in place; allocates nothing, and on a GPU is one launch."""
+        """Rewrite the rows in place. Allocates nothing; one kernel launch on a GPU."""
         if self._launch is not None:
             self._launch()
             return
@@ -94,13 +94,13 @@ class RowRewrite:
 
 
 class LedgerError(AssertionError):
-    """kept + freed = old does not hold: a slot was lost, doubled or invented."""
+    """kept + freed = old does not hold: a slot is missing, repeated or new."""
 
 
 def check_ledger(old: Tensor, kept: Tensor, freed: Tensor) -> None:
     """Raise ``LedgerError`` unless ``kept`` and ``freed`` are a partition of ``old``.
 
-    Also requires that no slot is named twice and none is 0, SGLang's padding slot.
+    Also requires that no slot occurs twice and none is 0, SGLang's padding slot.
     """
     before = old.to(torch.int64).sort().values
     after = torch.cat([kept.to(torch.int64), freed.to(torch.int64)]).sort().values

@@ -1,9 +1,9 @@
-"""The only owner of per-request state, and the life of a request: open, admit, compact, close.
+"""The owner of per-request state: opens, admits, compacts and closes requests.
 
-The CPU knows how many, the device knows which. All counts (when a compaction is due, how many
-tokens stay, which sentences exist) come from integers the scheduler already has; all choices (which
-tokens) stay on the device. The kept positions travel to the CPU behind the decode steps and are
-read at the request's next compaction, many steps later, so nothing waits for them.
+The CPU decides how many tokens are kept, the device which ones. All counts (when a compaction is
+due, how many tokens are kept, which sentences exist) follow from integers that the scheduler has.
+The kept positions are copied to the CPU asynchronously and read back at the request's next
+compaction, many steps later, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Runtime:
     """Opens, compacts and closes the budgeted requests of one scheduler process.
 
     Attributes:
-        planner: which tokens stay.
-        host_memory: for what retracted requests held.
+        planner: chooses the tokens that are kept.
+        host_memory: for backups of retracted requests.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Runtime:
         return len(self._open)
 
     def open(self, rid: str, settings: RequestSettings, prompt_ids: Sequence[int]) -> RequestState:
-        """A request arrives. It holds nothing yet: no row, no KV slot, no track.
+        """Create the state of a request that arrives: it has no row, no KV slot, no track yet.
 
         Raises:
-            torch.OutOfMemoryError: the first such request, and no room for the recording buffers.
-            MemoryError: the first one that evicts, and no room for backups in the host's memory.
+            torch.OutOfMemoryError: the first request with a track: no device memory for recording.
+            MemoryError: the first request that evicts: no host memory for backups.
         """
         prompt_tokens = len(prompt_ids)
         state = RequestState(
@@ -103,35 +103,35 @@ class Runtime:
         return state
 
     def fits_pool(self, tokens: int) -> bool:
-        """Whether a request could hold this many tokens, decode one more and be admitted so.
+        """Whether a request with this many KV tokens can be admitted and decode one more.
 
-        The two extra tokens are the decode step and the one that SGLang's admission adds for page
-        rounding; its comparison is strict.
+        The two extra tokens are that of the decode step and one that SGLang's admission adds for
+        page rounding; its comparison is strict.
         """
         return tokens + 2 < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
-        """Whether a request without its KV could be prefilled again from all of its tokens."""
+        """Whether a request without KV can be prefilled again from all of its tokens."""
         return self.fits_pool(state.prompt_tokens + generated)
 
     def has_track(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
-        """Whether a track is left, after the requests that are admitted before it in this step."""
+        """Whether a track is free, after those that are admitted before it in this step."""
         if not state.needs_track or state.held.track_id:
             return True
         taken = sum(1 for other in before if other.needs_track and not other.held.track_id)
         return self.recorder.tracks.free > taken
 
     def admit(self, state: RequestState, row: int, prefill_tokens: int) -> None:
-        """The request got a row of the page table: it starts to hold things.
+        """The request has a row of the page table: take a track, write the trace.
 
         Args:
-            prefill_tokens: the prompt, and what was generated before a retraction.
+            prefill_tokens: of the prompt, and those generated before a retraction.
         """
         if state.held.row is not None:
             return
         offloaded = state.offloaded
         state.held = Held(row, self.recorder.tracks.take() if state.needs_track else 0)
-        if offloaded.backup is None:  # else it is as far as it was
+        if offloaded.backup is None:
             # Until the first decode step the prefill may still be running.
             state.kv.not_before = prefill_tokens + 1
         if offloaded.waiting_with is not None and self._trace is not None:
@@ -143,7 +143,7 @@ class Runtime:
         self._open.add(state)
 
     def start_recording(self, state: RequestState) -> None:
-        """First forward pass of an admitted request, on that pass's stream."""
+        """Set up or restore the recording of an admitted request, on the stream of its prefill."""
         held, backup = state.held, state.offloaded.backup
         if held.track_id and not held.started:
             assert held.row is not None
@@ -154,10 +154,10 @@ class Runtime:
         held.started, state.offloaded.backup = True, None
 
     def observe(self, state: RequestState, row_tokens: int) -> None:
-        """Note the length of the request's row, at every decode step."""
+        """Count the request's budgeted tokens, at every decode step."""
         report, budgeted_tokens = state.report, state.budgeted_tokens(row_tokens)
         report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
-        report.budgeted_token_steps += budgeted_tokens  # their mean over decode steps is reported
+        report.budgeted_token_steps += budgeted_tokens  # for the mean
         report.observed_steps += 1
 
     def due(self, state: RequestState, row_tokens: int) -> bool:
@@ -187,10 +187,10 @@ class Runtime:
                     one.state.failure = error
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
-        """Compact the requests that are due, in parts that the workspace holds.
+        """Compact the requests that are due, in parts that fit the workspace.
 
-        A request for which that fails keeps its row, with its ``failure`` set. Requests are planned
-        together; if that raises, each is planned alone.
+        If planning a part raises, each of its requests is planned alone. A request whose planning
+        fails keeps its row, and its ``failure`` is set.
 
         Args:
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
@@ -198,28 +198,28 @@ class Runtime:
         done: list[Compaction] = []
         cache = due[0].cache
         heads = 0 if cache is None else cache.heads
-        row_tokens = [one.row_tokens for one in due]
+        row_tokens = [request.row_tokens for request in due]
         for part in split_to_fit(row_tokens, heads, self.config.compaction_work_bytes):
             together = [due[i] for i in part]
-            what = ", ".join(_name(one.state) for one in together)
+            what = ", ".join(_name(request.state) for request in together)
             prepared, error = attempt(what, partial(self._prepare, together, req_to_token))
             if prepared is not None:
                 done.append(self._apply(prepared))
                 continue
-            for one in together:
+            for alone in together:
                 if len(together) > 1:
-                    what = _name(one.state)
-                    prepared, error = attempt(what, partial(self._prepare, [one], req_to_token))
+                    what = _name(alone.state)
+                    prepared, error = attempt(what, partial(self._prepare, [alone], req_to_token))
                 if prepared is not None:
                     done.append(self._apply(prepared))
                 else:
-                    one.state.failure = error
+                    alone.state.failure = error
         return done
 
     def _prepare(self, due: Sequence[Due], req_to_token: Tensor) -> Compaction:
-        """Choose what stays. Changes nothing that another request or the scheduler can see."""
-        for one in due:
-            self._read_back(one.state)
+        """Plan the requests. Changes nothing that another request or the scheduler can see."""
+        for request in due:
+            self._read_back(request.state)
         plans = self.planner.plan(due)
         check = self.config.check_ledger
         return Compaction(plans, req_to_token, self.recorder, check=check)
@@ -231,7 +231,7 @@ class Runtime:
         return compaction
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
-        """Whether what the request holds can be copied, and there is room in host memory for it.
+        """Whether the request can be backed up: its KV and recordings fit in host memory.
 
         Args:
             generated: tokens that the scheduler has seen.
@@ -244,41 +244,41 @@ class Runtime:
         return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
 
     def compacted_ahead(self, state: RequestState, generated: int) -> bool:
-        """Whether the row was compacted behind a step that is still running.
+        """Whether the row was compacted while a step was running whose token is not known yet.
 
-        With the overlap scheduler the newest token is of that step, which saw the row before the
-        compaction. A backup would have the token computed again from the row after it.
+        With the overlap scheduler that step reads the row from before the compaction. After a
+        backup its token would be recomputed from the compacted row.
         """
         last = state.kv.last
         return last is not None and last.logical_tokens > state.prompt_tokens + generated - 1
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
-        """The request is about to lose its row; ``retract`` follows.
+        """Copy the KV and recordings of a request that is about to lose its row to host memory.
 
         Args:
             kv: float [row tokens, Hkv, d] each, its keys and values on the device. Each is copied
-                before the next is made, so that only one exists at a time.
-            recorded_tokens: logical tokens that a forward pass has recorded.
+                before the next is created, so that only one exists at a time.
+            recorded_tokens: logical tokens that forward passes have recorded.
 
         Raises:
-            MemoryError: no room in host memory; ``can_back_up`` would have said so.
+            MemoryError: host memory is full; ``can_back_up`` checks that.
         """
         copies = HostCopies(self.host_memory)
-        # The pool is full: a loop variable would hold one tensor while the next is made.
+        # Device memory is short: a loop variable would keep a tensor while the next is created.
         saved_kv, track_id = list(map(copies.add, kv)), state.held.track_id
         recorded = self.recorder.save(track_id, copies) if track_id else None
         state.offloaded.backup = Backup(saved_kv, recorded)
         state.kv.recorded_tokens = recorded_tokens
 
     def forget_backup(self, state: RequestState) -> None:
-        """The request must be recomputed after all."""
+        """Drop the request's backup, so that it is recomputed."""
         if state.offloaded.backup is not None:
             state.offloaded.backup = None
             self._start_anew(state)
 
     @contextmanager
     def without_backups(self) -> Iterator[None]:
-        """Nobody is backed up meanwhile."""
+        """No request is backed up inside this context."""
         self.backs_up = False
         try:
             yield
@@ -286,7 +286,7 @@ class Runtime:
             self.backs_up = True
 
     def retract(self, state: RequestState, generated: int) -> None:
-        """The request lost its row. Without a backup it will be recomputed from its tokens."""
+        """Release a request that lost its row. Without a backup it will be recomputed."""
         self._read_back(state)
         self._release(state)
         state.offloaded.waiting_with = generated
@@ -296,12 +296,12 @@ class Runtime:
     def close(
         self, state: RequestState, row_tokens: int, output_ids: Sequence[int], reason: str | None
     ) -> None:
-        """The request is over: give everything back and write down how it went."""
+        """Release a finished request, write its summary and its trace line."""
         peak_tokens = max(state.report.peak_budgeted_tokens, state.budgeted_tokens(row_tokens))
         state.report.peak_budgeted_tokens = peak_tokens
         self._read_back(state)
         self._release(state)
-        generated = max(len(output_ids) - 1, 0)  # the last token was sampled and never fed
+        generated = max(len(output_ids) - 1, 0)  # the last token has no KV
         tracker = state.sentences.tracker
         tracker.feed(output_ids[tracker.seen_tokens :])
         state.report.summary = summarise(state, generated, output_ids)
@@ -319,23 +319,23 @@ class Runtime:
         return SentenceState(SentenceTracker(self._delimiters, settings.policy.params.delimiters))
 
     def _start_anew(self, state: RequestState) -> None:
-        """Its prefill computes every token again, so eviction begins from nothing."""
+        """Reset what eviction knows: the next prefill recomputes every token."""
         assert state.offloaded.waiting_with is not None
         state.kv = KVState(tracked_tokens=state.prompt_tokens + state.offloaded.waiting_with)
         state.sentences = self._no_sentences(state.settings)
 
     def _read_back(self, state: RequestState) -> None:
-        """Read what the last compaction kept: sentences that went whole, the trace line."""
+        """Read back the last compaction: count evicted sentences, write the trace line."""
         last, sentences = state.kv.last, state.sentences
         if last is None or state.kv.last_is_read:
             return
         kept, finite = last.read()
         state.kv.last_is_read = True
         if not finite:
-            state.failure = "a score was not finite, so the kept set means nothing"
+            state.failure = "a score was not finite, so the kept tokens are arbitrary"
         spans = {i: state.span(i) for i in sentences.live}
-        evicted = [span for span in spans.values() if not _survives(span, kept)]
-        sentences.live = [i for i, span in spans.items() if _survives(span, kept)]
+        evicted = [span for span in spans.values() if not _has_kept(span, kept)]
+        sentences.live = [i for i, span in spans.items() if _has_kept(span, kept)]
         state.report.evicted_sentences += len(evicted)
         if self._trace is not None:
             self._trace.write(
@@ -354,7 +354,7 @@ class Runtime:
         row, track_id = state.held.row, state.held.track_id
         if track_id:
             assert row is not None
-            # Whoever gets the row next must not write to a track that somebody else may hold.
+            # The row's next request must not write to this track, which another may hold.
             self.recorder.tracks.of_row[row] = 0
             self.recorder.tracks.give_back(track_id)
         if state.schedule is not None and row is not None and self.steerer is not None:
@@ -368,7 +368,7 @@ def _name(state: RequestState) -> str:
     return f"kv_budget request {state.rid}"
 
 
-def _survives(span: tuple[int, int], kept: Sequence[int]) -> bool:
+def _has_kept(span: tuple[int, int], kept: Sequence[int]) -> bool:
     """Whether an ascending list of kept positions has one in the span."""
     at = bisect_left(kept, span[0])
     return at < len(kept) and kept[at] < span[1]

@@ -1,9 +1,8 @@
-"""Every kernel of ours, launched once before a server is ready.
+"""Launches every kernel once, so that Triton compiles it before it is needed.
 
-Triton compiles a kernel when it is launched first, a second or so each, in the scheduler's thread:
-everybody would wait. What a launch is compiled for are types, sizes of the model and parameters,
-never how much is due, so one compaction of made-up rows does for all that come with the same
-window, and one step of lanes that nobody uses for all that record and steer.
+Triton compiles a kernel at its first launch, for about a second each, and the scheduler would wait.
+A kernel is compiled for types, model sizes and parameters, never for the number of requests. So one
+compaction of dummy rows per window and one step of dummy rows compile everything.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.steering.steerer import Steerer
 
 _REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
-# Larger ones are rare, and each costs a server's first start; Triton keeps on disk what it made.
+# Larger windows are rare, and each slows the first start; Triton caches compiled kernels on disk.
 _EVERY_WINDOW_UP_TO = 32
 
 
 def windows_of(config: ServerConfig) -> set[int]:
-    """Windows to come: every small one, since any request may bring it, and the operator's."""
-    found = {*range(1, _EVERY_WINDOW_UP_TO + 1), config.kv_params.get("window", 1)}
-    return {window for window in found if window <= config.query_window}
+    """Windows to compile for: all small ones, as any request may use them, and the operator's."""
+    windows = {*range(1, _EVERY_WINDOW_UP_TO + 1), config.kv_params.get("window", 1)}
+    return {window for window in windows if window <= config.query_window}
 
 
 def warm_up(
@@ -38,13 +37,13 @@ def warm_up(
     windows: Collection[int],
     steerer: Steerer | None = None,
 ) -> None:
-    """Launch every kernel of a step and of a compaction, twice where a request's second compaction
-    has another variant.
+    """Launch every kernel of a step and of a compaction.
 
-    Reads slot 0 of the KV pool and writes to scratch: slot 0 of the tables, its own page table.
+    Reads slot 0 of the KV pool; writes to track 0 of the recording buffers and to a temporary page
+    table.
 
     Args:
-        windows: of the requests to come; any other is compiled when it comes.
+        windows: to compile for; any other is compiled at its first compaction.
     """
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.paged_keys import PagedKeys
@@ -62,21 +61,21 @@ def warm_up(
         counts = [tokens] * _REQUESTS
         return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
 
-    nobody, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
+    scratch, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
     for window in windows:
         widths = torch.full_like(rows, 7, dtype=torch.int32)
         queries = recorder.queries.data
-        one = paged(window + _NEW_TOKENS)
-        window_attention(one, queries, nobody, last, widths, window=window, scale=1.0)
+        keys = paged(window + _NEW_TOKENS)
+        window_attention(keys, queries, scratch, last, widths, window=window, scale=1.0)
     tokens, ring = _KEEP_TOKENS + _NEW_TOKENS, recorder.queries.data
     key_redundancy(paged(tokens), thresholds)
     steps, firsts = [1] * _REQUESTS, [0] * _REQUESTS
-    step_attention(paged(tokens), ring, nobody, last, steps, firsts, causal=True, scale=1.0)
+    step_attention(paged(tokens), ring, scratch, last, steps, firsts, causal=True, scale=1.0)
     scores = torch.zeros(tokens * _REQUESTS, device=device)
     positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
     sentence_scores(
         *(scores, scores, positions, [tokens] * _REQUESTS),
-        *(nobody, nobody, thresholds, [1] * _REQUESTS),
+        *(scratch, scratch, thresholds, [1] * _REQUESTS),
         window=1,
         sigma=0.5,
         tau=0.5,
@@ -85,7 +84,7 @@ def warm_up(
 
 
 def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | None = None) -> None:
-    """Launch what also runs where heads have a size that the scoring kernels do not read.
+    """Launch the kernels that also run where the scoring kernels do not support the head size.
 
     Args:
         width: of the page table.
@@ -93,8 +92,8 @@ def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | No
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
     device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
-    nobody = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
-    _step(recorder, steerer, nobody)
+    scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
+    _step(recorder, steerer, scratch)
     table = _table(width, _KEEP_TOKENS, device)
     scores = [torch.zeros(tokens, device=device)] * _REQUESTS
     selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
@@ -102,25 +101,24 @@ def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | No
     RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
     sentences = recorder.sentences
     raise_redundancy(
-        *(sentences.vectors, sentences.redundancy, nobody[:1], nobody[:1] + 2), max_count=2
+        *(sentences.vectors, sentences.redundancy, scratch[:1], scratch[:1] + 2), max_count=2
     )
 
 
 def _table(width: int, keep_tokens: int, device: torch.device) -> Tensor:
-    """int32 [_REQUESTS, width or more], a page table whose entries are slot 0."""
+    """int32 [_REQUESTS, width or more], a page table whose entries are all slot 0."""
     while width < keep_tokens + _NEW_TOKENS:
-        width *= 3  # a multiple of 16 or not, as it was
+        width *= 3  # keeps divisibility by 16, for which Triton specialises
     return torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
 
 
-def _step(recorder: Recorder, steerer: Steerer | None, nobody: Tensor) -> None:
-    """A decode step of lanes whose row is not steered and has slot 0: what captured steps do, where
-    none is captured."""
+def _step(recorder: Recorder, steerer: Steerer | None, scratch: Tensor) -> None:
+    """Record and steer a decode step of dummy rows. scratch: int64 [B], all 0."""
     vectors, queries = recorder.sentences.vectors, recorder.queries.data
-    hidden = vectors.new_zeros(len(nobody), vectors.shape[-1])
-    q = queries.new_zeros(len(nobody), *queries.shape[-2:])
-    recording = Recording(nobody, nobody)
+    hidden = vectors.new_zeros(len(scratch), vectors.shape[-1])
+    q = queries.new_zeros(len(scratch), *queries.shape[-2:])
+    recording = Recording(scratch, scratch)
     recorder.record_queries(recording, 0, q)
-    recorder.record_hidden(recording, nobody, hidden)
+    recorder.record_hidden(recording, scratch, hidden)
     if steerer is not None:
-        steerer.decode(hidden, nobody, nobody)
+        steerer.decode(hidden, scratch, scratch)

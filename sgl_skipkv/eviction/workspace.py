@@ -1,8 +1,8 @@
 """The workspace: device memory that one compaction takes beside the KV pool and the tables.
 
-A compaction works on temporary tensors, which requests that are due in the same step share. The
-number of requests due in one step is unbounded, so the workspace is capped: a larger batch is
-split. Room for one part is held while SGLang sizes its KV pool, and freed after that.
+Requests that are due in the same step are compacted together, on shared temporary tensors. Their
+number is unbounded, so the workspace is capped: a larger batch is split. The workspace is reserved
+while SGLang sizes its KV pool, and freed after that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 #: per cached token: positions, scores, sort keys and the two halves of the selection
 _SELECTION_BYTES = 128
-#: per cached token, layer and KV head, while redundancy is computed: 12 in its sums, 4 in columns
+#: per cached token, layer and KV head, while redundancy is computed: 12 for sums, 4 for columns
 _HEAD_BYTES = 16
 #: per cached token and replayed step: attention, position of the step, what a policy makes of both
 _STEP_BYTES = 48
@@ -24,13 +24,13 @@ def split_to_fit(
 
     Args:
         row_tokens: of each due request.
-        heads: KV heads of all layers that kernels score; 0 where none do.
-        work_bytes: the limit; a request that takes more by itself is a part of its own.
-        steps: decode steps whose attention is replayed, of each request at most.
+        heads: KV heads of all layers, if kernels score them; else 0.
+        work_bytes: the limit; a request that needs more alone is a separate part.
+        steps: most decode steps of one request whose attention is replayed.
 
     Returns:
-        indices of the requests, each once. Shorter rows come first: in a part all are as long as
-        the longest, because selection lays them side by side.
+        indices of the requests, each once. Shorter rows come first, because selection pads the rows
+        of a part to the longest.
     """
     most_tokens = work_bytes // (heads * _HEAD_BYTES + steps * _STEP_BYTES + _SELECTION_BYTES)
     parts: list[list[int]] = []

@@ -1,1 +1,1 @@
-"""Copies in host memory: what retracted requests held."""
+"""Backups of retracted requests in host memory."""

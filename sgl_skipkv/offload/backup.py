@@ -1,11 +1,9 @@
-"""What a retracted request keeps in host memory, so that it comes back without a prefill of its
-trace.
+"""The backup of a retracted request in host memory, from which its row is restored.
 
-A retraction takes a request's row away. Its KV could be computed again from all of its tokens, but
-the trace of a request with a budget may be many times longer than what the request held, longer
-even than the pool, and what was evicted before would be seen again. So what it held is copied out,
-and copied in
-when there is room: the request goes on as if nothing had happened.
+A retracted request loses its row. Recomputing its KV needs all of its tokens, which may be many
+times its budget and even exceed the pool, and evicted tokens would be visible again. So its KV and
+recordings are copied to host memory and copied back when the request is scheduled again. It then
+continues with the same tokens as without the retraction.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ from sgl_skipkv.offload.host_memory import HostCopy
 
 
 class Recorded(NamedTuple):
-    """What was recorded of one request, in host memory, while it has no track.
+    """The recordings of one request in host memory, while it has no track.
 
     Attributes:
-        sentences: its part of the sentence table, by name. queries: its ring.
+        sentences: its rows of the sentence table, by name.
+        queries: its ring of recent queries.
     """
 
     sentences: Mapping[str, HostCopy]
@@ -30,13 +29,11 @@ class Recorded(NamedTuple):
 
 @dataclass(eq=False)
 class Backup:
-    """One request's KV and what was recorded of it, in host memory.
-
-    It takes that memory as long as it exists, however its request ends.
+    """One request's KV and recordings in host memory, which is freed with this object.
 
     Attributes:
         kv: float [row_tokens, Hkv, d] each: keys and values of every layer, in row order.
-        recorded: what the recorder had of it; None where nothing is recorded for it.
+        recorded: its recordings; None for a request without a track.
     """
 
     kv: Sequence[HostCopy]

@@ -1,12 +1,12 @@
-"""Host memory for copies of device tensors: one slab, taken once and divided into equal chunks.
+"""Host memory for copies of device tensors: one slab, allocated once and divided into equal chunks.
 
-A copy is needed when the KV pool is full, often because memory is short everywhere, so nothing is
-allocated then. PyTorch rounds a pinned allocation up to a power of two, so the slab is the largest
-one within its limit. What a dead copy leaves is lent to the next.
+A copy is needed when the KV pool is full, often when all memory is short, so the slab is allocated
+before. PyTorch rounds a pinned allocation up to a power of two, so the slab's size is the largest
+power of two within the limit. Chunks of a dropped copy are reused.
 
-Nothing here waits for a device, so a chunk may change hands while a copy from or to it still runs.
-That is safe as long as only device copies write and read chunks, in stream order: whoever adds a
-tensor does so behind all reads of what was dropped before (``patches/engine/backup.py``).
+Nothing here waits for a device, so a chunk may be reused while a copy from or to it still runs.
+That is safe if only device copies write and read chunks, in stream order: a tensor must be added
+behind all reads of copies that were dropped before (``patches/engine/backup.py``).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import weakref
 import torch
 from torch import Tensor
 
-#: one copy of this size keeps a bus busy far longer than it takes to launch
+#: a copy of this size takes far longer than its launch
 _CHUNK_BYTES = 4 << 20
-#: a small slab has smaller chunks, so that it is divided among several requests
+#: a small slab has smaller chunks, so that several requests can share it
 _FEWEST_CHUNKS = 16
-#: what PyTorch says of a CUDA or HIP device's pinned memory, and of the CPU's
+#: in PyTorch's errors, for pinned memory of a CUDA or HIP device and for CPU memory
 _NO_MEMORY = ("out of memory", "can't allocate memory")
 
 
 class HostMemory:
-    """A slab of host memory in chunks; nothing can be copied before ``reserve``.
+    """A slab of host memory in chunks, allocated by ``reserve``.
 
     Args:
-        limit_bytes: of the slab; with 0 nothing can be copied.
-        pinned: whether copies come from a device that is not the CPU. It copies without waiting
-            into pinned memory only.
+        limit_bytes: of the slab; 0: nothing can be copied.
+        pinned: whether copies come from a device other than the CPU; its asynchronous copies need
+            pinned memory.
 
     Attributes:
         slab_bytes: the largest power of two within the limit.
@@ -46,15 +46,15 @@ class HostMemory:
 
     @property
     def used_bytes(self) -> int:
-        """What the chunks that are lent take now."""
+        """Bytes of the chunks in use."""
         free_bytes = len(self._free) * self.chunk_bytes
         return self.slab_bytes - free_bytes if self._reserved else 0
 
     def reserve(self) -> None:
-        """Take the slab, unless it was taken before.
+        """Allocate the slab at the first call.
 
         Raises:
-            MemoryError: the host has no room for it.
+            MemoryError: the host has no memory for it.
         """
         if self._reserved:
             return
@@ -69,57 +69,57 @@ class HostMemory:
         self._reserved = True
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there are chunks for one more ``HostCopies`` of this size."""
+        """Whether enough chunks are free for a ``HostCopies`` of this size."""
         return nbytes <= len(self._free) * self.chunk_bytes
 
-    def lend(self) -> Tensor:
-        """uint8 [chunk_bytes], a chunk that nobody else has until ``take_back``.
+    def take_chunk(self) -> Tensor:
+        """uint8 [chunk_bytes], a free chunk, in use until ``return_chunks``.
 
         Raises:
-            MemoryError: all chunks are lent; ``fits`` would have said so.
+            MemoryError: all chunks are in use; ``fits`` checks that.
         """
         if not self._free:
             raise MemoryError(
                 f"host memory for copies: expected a free chunk of {self.chunk_bytes} bytes, got "
-                f"{self.used_bytes} of {self.slab_bytes} lent"
+                f"{self.used_bytes} of {self.slab_bytes} in use"
             )
         return self._free.pop()
 
-    def take_back(self, chunks: list[Tensor]) -> None:
-        """These chunks may be lent again."""
+    def return_chunks(self, chunks: list[Tensor]) -> None:
+        """Return chunks that are no longer in use."""
         self._free += chunks
 
 
 class HostCopies:
-    """Tensors that are copied together and packed into chunks of their own, end to end.
+    """Tensors that are copied together and packed end to end into chunks that no others share.
 
-    The chunks go back when neither it nor one of its copies exists any more, however that comes.
+    The chunks are returned when this object and all of its copies have been garbage-collected.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._chunks: list[Tensor] = []
-        self._room = torch.empty(0, dtype=torch.uint8)  # what is left of the last chunk
-        weakref.finalize(self, memory.take_back, self._chunks)
+        self._rest = torch.empty(0, dtype=torch.uint8)  # unused rest of the last chunk
+        weakref.finalize(self, memory.return_chunks, self._chunks)
 
     def add(self, tensor: Tensor) -> HostCopy:
-        """A copy of the tensor as it is on the current stream; waits for nothing.
+        """Copy the tensor asynchronously, on the current stream.
 
         Args:
             tensor: any dtype, any shape, any device.
 
         Raises:
-            MemoryError: there is no chunk left for it.
+            MemoryError: no chunk is free.
         """
         data, pieces = _bytes_of(tensor.contiguous()), []
         while data.numel():
-            if not self._room.numel():
-                self._room = self._memory.lend()
-                self._chunks.append(self._room)
-            piece = self._room[: data.numel()]
+            if not self._rest.numel():
+                self._rest = self._memory.take_chunk()
+                self._chunks.append(self._rest)
+            piece = self._rest[: data.numel()]
             piece.copy_(data[: piece.numel()], non_blocking=True)
             pieces.append(piece)
-            data, self._room = data[piece.numel() :], self._room[piece.numel() :]
+            data, self._rest = data[piece.numel() :], self._rest[piece.numel() :]
         return HostCopy(tensor, pieces, self)
 
 
@@ -127,27 +127,27 @@ class HostCopy:
     """One copied tensor.
 
     Args:
-        tensor: it has the shape and dtype of this one, which is not held.
+        tensor: gives shape and dtype; no reference to it is kept.
         pieces: uint8 [bytes] each, its bytes in chunks, in order.
-        copies: whose chunks those are.
+        copies: the owner of the chunks.
     """
 
     def __init__(self, tensor: Tensor, pieces: list[Tensor], copies: HostCopies) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self._pieces = pieces
-        self._copies = copies  # the chunks are its own for as long as it can be read
+        self._copies = copies  # keeps the chunks in use as long as this copy exists
 
     def to(self, device: torch.device, *, first_row: int = 0) -> Tensor:
         """dtype [rows - first_row, ...], a new tensor, by copies on the current stream.
 
         Args:
-            first_row: how many entries of the first dimension are left out.
+            first_row: how many leading entries of the first dimension are left out.
         """
         tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
-        if first_row:  # a number has no dimension to leave out of
+        if first_row:  # a 0-dimensional tensor cannot be sliced
             tensor = tensor[first_row:]
         data = _bytes_of(tensor)
-        at = data.numel() - sum(piece.numel() for piece in self._pieces)  # below 0: left out
+        at = data.numel() - sum(piece.numel() for piece in self._pieces)  # negative: left out
         for piece in self._pieces:
             stop = at + piece.numel()
             if stop > 0:

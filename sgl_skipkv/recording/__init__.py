@@ -1,1 +1,1 @@
-"""What decoding leaves for the next compaction: recent queries and sentence vectors."""
+"""What decode steps record for the next compaction: recent queries and sentence vectors."""

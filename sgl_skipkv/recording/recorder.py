@@ -1,8 +1,8 @@
-"""What decoding records on the device for the next compaction: recent queries, sentence vectors.
+"""Records on the device for the next compaction: recent queries and sentence vectors.
 
-Fixed buffers, written in place with tensor indices only, so a CUDA graph captures every write
+The buffers are fixed and written in place with tensor indices, so a CUDA graph captures every write
 of a decode step. They are indexed by *track id*, a small number that a request holds while it has a
-row in the page table; track 0 is scratch that untracked rows write to and nobody reads.
+row in the page table. Track 0 is scratch: untracked rows write to it, and it is never read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_skipkv.recording.sentences import Delimiters
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that the buffers depend on; heads are those of this rank."""
+    """The model sizes that determine the buffers; heads are those of this rank."""
 
     layers: int
     query_heads: int
@@ -31,19 +31,19 @@ class ModelShape:
 
 
 class Tracks:
-    """Which track each page-table row records to, and which are free. Track 0 is scratch."""
+    """The track id of each page-table row, and the free track ids. Track 0 is scratch."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
         self._free = list(range(count, 0, -1))
 
     def use_rows(self, rows: int) -> None:
-        """The page table exists, with this many rows."""
+        """Allocate the table, once the number of page-table rows is known."""
         self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
 
     @property
     def free(self) -> int:
-        """How many nobody has."""
+        """How many track ids are free."""
         return len(self._free)
 
     def take(self) -> int:
@@ -56,7 +56,7 @@ class Tracks:
 class QueryRings:
     """The last ``window`` rotated queries of every tracked request, per layer.
 
-    Token at logical position p is stored at ``p % window``; the formulas take queries in any order.
+    The query of logical position p is stored at ``p % window``; scores do not depend on the order.
 
     Attributes:
         data: float [layers, tracks + 1, window, Hq, d].
@@ -89,7 +89,7 @@ class QueryRings:
         return copies.add(self.data[:, track_id])
 
     def restore(self, track_id: int, saved: HostCopy) -> None:
-        """What ``save`` gave, into another ring: positions have the same places there."""
+        """Write what ``save`` returned into the ring of any track, at the same entries."""
         self.data[:, track_id] = saved.to(self.data.device)
 
     def read(self, track_id: int, last_position: int, count: int) -> Tensor:
@@ -103,11 +103,11 @@ class Recording:
     """Where one forward pass writes: one entry per recorded token.
 
     Attributes:
-        tracks, positions: int64 [B]; what goes to track 0 nobody reads.
-        tokens: int64 [B], which of a prefill's tokens are recorded; None in a decode step: all of
-            them, and their sentences.
+        tracks, positions: int64 [B]; track 0 is never read.
+        tokens: int64 [B], indices of a prefill's recorded tokens; None in a decode step: all tokens
+            are recorded, and their sentences.
         replay: (track id, first, stop) of generated tokens that a prefill recomputes after a
-            retraction: they go into the sentence table one by one, as they did when they were new.
+            retraction; they are added to the sentence table one by one, as in decode steps.
     """
 
     tracks: Tensor
@@ -119,13 +119,13 @@ class Recording:
 class Recorder:
     """All recording buffers of one scheduler process.
 
-    The large ones are allocated by ``reserve``: at start if eviction is enabled there, else with
-    the first request that needs them. ``tracks.use_rows`` comes before the first request.
+    ``reserve`` allocates the large ones: at start if eviction is enabled, else with the first
+    request that needs them. ``tracks.use_rows`` must be called before the first request.
 
     Attributes:
-        current: where the forward pass that is being launched records; None for nowhere.
-        records_decode: whether it is a decode step with a request that records: its first layer
-            says where.
+        current: where the forward pass being launched records; None: it does not record.
+        records_decode: whether the pass is a decode step with a tracked request; its first
+            attention layer then sets ``current``.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Recorder:
         )
 
     def scratch(self) -> Recorder:
-        """A recorder of one track: kernels are compiled for it as for this one, in other memory."""
+        """A recorder with one track and separate buffers, to compile the same kernels."""
         return self._like(tracks=1)
 
     @cached_property
@@ -178,33 +178,33 @@ class Recorder:
         return self._new_sentences()
 
     def reserve(self) -> None:
-        """Allocate everything now.
+        """Allocate the large buffers.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room beside the KV pool.
+            torch.OutOfMemoryError: the device has no memory for them beside the KV pool.
         """
         _ = self.queries, self.sentences
 
     def start(self, row: int, track_id: int, preset_bit: int) -> None:
-        """A request begins its prefill: point its row at its track and clear what was there.
+        """A request begins its prefill: assign the track to its row and clear the track.
 
-        Belongs on the stream of the forward pass: the last owner's step may still write there.
+        Must run on the stream of the forward pass, where an earlier step may still write to it.
         """
         self.tracks.of_row[row] = track_id
         self.sentences.reset(track_id, preset_bit)
 
     def request_bytes(self) -> int:
-        """What ``save`` copies of one request."""
+        """How many bytes ``save`` copies for one request."""
         tables = self.sentences.tables().values()
         return self.queries.data[:, 0].nbytes + sum(table[0].nbytes for table in tables)
 
     def save(self, track_id: int, copies: HostCopies) -> Recorded:
-        """Add what was recorded of a request to the copies."""
+        """Copy the recordings of a request."""
         queries = self.queries.save(track_id, copies)
         return Recorded(self.sentences.save(track_id, copies), queries)
 
     def restore(self, track_id: int, recorded: Recorded) -> None:
-        """Put it back, after ``start``, on the same stream."""
+        """Write what ``save`` returned to a track, after ``start`` and on the same stream."""
         self.sentences.restore(track_id, recorded.sentences)
         self.queries.restore(track_id, recorded.queries)
 
@@ -217,7 +217,7 @@ class Recorder:
         return Recording(self.tracks.of_row[rows], positions)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
-        """q: float [tokens of the forward, Hq * d] or [tokens, Hq, d]."""
+        """q: float [tokens of the pass, Hq * d] or [tokens of the pass, Hq, d]."""
         heads, head_dim = self.queries.data.shape[-2:]
         q = q.view(-1, heads, head_dim)
         if recording.tokens is not None:
@@ -225,7 +225,7 @@ class Recorder:
         self.queries.write(layer, recording.tracks, recording.positions, q)
 
     def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
-        """token_ids: int64 [tokens of the forward]; hidden: float [tokens, D], after final norm."""
+        """token_ids: int64 [tokens of the pass]; hidden: float [tokens, D], after final norm."""
         if recording.tokens is None:
             self.sentences.step(recording.tracks, token_ids, hidden)
             return

@@ -1,8 +1,8 @@
-"""Sentence vectors of every tracked request: summed while it decodes, compared at its compactions.
+"""Sentence vectors of every tracked request: summed in decode steps, compared in compactions.
 
-Fixed buffers, one row per track id; track 0 is scratch that untracked rows write to and nobody
-reads. A decode step writes through tensor indices only, so a CUDA graph captures it. What a
-compaction does is done for all due requests at once.
+The buffers are fixed, with one row per track id; track 0 is scratch and never read. A decode step
+writes with tensor indices only, so a CUDA graph captures it. A compaction processes all due
+requests at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.recording.sentences import Delimiters
 
 Spans = Sequence[tuple[int, int]]
-#: vectors that one copy moves: 59 MB beside the table where the hidden size is 3,584
+#: vectors per copy: 59 MB of temporary memory at a hidden size of 3,584 and 2 bytes per value
 _MOVED_AT_ONCE = 8192
 
 
@@ -44,28 +44,28 @@ class SentenceTable:
         self.length = torch.zeros(rows, device=device)
         self.index = torch.zeros(rows, dtype=torch.int64, device=device)
         self.after_delimiter = torch.zeros(rows, dtype=torch.bool, device=device)
-        # In the cache's type: they only ever meet each other in a cosine.
+        # In the type of the KV cache: vectors are only compared with each other, by cosine.
         self.vectors = torch.zeros(rows, capacity, hidden_size, dtype=dtype, device=device)
         self.redundancy = torch.full((rows, capacity), -1.0, device=device)
 
     def reset(self, track: int, preset_bit: int) -> None:
-        """Forget the track's last request."""
+        """Clear the track for another request."""
         self.preset[track] = preset_bit
         for table in (self.total, self.length, self.index, self.after_delimiter):
             table[track] = 0
         self.redundancy[track] = -1.0
 
     def save(self, track: int, copies: HostCopies) -> dict[str, HostCopy]:
-        """Everything about the track's call, added to the copies."""
+        """Copy the track's rows of all tables."""
         return {name: copies.add(table[track]) for name, table in self.tables().items()}
 
     def restore(self, track: int, saved: Mapping[str, HostCopy]) -> None:
-        """What ``save`` gave, into a track that was reset."""
+        """Write what ``save`` returned into a track, after ``reset``."""
         for name, table in self.tables().items():
             table[track] = saved[name].to(table.device)
 
     def tables(self) -> dict[str, Tensor]:
-        """What is kept of a request, one entry per track id."""
+        """The tables with one row per track id, except ``preset``."""
         return {
             "total": self.total,
             "length": self.length,
@@ -78,7 +78,7 @@ class SentenceTable:
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""
         tables = self.tables()
-        del tables["redundancy"]  # between sentences: a matter of compactions
+        del tables["redundancy"]  # only compactions use it
         if uses_triton(hidden.device):
             from sgl_skipkv.kernels.sentence_step import sentence_step
 
@@ -96,16 +96,16 @@ class SentenceTable:
     ) -> list[Sentences]:
         """Raise each entry's redundancy to its similarity with any later entry of its table.
 
-        To do it twice changes nothing more, so a plan that fails may be made again.
+        Repeating it changes nothing, so a plan that fails can be repeated.
 
         Args:
-            tracks: whose tables, no track twice.
-            used: entries of each.
-            entries: of each those that the policy sees, ascending.
+            tracks: of the tables, no track twice.
+            used: number of entries of each table.
+            entries: of each table, those that the policy scores, ascending.
             spans: logical spans of these.
         """
-        device, counts = self.vectors.device, [len(one) for one in spans]
-        bounds = [[span[end] for one in spans for span in one] for end in (0, 1)]
+        device, counts = self.vectors.device, [len(of_table) for of_table in spans]
+        bounds = [[span[end] for of_table in spans for span in of_table] for end in (0, 1)]
         table = [i for i, count in enumerate(counts) for _ in range(count)]
         parts = [*bounds, table, [*chain(*entries)], tracks, used]
         starts, stops, whose, entry, at, count = device_tensors(parts, device)
@@ -116,9 +116,9 @@ class SentenceTable:
         else:
             for track, n in zip(tracks, used, strict=True):
                 self._raise(track, n)
-        found = [starts, stops, self.redundancy[at[whose], entry]]
-        of_request = zip(*(torch.split(one, counts) for one in found), strict=True)
-        return [Sentences(*one) for one in of_request]
+        columns = [starts, stops, self.redundancy[at[whose], entry]]
+        of_table = zip(*(torch.split(column, counts) for column in columns), strict=True)
+        return [Sentences(*parts) for parts in of_table]
 
     def moves(
         self,
@@ -126,18 +126,18 @@ class SentenceTable:
         entries: Sequence[Sequence[int]],
         closed_last: Sequence[bool],
     ) -> TableMoves:
-        """What moves each table's named entries to its front and forgets the others.
+        """Moves that keep some entries of each table, at its front, and drop the others.
 
         Args:
-            tracks: whose tables, no track twice.
-            entries: of each the indices to keep, ascending.
-            closed_last: of each whether the last token seen was a delimiter, so that the running
+            tracks: of the tables, no track twice.
+            entries: of each table, the indices to keep, ascending.
+            closed_last: of each table, whether the last token was a delimiter, so that the running
                 sum still belongs to the newest entry.
         """
         return TableMoves(self, tracks, entries, closed_last)
 
     def _raise(self, track: int, count: int) -> None:
-        """``compare`` of one table, in plain torch."""
+        """``compare`` for one table, in plain torch."""
         if count < 2:
             return
         similarity = reference.sentence_similarity(self.vectors[track, :count])
@@ -148,7 +148,7 @@ class SentenceTable:
 
 
 class TableMoves:
-    """Entries that go to the front of their tables, with all the memory that this takes.
+    """Moves of entries to the front of their tables, with all memory allocated.
 
     Raises:
         torch.OutOfMemoryError: nothing has changed.
@@ -165,19 +165,19 @@ class TableMoves:
         self._table = table
         counts = [len(chosen) for chosen in entries]
         ends = [n - closed for n, closed in zip(counts, closed_last, strict=True)]
-        places = [
+        moves = [
             (i, track * capacity + to, track * capacity + source)
             for i, (track, chosen) in enumerate(zip(tracks, entries, strict=True))
             for to, source in enumerate(chosen)
         ]
-        moved = [(to, source) for _, to, source in places if to != source]
-        row = [i * capacity + to % capacity for i, to, _ in places]
+        moved = [(to, source) for _, to, source in moves if to != source]
+        row = [i * capacity + to % capacity for i, to, _ in moves]
         parts: list[Sequence[int]] = [[to for to, _ in moved], [source for _, source in moved]]
-        parts += [row, [source for _, _, source in places], tracks, ends]
+        parts += [row, [source for _, _, source in moves], tracks, ends]
         self._to, self._source, row_at, source_at, self._tracks, self._ends = device_tensors(
             parts, device
         )
-        # Entries before the first one that goes stay where they are.
+        # Entries before the first dropped one do not move.
         self._staging = table.vectors.new_empty(
             min(len(moved), _MOVED_AT_ONCE), table.vectors.shape[-1]
         )
@@ -186,10 +186,10 @@ class TableMoves:
         self._redundancy.view(-1).index_copy_(0, row_at, kept)
 
     def apply(self) -> None:
-        """Move the entries; allocates nothing, so it is done as a whole or not at all."""
+        """Move the entries. Allocates nothing, so it cannot fail halfway."""
         table = self._table
         vectors = table.vectors.view(-1, table.vectors.shape[-1])
-        # No entry moves backwards, so a part never overwrites what a later part reads.
+        # Entries only move to the front, so a part never overwrites what a later part reads.
         for start in range(0, self._to.shape[0], _MOVED_AT_ONCE):
             source = self._source[start : start + _MOVED_AT_ONCE]
             staged = self._staging[: source.shape[0]]

@@ -1,8 +1,8 @@
-"""From token ids to sentence spans: which tokens close a sentence, and where sentences lie.
+"""Sentence spans from token ids: which tokens close a sentence, and where sentences begin and end.
 
 A sentence is a half-open span ``[start, stop)`` of generated tokens that ends at a delimiter token
-(SkipKV, arXiv 2512.07993, section 4.1). Delimiters that follow each other join the sentence before
-them. Spans count from the first generated token.
+(SkipKV, arXiv 2512.07993, section 4.1). Further delimiters right after it belong to the same
+sentence. Spans count from the first generated token.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final, Protocol
 
 # The paper's list, as whole tokens.
 _PAPER: Final = frozenset({"\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n"})
-# Text that ends a line but leaves the thought open: an introduction, a list, an unclosed bracket, a
+# A newline after one of these closes no sentence: an introduction, a list, an unclosed bracket, a
 # line break inside a formula.
 _MATH_OPEN: Final = (":", ",", "{", "(", "[", "=", "&", "\\")
-# In code a trailing operator continues on the next line as well.
+# In code, an expression also continues after a trailing operator.
 _CODE_OPEN: Final = (*_MATH_OPEN, "+", "-", "/", "|", "<")
 
 PRESETS: Final[Mapping[str, int]] = {"paper": 1, "math": 2, "code": 4, "any-newline": 8}
@@ -26,7 +26,7 @@ def closes_sentence(text: str, preset: str) -> bool:
     """Whether a token with this text closes a sentence under ``preset``.
 
     ``paper``: exactly the six strings of the paper. ``any-newline``: the text ends in a newline.
-    ``math`` and ``code``: the same, unless what stands before the newline leaves the thought open.
+    ``math`` and ``code``: the same, unless the text before the newline shows that it continues.
     """
     if preset == "paper":
         return text in _PAPER
@@ -42,7 +42,7 @@ class Delimiters:
 
     Attributes:
         bits: uint8 per token id; bit ``PRESETS[name]`` is set where the token closes a sentence
-            under that preset. One table serves requests with different presets in one batch.
+            under that preset, so requests of one batch can use different presets.
     """
 
     def __init__(self, token_texts: Iterable[tuple[int, str]], vocab_size: int) -> None:
@@ -59,19 +59,19 @@ class Delimiters:
 
 
 class Tokenizer(Protocol):
-    """The two methods of a Hugging Face tokenizer that presets need."""
+    """The methods of a Hugging Face tokenizer that ``newline_tokens`` needs."""
 
     def get_vocab(self) -> Mapping[str, int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
-# How a raw vocabulary entry shows that it holds a newline: as itself, in byte-level BPE, and in
-# SentencePiece's byte fallback. Decoding only these keeps 150,000-token vocabularies quick.
+# A newline in a raw vocabulary entry: as itself, in byte-level BPE, and in SentencePiece's byte
+# fallback. Only these entries are decoded, which is fast for 150,000-token vocabularies.
 _NEWLINE_MARKS: Final = ("\n", "Ċ", "<0x0A>")
 
 
 def newline_tokens(tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """Token id and decoded text of every vocabulary entry that may hold a newline."""
+    """Token id and decoded text of every vocabulary entry that may contain a newline."""
     ids = [
         token_id
         for raw, token_id in tokenizer.get_vocab().items()
@@ -83,8 +83,8 @@ def newline_tokens(tokenizer: Tokenizer) -> list[tuple[int, str]]:
 class SentenceTracker:
     """Sentence spans of one request, token by token.
 
-    The device runs the same rules on hidden states (``kernels/reference.py: sentence_step``), so
-    span ``i`` here and vector ``i`` there always belong together.
+    The device applies the same rules to hidden states (``kernels/reference.py: sentence_step``), so
+    span ``i`` here belongs to vector ``i`` there.
     """
 
     def __init__(self, delimiters: Delimiters, preset: str) -> None:
@@ -96,11 +96,11 @@ class SentenceTracker:
 
     @property
     def open_tokens(self) -> int:
-        """Length of the sentence that no delimiter has closed yet."""
+        """Length of the open sentence."""
         return self.seen_tokens - self.open_start
 
     def feed(self, token_ids: Iterable[int]) -> None:
-        """Take the next generated tokens, in order."""
+        """Process the next generated tokens, in order."""
         for token_id in token_ids:
             self.seen_tokens += 1
             is_delimiter = self._delimiters.closes(token_id, self._bit)

@@ -1,1 +1,1 @@
-"""What one request asked for, and what is known of it."""
+"""One request: its settings, state, summary and trace."""

@@ -1,4 +1,4 @@
-"""What a compaction kept, on its way to the CPU behind the decode steps that follow."""
+"""The result of a request's last compaction, copied to the CPU asynchronously."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class LastCompaction(NamedTuple):
     """Read back at the request's next compaction, many steps later.
 
     Attributes:
-        positions: int64 [kept], logical positions that stayed, on the device.
-        row_tokens, logical_tokens: of the request before it.
-        kept, finite: host copies of the positions, and whether every score was a number.
-        copied: event behind those copies; None on a CPU.
+        positions: int64 [kept], kept logical positions, on the device.
+        row_tokens, logical_tokens: of the request before the compaction.
+        kept, finite: host copies of the positions and of whether every score was finite.
+        copied: event recorded after those copies; None on a CPU.
     """
 
     positions: Tensor
@@ -25,7 +25,7 @@ class LastCompaction(NamedTuple):
     copied: Any
 
     def read(self) -> tuple[list[int], bool]:
-        """Kept positions and whether all scores were finite. Long since copied when called."""
+        """Kept positions and whether all scores were finite; the copies have usually finished."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.kept.tolist(), bool(self.finite)

@@ -1,8 +1,7 @@
-"""What one request may ask for: the four keys of the API, validated against the server's settings.
+"""The settings of one request: the four keys of the API, validated against the server's settings.
 
-The keys mean the same on every way in. ``custom_params`` of SGLang's sampling parameters is the
-wire format behind all of them; ``take_keys`` and ``RequestSettings`` are the only code that reads
-it.
+The keys mean the same in every API. All APIs pass them on as ``custom_params`` of SGLang's sampling
+parameters, which only ``take_keys`` and ``RequestSettings`` read.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, b
 from sgl_skipkv.policy import Policy, policy_class
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
-#: policy of a request that is steered and has no budget
+#: policy of a steered request without a budget
 FULL: Final = "full"
 
-# Knobs whose default is a setting of the server: parameter -> setting.
+# Policy parameters whose default is a server setting: parameter -> setting.
 _SERVER_DEFAULTS: Final = {
     "interval": "kv_interval",
     "protect_prompt": "protect_prompt",
@@ -34,7 +33,7 @@ class RequestSettings:
 
     Attributes:
         policy: with its parameters.
-        kv_budget: tokens kept after each compaction; None only for a policy that never evicts.
+        kv_budget: KV tokens kept after each compaction; None only if the policy never evicts.
         steering: ``alpha_0``; None for a request that is not steered.
     """
 
@@ -52,7 +51,7 @@ class RequestSettings:
 
     @property
     def changes_kv(self) -> bool:
-        """Whether the KV of generated tokens is not what another request would compute for them."""
+        """Whether the KV of generated tokens differs from what another request would compute."""
         return self.evicts or self.steers
 
     def budget_after(self, compactions: int) -> int:
@@ -69,11 +68,11 @@ class RequestSettings:
         return 0 if self.policy.params.count_prompt else prompt_tokens
 
     def budgeted_tokens(self, row_tokens: int, prompt_tokens: int) -> int:
-        """What counts against the budget, of a row with this many cached tokens."""
+        """Tokens of a row with this length that count against the budget."""
         return row_tokens - self.prompt_on_top(prompt_tokens)
 
     def peak_budgeted_tokens(self) -> int:
-        """Most that ever counts against the budget: ``kv_budget + interval + 1``."""
+        """The most budgeted tokens that it can ever hold: ``kv_budget + interval + 1``."""
         assert self.kv_budget is not None
         return self.kv_budget + self.policy.params.interval + 1
 
@@ -87,7 +86,7 @@ class RequestSettings:
         if self.kv_budget is None or not (params.count_prompt and params.protect_prompt):
             return
         if not self.policy.evicts:
-            return  # the server's budget, and a request that opts out
+            return  # the budget is the server's default, and the request's policy does not evict
         least = prompt_tokens + self.policy.min_budget_tokens
         if self.kv_budget < least:
             raise SettingError(
@@ -107,20 +106,20 @@ def take_keys(holder: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def misspelt_keys(names: Iterable[object]) -> list[str]:
-    """Names that are meant for us and are no key: ``kv_bugdet``, ``kv-budget``, ``skipkv_budget``,
-    and ``kv_interval``, which is a setting of the server.
+    """Names that look like a key but are none: ``kv_bugdet``, ``kv-budget``, ``skipkv_budget``, and
+    ``kv_interval``, which is a server setting.
 
-    Others' names may stand beside ours, so an unknown name is no error. One of these is: its
-    request would run without what its sender counts on.
+    Other unknown names belong to SGLang or to another plugin and are allowed. With one of these the
+    request would silently run without the budget that the client expects.
     """
     return [name for name in names if isinstance(name, str) and _misspelt(name)]
 
 
 def refuse_misspelt(names: Iterable[object]) -> None:
-    """Raise for the first of ``misspelt_keys``.
+    """Refuse the first of ``misspelt_keys``.
 
     Raises:
-        SettingError: naming it.
+        SettingError: with its name.
     """
     for name in misspelt_keys(names):
         raise SettingError(brief(name)[1:-1], "a key of a request", name, ", ".join(KEYS))
@@ -131,24 +130,24 @@ def _misspelt(name: str) -> bool:
         return False
     if name[: len(_PREFIX)].lower() == _PREFIX:
         return True
-    if len(name) > _LONGEST + 1:  # whoever sends long names does not make us look closer
+    if len(name) > _LONGEST + 1:  # too long for a misspelling; bounds the comparison below
         return False
     plain = name.lower().replace("-", "_")
     return plain in _SETTINGS or bool(get_close_matches(plain, KEYS, n=1, cutoff=_CLOSE))
 
 
 _PREFIX: Final = "skipkv"
-# ``steering_capture`` is also the mark of what `skipkv steering extract` sends.
+# ``steering_capture`` is also a key in the requests of `skipkv steering extract`.
 _SETTINGS: Final = {
     name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
 } - {"steering_capture"}
 _LONGEST: Final = max(map(len, _SETTINGS))
-#: ``difflib``'s ratio: one character that is missing, wrong or too many, or two that are swapped
+#: ``difflib``'s ratio: one character missing, wrong or extra, or two swapped
 _CLOSE: Final = 0.87
 
 
 def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSettings | None:
-    """The settings of one request, or None where neither the request nor the server asked for any.
+    """The settings of one request; None if neither the request nor the server sets any.
 
     Raises:
         SettingError: wrong type or range, unknown policy or parameter, ``steering`` without a
@@ -165,7 +164,7 @@ def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSet
         if policy.evicts:
             raise SettingError(
                 "kv_budget",
-                "an integer, because kv_policy and kv_params mean nothing without a budget",
+                "an integer, because kv_policy and kv_params need a budget",
                 None,
                 "add kv_budget, or start the server with --kv-budget",
             )
@@ -178,11 +177,9 @@ def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
     name = keys.get("kv_policy", server.kv_policy)
     cls = policy_class(name)
     parameters = _parameters(keys.get("kv_params"), name, server)
+    # With an unknown parameter, ``build`` reports it as the client wrote it.
     if all(parameter in cls.Params.model_fields for parameter in parameters):
-        parameters = {
-            **_server_parameters(server),
-            **parameters,
-        }  # an unknown parameter is reported as it was written
+        parameters = {**_server_parameters(server), **parameters}
     return cls(build(cls.Params, parameters, prefix="kv_params."))
 
 
@@ -192,7 +189,7 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
     if policy.evicts:
         least = policy.min_budget_tokens
         detail = f" for policy {policy.name} (sink {params.sink} + window {params.window} + 1)"
-    # type(), not isinstance(): True is an int, and no budget.
+    # type(), not isinstance(): True is an instance of int.
     if type(kv_budget) is not int or not least <= kv_budget <= server.kv_budget_max:
         raise SettingError(
             "kv_budget",
@@ -210,10 +207,10 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
 
 
 def check_server_defaults(server: ServerConfig) -> None:
-    """Validate the server's own default policy, parameters and budget, as a request would be.
+    """Validate the server's default policy, parameters and budget, like those of a request.
 
     Raises:
-        SettingError: the operator's mistake, found at start.
+        SettingError: one of them is wrong.
     """
     try:
         policy = _resolve_policy({}, server)
@@ -222,12 +219,12 @@ def check_server_defaults(server: ServerConfig) -> None:
         setting = _SERVER_DEFAULTS.get(parameter)
         if setting is None or parameter in server.kv_params:
             raise
-        # The operator wrote the setting that became this parameter.
+        # Report the server setting that the operator wrote.
         raise SettingError(setting, error.expected, error.got, error.choices) from None
     if policy.evicts and server.kv_budget_max < policy.min_budget_tokens:
         raise SettingError(
             "kv_budget_max",
-            f"an integer in [{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}], room for the "
+            f"an integer in [{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}], at least the "
             f"smallest budget of policy {policy.name}",
             server.kv_budget_max,
             "any integer in that range, or leave it out",
@@ -241,16 +238,16 @@ def _server_parameters(server: ServerConfig) -> dict[str, Any]:
     return {parameter: getattr(server, setting) for parameter, setting in _SERVER_DEFAULTS.items()}
 
 
-def _parameters(asked: object, policy_name: str, server: ServerConfig) -> dict[str, Any]:
-    if asked is not None and not isinstance(asked, Mapping):
+def _parameters(value: object, policy_name: str, server: ServerConfig) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
         known = ", ".join(policy_class(policy_name).Params.model_fields)
-        raise SettingError("kv_params", "an object of parameters by name", asked, known)
+        raise SettingError("kv_params", "an object of parameters by name", value, known)
     defaults = server.kv_params if policy_name == server.kv_policy else {}
-    return {**defaults, **(asked or {})}
+    return {**defaults, **(value or {})}
 
 
 def _resolve_steering(value: object, server: ServerConfig) -> float | None:
-    """``alpha_0`` of a request: its own, the server's, or None for no steering."""
+    """``alpha_0`` from the request or else the server; None for no steering."""
     if value is None:
         return server.steering
     if value is False:
@@ -258,7 +255,7 @@ def _resolve_steering(value: object, server: ServerConfig) -> float | None:
     limit = server.steering_max
     expected = f"false or a number in [{-limit:g}, {limit:g}]"
     choices = "a number in that range, false, or leave it out for the server default"
-    # Compared as it is: NaN is in no range, and an integer may be too large for a float.
+    # Compared before float(): NaN is in no range, and an integer may be too large for a float.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= limit:
         if server.steering_vector is not None:
             return float(value)

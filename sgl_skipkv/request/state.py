@@ -1,4 +1,4 @@
-"""One request with a KV budget or steering, in parts by who writes them."""
+"""The state of one request with a KV budget or steering, divided by which code writes it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sgl_skipkv.steering.steerer import Schedule
 
 @dataclass
 class Held:
-    """What the request holds while it runs. ``Runtime.admit`` and ``Runtime.retract`` write it.
+    """What the request holds while it runs. Written by ``Runtime.admit`` and ``Runtime.retract``.
 
     Attributes:
         row: of the page table; None while the request waits.
         track_id: its place in the recording buffers; 0 for none.
-        started: whether its first forward pass since the admission was launched.
+        started: whether its first forward pass since its admission was launched.
     """
 
     row: int | None = None
@@ -31,17 +31,17 @@ class Held:
 
 @dataclass
 class KVState:
-    """What eviction knows of the row. ``Runtime.commit`` and ``Planner.track`` write it; a
-    recomputation begins with a new one.
+    """Eviction state of the row. Written by ``Compaction.apply``, ``Planner.track`` and
+    ``Runtime``; a recomputation begins with a new one.
 
     Attributes:
-        evicted_tokens: gone from the row since the last prefill; row + evicted = logical length.
+        evicted_tokens: evicted since the last prefill; row length + evicted = logical length.
         last: the last compaction since the last prefill.
-        last_is_read: whether the CPU has read what it kept.
-        statistics: what the policy tracks, name -> one value per row entry with a statistic.
-        tracked_tokens: logical tokens whose queries the statistics have seen.
-        recorded_tokens: logical tokens that were recorded before the row came back from a backup.
-        not_before: logical length before which nothing is compacted: the first decode step.
+        last_is_read: whether it was read back to the CPU.
+        statistics: of the policy, name -> one value per row entry that has a statistic.
+        tracked_tokens: logical tokens whose queries are included in the statistics.
+        recorded_tokens: logical tokens that were recorded before the row was restored.
+        not_before: logical length of the first decode step; no compaction comes before it.
     """
 
     tracked_tokens: int
@@ -55,14 +55,14 @@ class KVState:
 
 @dataclass
 class SentenceState:
-    """The request's sentences on the CPU, and which entries of the device's table are theirs.
-    ``Planner`` writes it; a recomputation begins with a new one.
+    """The request's sentences, and their entries in the device's sentence table. Written by
+    ``Planner`` and ``Compaction.apply``; a recomputation begins with a new one.
 
     Attributes:
-        live: indices into ``tracker.closed`` of sentences not known to be evicted.
-        seen: closed sentences that ``live`` knows.
-        table: sentence index of each entry of the device's table, as of ``table_closed`` closed
-            sentences.
+        live: indices into ``tracker.closed`` of sentences that are not known to be evicted.
+        seen: how many closed sentences ``live`` takes into account.
+        table: sentence index of each entry of the device's table, when ``table_closed`` sentences
+            were closed.
     """
 
     tracker: SentenceTracker
@@ -74,12 +74,12 @@ class SentenceState:
 
 @dataclass
 class Offloaded:
-    """What a retraction left. ``Runtime.back_up`` and ``Runtime.retract`` write it, ``admit`` ends
-    the wait.
+    """A retracted request. Written by ``Runtime.back_up`` and ``Runtime.retract``, reset by
+    ``Runtime.admit`` and ``Runtime.start_recording``.
 
     Attributes:
-        backup: KV and recordings in host memory, until the row is back.
-        waiting_with: generated tokens with which the request waits to come back; None: it does not.
+        backup: KV and recordings in host memory, until the row is restored.
+        waiting_with: generated tokens of a retracted request that waits; None: it does not wait.
     """
 
     backup: Backup | None = None
@@ -88,11 +88,11 @@ class Offloaded:
 
 @dataclass
 class Report:
-    """Counts over the whole life. ``Runtime`` adds to them at each step and compaction.
+    """Counts over the life of the request, updated at each decode step and compaction.
 
     Attributes:
         budgeted_token_steps: sum of budgeted tokens over the ``observed_steps``.
-        summary: what the request reports; None until it is over.
+        summary: of ``meta_info``; None until the request has finished.
     """
 
     compactions: int = 0
@@ -110,9 +110,9 @@ class RequestState:
 
     Attributes:
         runtime: the ``Runtime`` that opened it.
-        prompt_seed: a number that only the prompt decides.
-        schedule: the steering strength before the first generated token; None: not steered.
-        failure: why the request has to end; None: nothing is wrong.
+        prompt_seed: checksum of the prompt, used as a random seed.
+        schedule: of steering, before the first generated token; None: not steered.
+        failure: why the request must end; None: no error.
     """
 
     runtime: Any
@@ -129,26 +129,26 @@ class RequestState:
     failure: str | None = None
 
     def span(self, sentence: int) -> tuple[int, int]:
-        """Logical positions of a closed sentence: first, and one past the last."""
+        """Logical positions of a closed sentence, half-open."""
         start, stop = self.sentences.tracker.closed[sentence]
         return start + self.prompt_tokens, stop + self.prompt_tokens
 
     @property
     def needs_track(self) -> bool:
-        """Whether its policy looks at what decoding records."""
+        """Whether its policy uses recorded queries or sentences."""
         policy = self.settings.policy
         needs = policy.needs_queries or policy.needs_sentences or policy.needs_attention
         return self.settings.evicts and needs
 
     @property
     def due_tokens(self) -> int:
-        """Budgeted tokens at which the next compaction comes."""
+        """Budgeted tokens at which the next compaction is due: ``budget_after(k) + interval``."""
         interval = self.settings.policy.params.interval
         return self.settings.budget_after(self.report.compactions) + interval
 
     @property
     def records_from(self) -> int:
-        """First position of a prefill whose query is asked for later."""
+        """First position of a prefill whose query is used later."""
         policy = self.settings.policy
         if policy.needs_attention:
             return self.kv.tracked_tokens
@@ -157,15 +157,15 @@ class RequestState:
 
     @property
     def keeps_prompt_private(self) -> bool:
-        """An evictable prompt must not be shared: the tree would own what we want to free."""
+        """Whether the prompt may be evicted, so the radix tree must not own it."""
         return self.settings.evicts and not self.settings.policy.params.protect_prompt
 
     def budgeted_tokens(self, row_tokens: int) -> int:
-        """What counts against the budget, of a row with this many cached tokens."""
+        """Tokens of a row with this length that count against the budget."""
         return self.settings.budgeted_tokens(row_tokens, self.prompt_tokens)
 
     def future_tokens(self, row_tokens: int, tokens_left: int) -> int:
-        """KV tokens the request may still need beyond a row of this length; admission's reserve."""
+        """KV tokens that the request may still need beyond this row length, for admission."""
         if not self.settings.evicts:
             return tokens_left
         room = self.settings.peak_budgeted_tokens() - self.budgeted_tokens(row_tokens)

@@ -1,5 +1,4 @@
-"""What a finished request reports about itself: ``meta_info["skipkv"]`` and the trace's last
-line."""
+"""The summary of a finished request, for ``meta_info["skipkv"]`` and the trace's last line."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ from typing import Any, Final
 from sgl_skipkv.request.state import RequestState
 
 META_KEY: Final = "skipkv"
-"""Where it stands in ``meta_info``."""
+"""The summary's key in ``meta_info``."""
 
 
 def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) -> dict[str, Any]:
     """Counts of one request, under the names that ``docs/settings.md`` explains.
 
     Args:
-        generated: tokens that were generated and fed again.
-        output_ids: all that were generated.
+        generated: generated tokens that have KV, all but the last.
+        output_ids: all generated tokens.
     """
     report = state.report
     count_prompt = state.settings.policy.params.count_prompt

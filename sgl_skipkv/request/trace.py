@@ -1,4 +1,4 @@
-"""The trace: one JSON line per compaction, return and finish, in a file that the operator named.
+"""The trace: one JSON line per compaction, restore, recomputation and finish of a request.
 
 It holds logical positions and output ids, no prompt text. Readers: ``skipkv trace`` and the masking
 oracle of the tests.
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sgl_skipkv.config import SettingError, why_unopened
 
-# What readers go by, of the events that they look into.
+# Fields that readers need, by event.
 _FIELDS: Final = {
     "compact": {"prompt_tokens", "generated", "kept"},
     "finish": {"output_ids", "policy", "evicted_tokens", "full_kv_tokens", "evicted_sentences"}
@@ -21,7 +21,7 @@ _FIELDS: Final = {
 
 
 class TraceWriter:
-    """Appends lines; every line is handed to the system when ``write`` returns.
+    """Appends lines to the operator's file; ``write`` flushes each line to the operating system.
 
     Raises:
         SettingError: the file cannot be opened for appending.
@@ -44,17 +44,17 @@ def read_trace(path: str | Path) -> list[dict[str, Any]]:
     """All events of a trace file, in order.
 
     Raises:
-        SettingError: no such file, or a line that is none of ours.
+        SettingError: no such file, or a line that is not an event of a trace.
     """
     try:
         with Path(path).open(encoding="utf-8") as lines:
-            found = [json.loads(line) for line in lines if line.strip()]
+            events = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         expected, got = "a trace, JSON lines", f"{path} ({error})"
-        raise SettingError("file", expected, got, "what --skipkv-trace wrote") from error
-    for event in found:
+        raise SettingError("file", expected, got, "a file written by --skipkv-trace") from error
+    for event in events:
         named = isinstance(event, dict) and "rid" in event and isinstance(event.get("event"), str)
         if not named or not _FIELDS.get(event["event"], set()) <= event.keys():
-            expected = "lines of a trace, with event, rid and what belongs to the event"
-            raise SettingError("file", expected, event, "what --skipkv-trace wrote")
-    return found
+            expected = "lines of a trace, with event, rid and the fields of the event"
+            raise SettingError("file", expected, event, "a file written by --skipkv-trace")
+    return events

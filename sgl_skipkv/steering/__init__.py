@@ -1,1 +1,1 @@
-"""Adaptive steering: the vector, its strength, and the statistics that it is made from."""
+"""Adaptive steering: the vector, its strength, and the statistics that it is computed from."""

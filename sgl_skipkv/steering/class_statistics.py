@@ -1,4 +1,4 @@
-"""Sums over thoughts, which add up: what a steering vector is the difference of."""
+"""Sums over the thoughts of traces, from whose means a steering vector is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Sums over the thoughts of one or many traces; [2] is (non-execution, execution).
+    """Sums over the thoughts of one or more traces; [2] is (non-execution, execution).
 
     Attributes:
         total: float64 [2, layers, D], sum of hidden states.
@@ -48,11 +48,11 @@ class ClassStatistics:
 def class_statistics_of(
     hidden: Tensor, at: Mapping[int, int], labelled: Iterator[tuple[int, int]]
 ) -> ClassStatistics:
-    """ClassStatistics of one trace.
+    """The ``ClassStatistics`` of one trace.
 
     Args:
         hidden: float64 [layers, delimiters, D].
-        at: position -> index of the delimiter; a thought whose delimiter is none is left out.
+        at: position -> index in ``hidden``; a thought whose position is missing is left out.
         labelled: (position, 1 for execution, else 0) of every thought.
     """
     layers, _, width = hidden.shape

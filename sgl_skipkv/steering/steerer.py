@@ -1,11 +1,11 @@
-"""Adaptive steering: when the vector is added, how strongly, and what a decode step reads.
+"""Adaptive steering: at which tokens the vector is added, and how strongly.
 
     strength = alpha_0 + gamma * N_o
 
 at every delimiter inside the thinking part, where ``N_o`` counts the request's closed sentences
-that hold a keyword (SkipKV, arXiv 2512.07993, section 4.2). The device counts for itself, step by
-step (``Steerer``); the CPU repeats the count where it has the tokens anyway: for a prefill that
-computes generated tokens again, and for what the request reports (``Schedule``).
+that contain a keyword (SkipKV, arXiv 2512.07993, section 4.2). The device counts in each decode
+step (``Steerer``). The CPU computes the same count (``Schedule``) for a prefill that recomputes
+generated tokens, and for the request's summary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sgl_skipkv.kernels.reference import (
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters
 from sgl_skipkv.steering.vector import SteeringVector
 
-#: how the vocabularies of byte-level BPE and SentencePiece write a leading space
+#: a leading space in the vocabularies of byte-level BPE and SentencePiece
 _SPACES: Final = "Ġ▁ "
 _THINK: Final = {"<think>": THINK_START, "</think>": THINK_END}
 
@@ -41,17 +41,17 @@ class Vocabulary(Protocol):
 
 
 class TokenClasses:
-    """What a token means for steering, compiled for one tokenizer.
+    """Which tokens are delimiters, keywords and thinking marks, for one tokenizer.
 
-    A keyword matches with and without a leading space. A model without a pair of thinking tokens is
-    thinking all the time.
+    A keyword matches with and without a leading space. A model without both thinking tokens counts
+    as always thinking.
 
     Args:
-        preset: whose delimiters close a sentence.
-        keywords: each a token of the vocabulary.
+        preset: of the delimiters that close a sentence.
+        keywords: each a single token of the vocabulary.
 
     Raises:
-        SettingError: a keyword that is no single token could never be counted.
+        SettingError: a keyword is not a single token, so it could never be counted.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class TokenClasses:
         self.bits = bytearray(
             DELIMITER if bits & PRESETS[preset] else 0 for bits in delimiters.bits
         )
-        found = set()
+        matched = set()
         for raw, token_id in vocabulary.items():
             if raw.lstrip(_SPACES) in keywords:
                 self.bits[token_id] |= KEYWORD
-                found.add(raw.lstrip(_SPACES))
-        if missing := [word for word in keywords if word not in found]:
+                matched.add(raw.lstrip(_SPACES))
+        if missing := [word for word in keywords if word not in matched]:
             raise SettingError(
                 "keywords",
-                "words that are one token of this model's vocabulary",
+                "words that are single tokens of this model's vocabulary",
                 ",".join(missing),
-                "other keywords, or a vector that was made with other keywords",
+                "other keywords, or a vector with other keywords",
             )
         self.has_thinking = vocabulary.keys() >= _THINK.keys()
         if self.has_thinking:
@@ -95,8 +95,7 @@ class TokenClasses:
 
 
 class Schedule:
-    """One request's strength, token by token: on the CPU what ``steering_step`` does on the
-    device."""
+    """One request's steering strength, token by token: ``steering_step`` on the CPU."""
 
     def __init__(self, classes: TokenClasses, alpha_0: float, gamma: float, thinks: bool) -> None:
         self._classes, self._alpha_0, self._gamma = classes, alpha_0, gamma
@@ -105,7 +104,6 @@ class Schedule:
         self.nonexecution_sentences = 0
 
     def copy(self) -> Schedule:
-        """One that goes on from here by itself."""
         return copy.copy(self)
 
     @property
@@ -118,7 +116,7 @@ class Schedule:
         return self._alpha_0 + self._gamma * self.nonexecution_sentences
 
     def feed(self, token_ids: Iterable[int]) -> list[float]:
-        """Take the next generated tokens; the factor of the vector at each, 0.0 for none."""
+        """Process the next generated tokens; returns the vector's factor at each, 0.0 for none."""
         factors = []
         for token_id in token_ids:
             bits = self._classes[token_id]
@@ -132,7 +130,7 @@ class Schedule:
 
 
 class Steerer:
-    """The vector and the fixed tables on the device, one entry per row of the page table.
+    """The vector and fixed tables on the device, one entry per row of the page table.
 
     Attributes:
         steered_requests: how many run; with none, a step that is not captured skips steering.
@@ -156,7 +154,7 @@ class Steerer:
         self.use_rows(0)
 
     def use_rows(self, rows: int) -> None:
-        """The page table exists, with this many rows: make the tables that steps read."""
+        """Allocate the tables, once the number of page-table rows is known."""
         device = self._vector.device
         self._steered = torch.zeros(rows, dtype=torch.bool, device=device)
         self._alpha_0 = torch.zeros(rows, device=device)
@@ -169,7 +167,7 @@ class Steerer:
         return Schedule(self.classes, alpha_0, self.gamma, self.classes.thinks_after(prompt_ids))
 
     def start(self, row: int, schedule: Schedule) -> None:
-        """The next decode step of the row goes on from here. On the forward pass's stream."""
+        """Set the row's state for its next decode step. On the stream of the forward pass."""
         self._steered[row] = True
         self._alpha_0[row] = schedule.alpha_0
         self._nonexecution[row] = schedule.nonexecution_sentences
@@ -177,15 +175,15 @@ class Steerer:
         self._thinking[row] = schedule.thinks
 
     def stop(self, row: int) -> None:
-        """The row goes to somebody else."""
+        """Stop steering the row: its request has lost it."""
         self._steered[row] = False
 
     def nonexecution_sentences(self, row: int) -> int:
-        """The device's own count, for tests; waits for it."""
+        """The device's count, for tests; waits for the device."""
         return int(self._nonexecution[row])
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """One decode step. residual: float [B, D]; rows, token_ids: int [B]."""
+        """Steer one decode step. residual: float [B, D]; rows, token_ids: int [B]."""
         tables = {
             "steered": self._steered,
             "alpha_0": self._alpha_0,
@@ -203,8 +201,8 @@ class Steerer:
             steering_step(residual, self._vector, rows, classes, gamma=self.gamma, **tables)
 
     def prefill(self, residual: Tensor) -> None:
-        """The prefill for which ``factors`` was set. residual: float [tokens, D]."""
+        """Steer the prefill for which ``factors`` was set. residual: float [tokens, D]."""
         assert self.factors is not None
         factors = self.factors.unsqueeze(1)
-        moved = (residual.float() + factors * self._vector).to(residual.dtype)
-        residual.copy_(torch.where(factors != 0, moved, residual))
+        steered = (residual.float() + factors * self._vector).to(residual.dtype)
+        residual.copy_(torch.where(factors != 0, steered, residual))

@@ -1,7 +1,7 @@
-"""The steering vector's file: safetensors, one tensor named ``vector``, and where it came from.
+"""The file of a steering vector: safetensors with one tensor named ``vector`` and its metadata.
 
-Never anything else: safetensors holds numbers and strings and runs no code. Whatever is wrong with
-a file becomes one line that names the cause, before the model serves anybody.
+No other format is read, because loading safetensors runs no code. Every problem with a file becomes
+a one-line error that names the cause, at start.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Origin(Settings):
     """A vector's metadata, every value a string in the file.
 
     Attributes:
-        model: name of the model that it was extracted from.
+        model: name of the model that the vector was extracted from.
         hidden_size, layer: of that model; the vector is added to the output of this layer.
         keywords: separated by commas; a sentence with one of them is non-execution.
         delimiters: preset of the tokens that close a sentence, at which the vector is added.
-        traces, execution_thoughts, nonexecution_thoughts: what the means were taken over.
-        split_cosine: between the vectors of two halves of the traces; 1 is a stable vector.
+        traces, execution_thoughts, nonexecution_thoughts: how many the means were taken over.
+        split_cosine: between the vectors of two halves of the traces; near 1 for a stable vector.
         separation: distance of the two means over the standard deviation within them.
     """
 
@@ -66,9 +66,9 @@ class SteeringVector:
         """Read and check a file.
 
         Raises:
-            SettingError: a path with ``..`` or a link out of its folder (a name says where its file
-                lies), not a regular file, too large, not safetensors, another tensor than one
-                ``vector``, a wrong dtype or shape, a number that is not finite, or wrong metadata.
+            SettingError: a path with ``..`` or a link out of its folder, not a regular file, too
+                large, not safetensors, other tensors than one ``vector``, a wrong dtype or shape, a
+                number that is not finite, or wrong metadata.
         """
         path = Path(name)
         if ".." in path.parts:
@@ -102,7 +102,7 @@ class SteeringVector:
             got = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']} in {name}"
             raise _error("metadata of a steering vector", got) from error
         if values.shape != (origin.hidden_size,):
-            expected = f"shape [{origin.hidden_size}], its own metadata's hidden_size"
+            expected = f"shape [{origin.hidden_size}], the hidden_size in its metadata"
             raise _error(expected, f"{list(values.shape)} in {name}")
         if not values.isfinite().all() or not values.any():
             raise _error("finite numbers, not all of them 0", name)
@@ -117,7 +117,7 @@ class SteeringVector:
         return tuple(self.origin.keywords.split(","))
 
     def check_model(self, hidden_size: int, layers: int) -> None:
-        """Refuse a vector of another model.
+        """Refuse a vector that does not fit the model.
 
         Raises:
             SettingError: with both numbers.

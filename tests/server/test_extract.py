@@ -75,23 +75,23 @@ def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
     # The fleet started it, in a folder of its own.
     monkeypatch.setattr(run, "_server", lambda most_tokens: contextlib.nullcontext(server))
     monkeypatch.setattr(run, "_captured", server.log_path.parent / "captured")
-    moments = run.from_traces(traces)
+    statistics = run.from_traces(traces)
     expected, counts = hidden_by_hand(traces, "before")
-    assert moments.count.tolist() == counts and min(counts) >= 10
-    torch.testing.assert_close(moments.difference(), expected, atol=5e-3, rtol=1e-4)
+    assert statistics.count.tolist() == counts and min(counts) >= 10
+    torch.testing.assert_close(statistics.difference(), expected, atol=5e-3, rtol=1e-4)
     other_side, _ = hidden_by_hand(traces, "after")
-    assert (moments.difference() - other_side).abs().max() > 10  # it would have been seen
+    assert (statistics.difference() - other_side).abs().max() > 10  # it would have been seen
 
     # Nothing is left to do, so the second run starts no server and gives the same.
     server.assert_clean()
     monkeypatch.setattr(run, "_server", lambda most_tokens: pytest.fail("a server was started"))
-    assert torch.equal(run.from_traces(traces).difference(), moments.difference())
+    assert torch.equal(run.from_traces(traces).difference(), statistics.difference())
 
     layers = run.report()
     assert [layer.layer for layer in layers] == list(range(LAYERS))
     assert all(-1 <= layer.split_cosine <= 1 and layer.separation > 0 for layer in layers)
     vector = run.vector(layers[1])
-    assert torch.equal(vector.values, moments.difference()[1].float())
+    assert torch.equal(vector.values, statistics.difference()[1].float())
     assert (vector.origin.layer, vector.origin.traces) == (1, TRACES)
 
     # The command itself, on the finished folder: it writes the same and warns of the few thoughts.
@@ -135,7 +135,7 @@ def test_a_stopped_generation_goes_on(
     monkeypatch.setattr(run, "_prompt_ids", lambda text: run.tokenizer.encode(text))
     monkeypatch.setattr(run, "_server", lambda most_tokens: contextlib.nullcontext(server))
     monkeypatch.setattr(run, "_captured", server.log_path.parent / "captured")
-    moments = run.from_prompts(texts, max_new_tokens=200)
+    statistics = run.from_prompts(texts, max_new_tokens=200)
     assert sorted(asked) == ["capture"] * TRACES + ["generate"] * TRACES
 
     lines = (run.work / "traces.jsonl").read_text()
@@ -145,8 +145,8 @@ def test_a_stopped_generation_goes_on(
     asked.clear()
     again = run.from_prompts(texts, max_new_tokens=200)
     assert sorted(asked) == ["capture", "generate"]
-    assert torch.equal(again.count, moments.count)
-    torch.testing.assert_close(again.total, moments.total, rtol=1e-5, atol=1e-4)
+    assert torch.equal(again.count, statistics.count)
+    torch.testing.assert_close(again.total, statistics.total, rtol=1e-5, atol=1e-4)
     monkeypatch.undo()
     server.assert_clean()
     fleet.stop("extracting")

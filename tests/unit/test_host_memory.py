@@ -88,7 +88,9 @@ def test_copies_come_back_whatever_came_and_went(
                 alive.append((copied(memory, tensors), tensors))
                 lent_chunks += chunks_of(tensors)
             else:
-                with pytest.raises(MemoryError, match="chunk of 256 bytes, got 4096 of 4096 lent"):
+                with pytest.raises(
+                    MemoryError, match="chunk of 256 bytes, got 4096 of 4096 in use"
+                ):
                     copied(memory, tensors)
         assert memory.used_bytes == lent_chunks * CHUNK_BYTES <= LIMIT_BYTES
         assert_back(*alive)

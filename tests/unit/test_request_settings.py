@@ -130,7 +130,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
         ({**ASKED, "kv_params": {"delimiters": "x"}}, ["paper, math, code, any-newline"]),
         ({**ASKED, "steering": 1.5}, ["no steering vector", "got 1.5", "false, or leave it out"]),
         ({**ASKED, "steering": "on"}, ["false or a number in [-10, 10]", "got 'on'"]),
-        ({"kv_policy": "rkv"}, ["without a budget", "got None", "--kv-budget"]),
+        ({"kv_policy": "rkv"}, ["need a budget", "got None", "--kv-budget"]),
     ],
 )
 def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]) -> None:

@@ -45,7 +45,7 @@ def test_another_model_is_refused_with_both_numbers() -> None:
 # -- the means that a vector is made of
 
 
-def test_moments_are_those_of_the_thoughts() -> None:
+def test_statistics_are_those_of_the_thoughts() -> None:
     draw = torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 6, 4, generator=draw, dtype=torch.float64)  # layers, delimiters, D
     at = {10: 0, 20: 1, 30: 2, 40: 3, 50: 4, 60: 5}

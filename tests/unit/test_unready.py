@@ -83,9 +83,7 @@ def test_who_evicts_is_refused_while_a_thread_compiles(caplog: pytest.LogCapture
         world.skipkv.compilation.start(held)
         plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
         refused = world.arrive([5, 6, 9], 40, **KEYS)
-        assert_refused(
-            refused, "compiling kernels", "not configured for eviction", "retry in a moment"
-        )
+        assert_refused(refused, "compiling kernels", "not enabled at start", "retry in a moment")
         wrong = world.arrive([5, 6, 9], 40, kv_budget=-1)
         assert wrong.to_finish.status_code == HTTPStatus.BAD_REQUEST, "what is wrong stays wrong"
         assert_served(world, plain, full)

@@ -64,7 +64,7 @@ def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("after_capture", [False, True])
-def test_the_room_is_held_until_the_pool_is_sized(
+def test_the_workspace_is_reserved_until_the_pool_is_sized(
     monkeypatch: pytest.MonkeyPatch, after_capture: bool
 ) -> None:
     """While SGLang sizes its pool, and not a moment longer. On a device with kernels."""
@@ -77,23 +77,23 @@ def test_the_room_is_held_until_the_pool_is_sized(
     side = SimpleNamespace(use_rows=rows.append)
     config = ServerConfig(kv_budget=64, compaction_work_bytes=1000)
     held: list[weakref.ref[torch.Tensor]] = []
-    room_for = bind._room_for_compactions
+    reserve = bind._reserved_workspace
 
     def spied(*args: Any) -> torch.Tensor | None:
-        room = room_for(*args)
-        if room is not None:
-            held.append(weakref.ref(room))
-        return room
+        workspace = reserve(*args)
+        if workspace is not None:
+            held.append(weakref.ref(workspace))
+        return workspace
 
     def sizes_its_pool(scheduler: Any) -> None:
-        (room,) = (one() for one in held)
-        assert room is not None and room.nbytes == 1000
+        (workspace,) = (one() for one in held)
+        assert workspace is not None and workspace.nbytes == 1000
 
-    monkeypatch.setattr(bind, "_room_for_compactions", spied)
+    monkeypatch.setattr(bind, "_reserved_workspace", spied)
     monkeypatch.setattr(bind, "config_of", lambda _: config)
     monkeypatch.setattr(bind, "_can_record", lambda _: True)
     monkeypatch.setattr(bind, "build_model_side", lambda *_: side)
-    assert room_for(config, scheduler) is None, "plain torch"
+    assert reserve(config, scheduler) is None, "plain torch"
     monkeypatch.setattr(bind, "uses_triton", lambda _: True)
     bind.reserve(sizes_its_pool, scheduler)
     assert [one() is not None for one in held] == [after_capture] and rows == [5]
