@@ -15,6 +15,7 @@ from scipy.stats import bootstrap
 from tqdm import tqdm
 
 from bench.lib.record import append_row
+from bench.lib.serving import BUNDLED
 from sgl_skipkv.cli.server_process import ServerProcess
 
 Round = Callable[[int], float]
@@ -25,7 +26,7 @@ START_S = 900
 def parser_of(doc: str) -> argparse.ArgumentParser:
     """The arguments that every paired measurement has."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--model-path", default=str(BUNDLED))
     parser.add_argument("--rounds", type=int, default=41, help="pairs of rounds after a warm-up")
     parser.add_argument("--calls", type=int, default=32)
     parser.add_argument("--parallel", type=int, default=16)

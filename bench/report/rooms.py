@@ -9,6 +9,7 @@ of the rooms, and the picture to the imports.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator, Sequence
@@ -156,7 +157,11 @@ def told(edges: set[tuple[str, str]]) -> str:
 
 
 def main() -> int:
-    draw(FIGURE)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=FIGURE)
+    out = parser.parse_args().out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw(out)
     return 0
 
 

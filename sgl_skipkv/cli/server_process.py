@@ -86,6 +86,7 @@ class ServerProcess:
         arguments: more command-line flags.
         environment: added to the caller's.
         captures: as in ``device_arguments``.
+        python: of the environment that the server runs in.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         *,
         captures: bool = False,
+        python: str = sys.executable,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
@@ -107,7 +109,7 @@ class ServerProcess:
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "sglang.launch_server"),
+                *(python, "-P", "-m", "sglang.launch_server"),
                 *("--model-path", name, "--host", "127.0.0.1", "--port", str(self.port)),
                 *device,
                 *arguments,

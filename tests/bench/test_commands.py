@@ -42,6 +42,7 @@ ALONE = {
     "reasoner.steering_prompts": "--problems 1",
     "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner}",
     "report": "--check",
+    "report.rooms": "--out {out}/rooms.svg",
     "serving.figure": "--out {out}/serve.svg",
     "steering.figure": "--out {out}",
     "steering.without_checks": "--problems 1 --model-path {reasoner}",
@@ -56,6 +57,7 @@ SERVED = {
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
     "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
     "--kv-budgets 48 --compaction-budget 48 --compaction-calls 2",
+    "serving.against": f"--python none --commit none {_PAIRS}",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",
     "steering": f"{_FEW} --model-path {{wanderer}} --compared 1 --only strength "
