@@ -10,9 +10,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.floors import Shape
+from sgl_skipkv.eviction import select
 from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import reference
@@ -21,7 +23,12 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 from sgl_skipkv.kernels.row_compaction import compact_rows
 from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+from sgl_skipkv.kernels.sentence_scores import sentence_scores
+from sgl_skipkv.kernels.step_attention import step_attention
 from sgl_skipkv.kernels.window_attention import window_attention
+from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.policy.skipkv import sentence_penalty
+from sgl_skipkv.policy.skipkv_plus import SkipKVPlusParams, ending_bonus
 
 Run = Callable[[], tuple[Tensor, ...]]
 POOL_WIDTH, THRESHOLD = 7, 0.5
@@ -115,6 +122,32 @@ def importance(cache: Cache) -> Case:
     return Case([launch], [plain], False, "compaction")
 
 
+def steps(cache: Cache) -> Case:
+    """The last ``window`` steps of every request."""
+    shape, paged = cache.shape, cache.paged(cache.shape.tokens)
+    newest = shape.tokens - 1
+    last = torch.full((shape.requests,), newest, device=cache.device)
+    counts, firsts = [shape.window] * shape.requests, [0] * shape.requests
+
+    def launch() -> tuple[Tensor, ...]:
+        queries, scale = (cache.queries, cache.slots, last), shape.head_dim**-0.5
+        return (step_attention(paged, *queries, counts, firsts, causal=True, scale=scale),)
+
+    def plain() -> tuple[Tensor, ...]:
+        oldest_first = [p % shape.window for p in range(newest - shape.window + 1, newest + 1)]
+        found = []
+        for b, row in enumerate(cache.req_to_token):
+            slots = row[: shape.tokens].long()
+            of_layer = [
+                reference.causal_attention(cache.queries[layer, b + 1, oldest_first], k[slots])
+                for layer, k in enumerate(cache.k)
+            ]
+            found.append(torch.stack(of_layer).mean(dim=0))
+        return (torch.cat(found, dim=1),)
+
+    return Case([launch], [plain], False, "compaction")
+
+
 def redundancy(cache: Cache) -> Case:
     tokens = cache.shape.tokens + cache.shape.interval
     thresholds = torch.full((cache.shape.requests,), THRESHOLD, device=cache.device)
@@ -152,6 +185,55 @@ def sentences(cache: Cache) -> Case:
     return Case([launch], [plain], False, "compaction")
 
 
+def scores(cache: Cache) -> Case:
+    """SkipKV+'s, of requests whose sentences are equally long."""
+    shape, device = cache.shape, cache.device
+    tokens, count = shape.tokens + shape.interval, shape.sentences
+    important = cache.random(shape.requests, tokens - shape.window, dtype=torch.float32)
+    repeated = cache.random(shape.requests, tokens, dtype=torch.float32)
+    similarity = cache.random(shape.requests, count, dtype=torch.float32)
+    positions = torch.arange(tokens, device=device).repeat(shape.requests, 1)
+    bounds = torch.linspace(0, tokens, count + 1, device=device).long()
+    starts, stops = (one.repeat(shape.requests, 1) for one in (bounds[:-1], bounds[1:]))
+    params = SkipKVPlusParams(window=shape.window, tau=0.5)
+    options = {"window": params.window, "sigma": params.sigma, "tau": params.tau}
+    options["ending"] = params.ending
+
+    def launch() -> tuple[Tensor, ...]:
+        rows, of_sentences = [tokens] * shape.requests, [count] * shape.requests
+        tokenwise = (important.view(-1), repeated.view(-1), positions.view(-1), rows)
+        sentencewise = (starts.view(-1), stops.view(-1), similarity.view(-1), of_sentences)
+        return (sentence_scores(*tokenwise, *sentencewise, **options),)
+
+    def plain() -> tuple[Tensor, ...]:
+        found = []
+        for b in range(shape.requests):
+            rest = params.sigma * important[b] - (1 - params.sigma) * repeated[b, : -params.window]
+            own = Sentences(starts[b], stops[b], similarity[b])
+            penalty = sentence_penalty(positions[b], own, params.tau)
+            bonus = ending_bonus(positions[b], own, params.ending)
+            found.append(F.pad(rest, (0, params.window)) - penalty + bonus)
+        return (torch.cat(found),)
+
+    return Case([launch], [plain], False, "compaction")
+
+
+def selections(cache: Cache) -> Case:
+    shape = cache.shape
+    tokens = shape.tokens + shape.interval
+    own = list(cache.random(shape.requests, tokens, dtype=torch.float32))
+    protected = [[(0, 4), (tokens - shape.window, tokens)]] * shape.requests
+    keep = [shape.tokens] * shape.requests
+
+    def chosen(choose: Callable[..., tuple[list[Selection], Tensor]]) -> tuple[Tensor, ...]:
+        found, finite = choose(own, protected, keep)
+        return *(torch.cat([one[half] for one in found]) for half in (0, 1)), finite
+
+    return Case(
+        [lambda: chosen(select.by_kernel)], [lambda: chosen(select.by_sort)], False, "compaction"
+    )
+
+
 def rows(cache: Cache) -> Case:
     shape, device = cache.shape, cache.device
     tokens, table = shape.tokens + shape.interval, cache.req_to_token.clone()
@@ -182,7 +264,10 @@ def rows(cache: Cache) -> Case:
 #: as in ``floors.works``
 COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
     "window_attention": importance,
+    "step_attention": steps,
     "key_redundancy": redundancy,
     "sentence_redundancy": sentences,
+    "sentence_scores": scores,
+    "selection": selections,
     "row_compaction": rows,
 }

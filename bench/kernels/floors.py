@@ -95,6 +95,21 @@ def window_attention(shape: Shape, dtype: torch.dtype) -> Work:
     return Work(shape.tokens, moved, 2 * products * shape.head_dim, dtype)
 
 
+def step_attention(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each key once, and the last ``window`` steps' attention to every token that they saw."""
+    tokens, steps = shape.requests * shape.tokens, shape.requests * shape.window
+    queries = steps * shape.layers * shape.query_heads * shape.head_dim
+    moved = {
+        "keys": shape.heads * tokens * shape.head_dim * dtype.itemsize,
+        "queries": queries * dtype.itemsize,
+        "slots": 4 * tokens,
+        "output": 4 * shape.window * tokens,
+    }
+    seen = steps * shape.tokens - shape.requests * shape.window * (shape.window - 1) // 2
+    products = shape.layers * shape.query_heads * seen
+    return Work(shape.tokens, moved, 2 * products * shape.head_dim, dtype)
+
+
 def key_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
     """Each key once, and all pairs, if no walk ends early."""
     row_tokens = shape.tokens + shape.interval
@@ -116,6 +131,21 @@ def sentence_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
         "slots": 16 * shape.requests,
     }
     return Work(0, moved, vectors * (shape.sentences - 1) * shape.hidden_size, dtype)
+
+
+def sentence_scores(shape: Shape, dtype: torch.dtype) -> Work:
+    """Importance, redundancy, position and score of each token; each sentence once."""
+    tokens = shape.requests * (shape.tokens + shape.interval)
+    moved = {"tokens": 20 * tokens, "sentences": 20 * shape.requests * shape.sentences}
+    return Work(shape.tokens + shape.interval, moved)
+
+
+def selection(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each score and each selected index once."""
+    tokens = shape.requests * (shape.tokens + shape.interval)
+    return Work(
+        shape.tokens + shape.interval, {"tokens": 12 * tokens, "bounds": 41 * shape.requests}
+    )
 
 
 def row_compaction(shape: Shape, dtype: torch.dtype) -> Work:
@@ -162,7 +192,8 @@ def steering_add(shape: Shape, dtype: torch.dtype) -> Work:
 
 
 FLOORS: tuple[Callable[[Shape, torch.dtype], Work], ...] = (
-    *(window_attention, key_redundancy, sentence_redundancy, row_compaction),
+    *(window_attention, step_attention, key_redundancy, sentence_redundancy),
+    *(sentence_scores, selection, row_compaction),
     *(ring_write, sentence_step, steering_add),
 )
 

@@ -58,13 +58,14 @@ def select_together(
             raise ValueError(
                 f"keep_tokens: expected an integer in [{covered} protected, {n} cached], got {keep}"
             )
-    choose = _by_kernel if uses_triton(scores[0].device) else _by_sort
+    choose = by_kernel if uses_triton(scores[0].device) else by_sort
     return choose(scores, protected, keep_tokens)
 
 
-def _by_kernel(
+def by_kernel(
     scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
 ) -> tuple[list[Selection], Tensor]:
+    """One launch for all requests."""
     from sgl_skipkv.kernels.selection import select_tokens
 
     lengths, flat = [one.shape[0] for one in scores], torch.cat(list(scores)).float()
@@ -84,7 +85,7 @@ def _by_kernel(
     return [Selection(*both) for both in zip(*halves, strict=True)], finite
 
 
-def _by_sort(
+def by_sort(
     scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
 ) -> tuple[list[Selection], Tensor]:
     """In plain torch: the truth that the kernel is tested against."""

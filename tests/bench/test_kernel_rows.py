@@ -43,8 +43,12 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     redundancy = layers * hkv * b * full * d * size + 8 * b * full
     assert {name: work.bytes for name, work in works.items()} == {
         "window_attention": importance,
+        "step_attention": b
+        * (n * (layers * hkv * d * size + 4 + 4 * w) + layers * w * hq * d * size),
         "key_redundancy": redundancy,
         "sentence_redundancy": b * (s * (hidden * size + 8) + 16),
+        "sentence_scores": b * (20 * full + 20 * s),
+        "selection": b * (12 * full + 41),
         "row_compaction": b * (32 * n + 24 * m + 40),
         "ring_write": b * (hq * d * 2 * size + 16),
         "sentence_step": b * (hidden * (size + 8) + 44) + hidden * size,
@@ -52,6 +56,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     }
     assert {name: work.operations for name, work in works.items() if work.operations} == {
         "window_attention": 2 * layers * hq * w * d * c,
+        "step_attention": 2 * layers * hq * d * b * sum(n - t for t in range(w)),
         "key_redundancy": 2 * layers * hkv * d * b * full**2,
         "sentence_redundancy": b * s * (s - 1) * hidden,
         "sentence_step": 2 * b * hidden + 5 * hidden,
@@ -59,7 +64,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     }
     in_products = {name for name, work in works.items() if work.arithmetic == dtype}
     assert dtype == torch.float32 or in_products == {
-        *("window_attention", "key_redundancy", "sentence_redundancy"),
+        *("window_attention", "step_attention", "key_redundancy", "sentence_redundancy"),
     }
 
 

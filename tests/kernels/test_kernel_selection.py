@@ -17,8 +17,8 @@ Ranges = list[tuple[int, int]]
 
 
 def assert_as_sorted(scores: list[Tensor], protected: list[Ranges], keep: list[int]) -> None:
-    expected, finite = truth._by_sort(scores, protected, keep)
-    found, is_finite = truth._by_kernel(scores, protected, keep)
+    expected, finite = truth.by_sort(scores, protected, keep)
+    found, is_finite = truth.by_kernel(scores, protected, keep)
     assert torch.equal(is_finite, finite)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.kept, other.kept) and torch.equal(one.evicted, other.evicted)
@@ -56,7 +56,7 @@ def test_every_bit_of_a_score_counts(device: torch.device) -> None:
 def test_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted_launches(monkeypatch)
     scores = [torch.zeros(9, device=device)] * 5
-    truth._by_kernel(scores, [[]] * 5, [3] * 5)
+    truth.by_kernel(scores, [[]] * 5, [3] * 5)
     assert launched == ["_select_kernel"]
 
 
