@@ -18,9 +18,9 @@ on the rest of the batch nor on the schedule.
 
 Mutates nothing but its own buffers. Not for CUDA graphs: the grid depends on the lengths.
 
-Floors, with N cached tokens and S steps of all requests: bytes ``2 L Hkv d key_bytes N + 2 L Hq d
-query_bytes S + 4 N T``, since keys are read by both kernels; operations ``4 L Hq d`` for each step
-and token that it sees.
+Floors, with N cached tokens and S steps of all requests: bytes ``L Hkv d key_bytes N + L Hq d
+query_bytes S + 4 N (T + 1)``, operations ``2 L Hq d`` for each step and token that it sees. Both
+kernels read the keys, so it moves and computes twice that.
 """
 
 # Triton ships no types, and its functions are a language of their own.
