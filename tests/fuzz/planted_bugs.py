@@ -30,19 +30,19 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     shorten, life, rewrite = batch._shorten, runtime.Runtime, page_table.RowRewrite
     return [
         (
-            "a compacted row is filed in the tree",
+            "a compacted row is inserted into the tree",
             release.limit_insert,
             "and state.kv.evicted_tokens:\n        return 0",
             "and state.kv.evicted_tokens:\n        return None",
         ),
         (
-            "a recomputed call hands its output to the tree",
+            "a recomputed request hands its output to the tree",
             release.limit_insert,
             "return state.prompt_tokens if result is None else min(result, state.prompt_tokens)",
             "return None",
         ),
         (
-            "a recomputed call shares more than its prompt",
+            "a recomputed request shares more than its prompt",
             retraction.limit_prefix_match,
             "return min(max_prefix_len, shareable)",
             "return None",
@@ -66,7 +66,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "batch.seq_lens_cpu",
         ),
         (
-            "a due call is left out of its part",
+            "a due request is left out of its part",
             life.compact,
             "[due[i] for i in part]",
             "[due[i] for i in part[1:] or part]",
@@ -128,12 +128,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "_ = KVState(",
         ),
         (
-            "a finished call keeps its slot",
+            "a finished request keeps its track",
             release.close_request,
             "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
             "pass",
         ),
-        ("a row keeps its slot", life._release, "of_row[row] = 0", "of_row[0] = 0"),
+        ("a row keeps its track", life._release, "of_row[row] = 0", "of_row[0] = 0"),
         (
             "positions are physical",
             forward.prepare_forward,
@@ -147,7 +147,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "state.budgeted_tokens(row_tokens) > state.due_tokens + 1",
         ),
         (
-            "a call reserves a slot that is taken",
+            "a request reserves a track that is taken",
             life.has_track,
             "return self.recorder.tracks.free > taken",
             "return True",
@@ -195,13 +195,13 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "pass",
         ),
         (
-            "a pause leaves a call that cannot be recomputed in the queue",
+            "a pause leaves a request that cannot be recomputed in the queue",
             backup.forget_backups,
             "if is_stranded(req):",
             "if False:",
         ),
         (
-            "a call that ends while it waits keeps host memory",
+            "a request that ends while it waits keeps host memory",
             backup.drop_backup,
             "state.offloaded.backup = None",
             "pass",
@@ -219,7 +219,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "pass",
         ),
         (
-            "what a steered call generated is filed in the tree",
+            "what a steered request generated is inserted into the tree",
             release.limit_insert,
             "not state.settings.steers",
             "True",
@@ -232,7 +232,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "if False:",
         ),
         (
-            "a call that comes back is steered as at its start",
+            "a request that comes back is steered as at its start",
             steering.prepare_prefill,
             "steerer.start(state.held.row, schedule)",
             "steerer.start(state.held.row, state.schedule)",
