@@ -24,7 +24,7 @@ from sgl_skipkv.policy.base import (
     ScoreInput,
     Sentences,
 )
-from sgl_skipkv.policy.token_scores import add_token_scores
+from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
 

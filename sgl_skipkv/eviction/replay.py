@@ -18,7 +18,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams
-from sgl_skipkv.policy.paged_requests import paged_at
+from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
 

@@ -152,7 +152,7 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
-        importance, redundancy: what kernels found for this request already (``token_scores.py``):
+        importance, redundancy: what kernels found for this request already (``batched_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
     """

@@ -25,7 +25,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.paged_requests import recent_attention
+from sgl_skipkv.policy.batched_scores import recent_attention
 
 
 class RPCParams(PolicyParams):

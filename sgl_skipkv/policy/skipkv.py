@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
-from sgl_skipkv.policy.concatenated import sentence_scores
 from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 
@@ -50,14 +49,24 @@ class SkipKV(RKV):
 
     def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
         """``Z - lambda_s``, and the bonus of subclasses."""
-        params = self.params
-        return sentence_scores(
-            requests,
-            window=params.window,
-            sigma=params.sigma,
-            tau=params.tau,
+        from sgl_skipkv.kernels.sentence_scores import sentence_scores
+
+        sentences = [one.sentences for one in requests if one.sentences is not None]
+        scores: Tensor = sentence_scores(
+            torch.cat([one.importance for one in requests if one.importance is not None]),
+            torch.cat([one.redundancy for one in requests if one.redundancy is not None]),
+            torch.cat([one.positions for one in requests]),
+            [one.positions.shape[0] for one in requests],
+            torch.cat([one.starts for one in sentences]),
+            torch.cat([one.stops for one in sentences]),
+            torch.cat([one.redundancy for one in sentences]),
+            [one.starts.shape[0] for one in sentences],
+            window=self.params.window,
+            sigma=self.params.sigma,
+            tau=self.params.tau,
             ending=self.ending_tokens,
         )
+        return scores
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s`` of every cached token."""

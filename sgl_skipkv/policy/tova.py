@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.concatenated import by_request
-from sgl_skipkv.policy.paged_requests import recent_attention
+from sgl_skipkv.policy.batched_scores import by_request, recent_attention
 
 
 class TOVA(Policy):
