@@ -111,7 +111,7 @@ class Compactor:
         delimiters = Delimiters(texts, size.vocabulary)
         self.recorder = Recorder(
             ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
-            tracks=batch,
+            track_count=batch,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
@@ -135,7 +135,8 @@ class Compactor:
         self.output_ids: list[list[int]] = []
         self.cache = PagedCache.of(pool.k, req_to_token)
         if self.cache is not None:  # as a server does before it is ready
-            warm_up(self.recorder, self.cache, {settings.policy.params.window})
+            windows, width = {settings.policy.params.window}, req_to_token.shape[1]
+            warm_up(self.recorder, self.cache, windows, width=width)
 
     def open(self, generated: int) -> list[int]:
         """New requests that have generated this many tokens already.

@@ -96,7 +96,7 @@ def build_model_side(
     tracks = min(config.max_tracked_requests, most_running)
     recorder = Recorder(
         shape,
-        tracks=tracks,
+        track_count=tracks,
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,

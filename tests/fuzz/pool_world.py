@@ -153,7 +153,7 @@ class World(Loop):
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
             ModelShape(1, QUERY_HEADS, self.head_dim, HIDDEN),
-            tracks=TRACKED,
+            track_count=TRACKED,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,

@@ -92,7 +92,7 @@ class SyntheticServer:
         delimiters = Delimiters(TEXTS, VOCAB)
         self.recorder = Recorder(
             ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
-            tracks=slots,
+            track_count=slots,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
             delimiters=delimiters,

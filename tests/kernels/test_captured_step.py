@@ -123,7 +123,7 @@ class World:
 
         self.recorder = Recorder(
             ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
-            tracks=SLOTS,
+            track_count=SLOTS,
             query_window=WINDOW,
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
