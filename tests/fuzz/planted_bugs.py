@@ -67,7 +67,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a due call is left out of its part",
-            life.compact,
+            life._in_parts,
             "[due[i] for i in part]",
             "[due[i] for i in part[1:] or part]",
         ),
