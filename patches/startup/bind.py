@@ -158,22 +158,16 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
 def _build_runtime(
     config: ServerConfig, scheduler: Any, side: ModelSide, trace: TraceWriter | None
 ) -> Runtime:
+    buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
     return Runtime(
         config,
-        side.delimiters,
         recorder=side.recorder,
-        layers=side.shape.layers,
         scale=side.scale,
         pool_tokens=scheduler.max_total_num_tokens,
-        kv_token_bytes=_kv_token_bytes(scheduler),
+        kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of all layers of this rank
         steerer=side.steerer,
         trace=trace,
     )
-
-
-def _kv_token_bytes(scheduler: Any) -> int:
-    """KV bytes of one token in all layers of this rank."""
-    return sum(buffer[0].nbytes for buffer in kv_buffers(scheduler.token_to_kv_pool_allocator))
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

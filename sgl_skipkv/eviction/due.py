@@ -34,6 +34,6 @@ class Due(NamedTuple):
 
     def location(self, ring: Tensor) -> KeyLocation:
         """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
-        held, newest = self.state.held, self.logical_tokens - 1
-        assert self.cache is not None and held.row is not None
-        return KeyLocation(self.cache, held.row, ring, held.track_id, newest)
+        assert self.cache is not None
+        row, track_id = self.state.row, self.state.held.track_id
+        return KeyLocation(self.cache, row, ring, track_id, self.logical_tokens - 1)

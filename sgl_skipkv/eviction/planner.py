@@ -18,12 +18,7 @@ from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.policy.base import (
-    Policy,
-    PolicyParams,
-    ScoreInput,
-    Sentences,
-)
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
@@ -33,12 +28,11 @@ class Planner:
     """Makes the plans of one scheduler process.
 
     Args:
-        layers: of the model. scale: of its attention, usually 1 / sqrt(d).
+        scale: of the model's attention, usually 1 / sqrt(d).
     """
 
-    def __init__(self, recorder: Recorder, *, layers: int, scale: float) -> None:
-        self._recorder = recorder
-        self._layers, self._scale = layers, scale
+    def __init__(self, recorder: Recorder, *, scale: float) -> None:
+        self._recorder, self._scale = recorder, scale
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Requests with the same policy and parameters share one scoring call.
@@ -91,7 +85,7 @@ class Planner:
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the policies' statistics up to date with every decode step of these requests."""
-        replay_steps(due, self._recorder, layers=self._layers, scale=self._scale)
+        replay_steps(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[_Table | None]
@@ -129,7 +123,7 @@ class Planner:
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_tokens,
-            layers=self._layers,
+            layers=self._recorder.shape.layers,
             keys=due.keys,
             queries=queries,
             scale=self._scale,

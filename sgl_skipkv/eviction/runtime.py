@@ -27,7 +27,7 @@ from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.recording.recorder import Recorder
-from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
+from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
@@ -48,10 +48,8 @@ class Runtime:
     def __init__(
         self,
         config: ServerConfig,
-        delimiters: Delimiters,
         *,
         recorder: Recorder,
-        layers: int,
         scale: float,
         pool_tokens: int,
         kv_token_bytes: int,
@@ -62,16 +60,13 @@ class Runtime:
         self.recorder = recorder
         self.steerer = steerer
         self.pool_tokens = pool_tokens
-        self._delimiters = delimiters
         self._trace = trace
-        self.planner = Planner(recorder, layers=layers, scale=scale)
+        self.planner = Planner(recorder, scale=scale)
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self._kv_token_bytes, self.backs_up = kv_token_bytes, True
         self._open: set[RequestState] = set()
         self.opened_requests = 0
-        self.total_compactions = 0
-        self.total_evicted_tokens = 0
 
     @property
     def open_requests(self) -> int:
@@ -149,9 +144,8 @@ class Runtime:
         """Set up or restore the recording of an admitted request, on the stream of its prefill."""
         held, backup = state.held, state.offloaded.backup
         if held.track_id and not held.started:
-            assert held.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
-            self.recorder.start(held.row, held.track_id, bit)
+            self.recorder.start(state.row, held.track_id, bit)
             if backup is not None and backup.recorded is not None:
                 self.recorder.restore(held.track_id, backup.recorded)
         held.started, state.offloaded.backup = True, None
@@ -184,7 +178,11 @@ class Runtime:
         """
         cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
         heads = 0 if cache is None else cache.heads
-        return [self._apply(prepared) for prepared in self._in_parts(due, prepare, heads=heads)]
+        done = []
+        for compaction in self._in_parts(due, prepare, heads=heads):
+            compaction.apply()
+            done.append(compaction)
+        return done
 
     def _in_parts(
         self,
@@ -206,12 +204,6 @@ class Runtime:
         plans = self.planner.plan(due)
         check = self.config.check_ledger
         return Compaction(plans, req_to_token, self.recorder, check=check)
-
-    def _apply(self, compaction: Compaction) -> Compaction:
-        compaction.apply()
-        self.total_compactions += len(compaction.plans)
-        self.total_evicted_tokens += sum(plan.evicted_tokens for plan in compaction.plans)
-        return compaction
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory.
@@ -299,7 +291,9 @@ class Runtime:
             )
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
-        return SentenceState(SentenceTracker(self._delimiters, settings.policy.params.delimiters))
+        return SentenceState(
+            SentenceTracker(self.recorder.delimiters, settings.policy.params.delimiters)
+        )
 
     def _start_anew(self, state: RequestState) -> None:
         """Reset what eviction knows: the next prefill recomputes every token."""

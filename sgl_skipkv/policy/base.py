@@ -7,6 +7,7 @@ input gives the same scores, alone or in a batch.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,12 @@ class ScoreInput:
     location: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
+
+    def mean_over_layers(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """float32, of what ``score`` makes of each layer's (queries, keys)."""
+        assert self.queries is not None
+        parts = (score(self.queries[layer], self.keys(layer)) for layer in range(self.layers))
+        return functools.reduce(torch.add, parts) / self.layers
 
 
 class Policy(ABC):

@@ -120,22 +120,6 @@ class SentenceTable:
         of_table = zip(*(torch.split(column, counts) for column in columns), strict=True)
         return [Sentences(*parts) for parts in of_table]
 
-    def moves(
-        self,
-        tracks: Sequence[int],
-        entries: Sequence[Sequence[int]],
-        closed_last: Sequence[bool],
-    ) -> TableMoves:
-        """Moves that keep some entries of each table, at its front, and drop the others.
-
-        Args:
-            tracks: of the tables, no track twice.
-            entries: of each table, the indices to keep, ascending.
-            closed_last: of each table, whether the last token was a delimiter, so that the running
-                sum still belongs to the newest entry.
-        """
-        return TableMoves(self, tracks, entries, closed_last)
-
     def _raise(self, track: int, count: int) -> None:
         """``compare`` for one table, in plain torch."""
         if count < 2:
@@ -148,7 +132,14 @@ class SentenceTable:
 
 
 class TableMoves:
-    """Moves of entries to the front of their tables, with all memory allocated.
+    """Moves that keep some entries of each table, at its front, and drop the others; with all
+    memory allocated.
+
+    Args:
+        tracks: of the tables, no track twice.
+        entries: of each table, the indices to keep, ascending.
+        closed_last: of each table, whether the last token was a delimiter, so that the running sum
+            still belongs to the newest entry.
 
     Raises:
         torch.OutOfMemoryError: nothing has changed.

@@ -128,6 +128,12 @@ class RequestState:
     report: Report = field(default_factory=Report)
     failure: str | None = None
 
+    @property
+    def row(self) -> int:
+        """Of the page table; only while the request runs."""
+        assert self.held.row is not None
+        return self.held.row
+
     def span(self, sentence: int) -> tuple[int, int]:
         """Logical positions of a closed sentence, half-open."""
         start, stop = self.sentences.tracker.closed[sentence]

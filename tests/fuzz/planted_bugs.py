@@ -234,8 +234,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a call that comes back is steered as at its start",
             steering.prepare_prefill,
-            "steerer.start(state.held.row, schedule)",
-            "steerer.start(state.held.row, state.schedule)",
+            "steerer.start(state.row, schedule)",
+            "steerer.start(state.row, state.schedule)",
         ),
     ]
 

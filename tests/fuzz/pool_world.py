@@ -163,9 +163,7 @@ class World(Loop):
         self.recorder.tracks.use_rows(ROWS + 1)
         self.runtime = Runtime(
             config,
-            delimiters,
             recorder=self.recorder,
-            layers=1,
             scale=self.head_dim**-0.5,
             pool_tokens=POOL,
             kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
