@@ -87,9 +87,7 @@ def _importance_kernel(
             inside = i < candidates
             slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
             k = tl.load(
-                keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]),
-                mask=inside[:, None],
-                other=0,
+                keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]), mask=inside[:, None], other=0
             )
             k = widened(k, FLOAT8).to(q.dtype)  # float16 and bfloat16 hold any float8
             for tile in range((WINDOW + WINDOW_TILE - 1) // WINDOW_TILE):

@@ -88,17 +88,13 @@ class ServerConfig(Settings):
     delimiters: str = Field("math", description="which tokens close a sentence")
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
-        None,
-        description="default steering strength alpha_0; absent: no steering by default",
+        None, description="default steering strength alpha_0; absent: no steering by default"
     )
     steering_gamma: float = Field(
         0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
     )
     steering_max: float = Field(
-        10.0,
-        ge=0,
-        le=1000,
-        description="largest absolute steering strength that a request may set",
+        10.0, ge=0, le=1000, description="largest absolute steering strength that a request may set"
     )
     steering_capture: str | None = Field(
         None, description="internal: folder for hidden states of `skipkv steering extract`"
@@ -178,8 +174,6 @@ def load_server_config(
     """One server's settings. Flags override a file; a file given by flag replaces the environment.
 
     Args:
-        flags: names and values given on the command line.
-        config_file: path of ``--skipkv-config``.
         environ: where ``SGL_SKIPKV_CONFIG`` is looked up (default ``os.environ``): JSON or a path.
 
     Raises:
@@ -247,7 +241,6 @@ def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
     """Validate ``values`` into ``model``; the first error becomes a ``SettingError``.
 
     Args:
-        model: a settings class.
         values: names and raw values from JSON, flags or Python.
         prefix: put before the field's name in the message, for nested objects (``kv_params.``).
     """

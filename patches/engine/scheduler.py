@@ -84,9 +84,7 @@ def _open(
 def _refuse_for_now(req: Any, message: str) -> None:
     """End a valid request with 503: the client may retry."""
     req.set_finish_with_abort(
-        message,
-        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
-        err_type="ServiceUnavailableError",
+        message, status_code=HTTPStatus.SERVICE_UNAVAILABLE, err_type="ServiceUnavailableError"
     )
 
 

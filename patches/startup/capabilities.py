@@ -191,12 +191,7 @@ _SETTINGS: tuple[tuple[str, str, str, tuple[object, ...]], ...] = (
         "serving.strip_thinking_cache",
         _OFF,
     ),
-    (
-        "kv canary",
-        "it expects token i in row entry i",
-        "observability.kv_canary",
-        ("none", None),
-    ),
+    ("kv canary", "it expects token i in row entry i", "observability.kv_canary", ("none", None)),
     (
         "several tokenizer workers",
         "workers do not receive the schedulers' report",

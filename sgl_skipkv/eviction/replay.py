@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
@@ -28,12 +28,9 @@ def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -
     What a request gets does not depend on the others. If this raises, each request's statistics are
     either as they were or up to date, so every request may be tried again.
     """
-    alike: defaultdict[tuple[type[Policy], PolicyParams], list[Due]] = defaultdict(list)
-    for due in requests:
-        policy = due.state.settings.policy
-        if due.logical_tokens > due.state.kv.tracked_tokens:  # else nothing happened since
-            alike[type(policy), policy.params].append(due)
-    for together in alike.values():
+    behind = [due for due in requests if due.logical_tokens > due.state.kv.tracked_tokens]
+    for chosen in by_policy(behind):
+        together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
         tracked = policy.track(
             _statistics(policy, together, recorder.device),

@@ -95,10 +95,7 @@ class PagedCache:
 
     @classmethod
     def of(
-        cls,
-        layers: Sequence[Tensor],
-        req_to_token: Tensor,
-        k_scales: Sequence[float] | None = None,
+        cls, layers: Sequence[Tensor], req_to_token: Tensor, k_scales: Sequence[float] | None = None
     ) -> PagedCache | None:
         """The cache whose layers have these keys; None where plain torch scores instead."""
         first = layers[0]

@@ -77,19 +77,15 @@ class SkipKV(RKV):
 
 
 def sentence_penalty(positions: Tensor, sentences: Sentences, tau: float) -> Tensor:
-    """``lambda_s`` of the sentence that each token belongs to, 0 where it is not redundant.
+    """float32 [n], ``lambda_s`` of each token's sentence, 0 where it is not redundant.
 
     The paper keeps a start and an end per sentence in cache coordinates and moves them at every
     eviction (eqs 9-11). Each cached token keeps its logical position here, so the sentence it
     belongs to is one ``searchsorted``.
 
     Args:
-        positions: int64 [n], logical positions, ascending.
-        sentences: closed sentences with cached tokens.
+        positions: int64 [n], logical, ascending.
         tau: strict threshold.
-
-    Returns:
-        float32 [n].
     """
     if sentences.starts.shape[0] == 0:
         return torch.zeros(positions.shape[0], device=positions.device)

@@ -66,14 +66,8 @@ class SentenceTable:
 
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
-        return {
-            "total": self.total,
-            "length": self.length,
-            "index": self.index,
-            "after_delimiter": self.after_delimiter,
-            "vectors": self.vectors,
-            "redundancy": self.redundancy,
-        }
+        names = ("total", "length", "index", "after_delimiter", "vectors", "redundancy")
+        return {name: getattr(self, name) for name in names}
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""

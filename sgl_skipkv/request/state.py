@@ -153,6 +153,11 @@ class RequestState:
         return self.settings.budget_after(self.report.compactions) + interval
 
     @property
+    def keep_tokens(self) -> int:
+        """Cached tokens after the next compaction, prompt included."""
+        return self.settings.keep_tokens(self.prompt_tokens, self.report.compactions + 1)
+
+    @property
     def records_from(self) -> int:
         """First position of a prefill whose query is used later."""
         policy = self.settings.policy
