@@ -24,9 +24,6 @@ Floors: bytes ``L Hkv n d key_bytes + 8 n``, each key, slot and result once; ope
 ``2 L Hkv d n^2``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import torch
@@ -36,15 +33,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
-from sgl_skipkv.kernels.paged_keys import (
-    PagedKeys,
-    widened,
-)
-from sgl_skipkv.kernels.spared_columns import (
-    BOUND_TOKENS,
-    bound_columns,
-    spared_columns,
-)
+from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
+from sgl_skipkv.kernels.spared_columns import BOUND_TOKENS, bound_columns, spared_columns
 
 _EPS = tl.constexpr(1e-8)
 _BOUND_TOKENS = tl.constexpr(BOUND_TOKENS)

@@ -4,9 +4,6 @@ Keys never move for scoring: entry ``i`` of a request's row of the page table na
 holds the keys of its i-th cached token, in the K buffer of every layer.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.dtype_names import KEY_NAMES
+from sgl_skipkv.kernels.dtype_names import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.kernels.on_device import kernels_read
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -137,6 +134,25 @@ class PagedKeys:
             "K_TYPE": _TRITON_TYPES.get(self.layer.dtype, tl.uint8),
             "FLOAT8": _EXPONENT_BITS.get(self.layer.dtype, 0),
         }
+
+    def check_queries(self, queries: Tensor) -> None:
+        """Refuse a ring of queries, [L, slots, R, Hq, d], that does not fit these keys.
+
+        Raises:
+            ValueError: another dtype, shape or stride.
+        """
+        layers, _, _, query_heads, head_dim = queries.shape
+        wide = self.layer.dtype in TRITON_NAMES
+        dtypes = [self.layer.dtype] if wide else [*TRITON_NAMES]
+        if (
+            queries.dtype not in dtypes
+            or (layers, head_dim, queries.stride(4)) != (self.layers, self.head_dim, 1)
+            or query_heads % self.kv_heads
+        ):
+            raise ValueError(
+                f"queries: expected {dtypes} [{self.layers}, slots, R, a multiple of "
+                f"{self.kv_heads}, {self.head_dim}], got {queries.dtype} {[*queries.shape]}"
+            )
 
     def programs(self, wanted: int | None, per_processor: int) -> int:
         """How many persistent programs share the tasks.

@@ -13,9 +13,6 @@ Floors for T tracked tokens of B: bytes ``T Hq d (q_bytes + ring_bytes)`` and th
 a tracked token and 8 for another; operations none.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -28,15 +25,8 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def _ring_write_kernel(
-    q,
-    slots,
-    positions,
-    ring,
-    q_stride,
-    window,
-    width,
-    BLOCK: tl.constexpr,
-):
+    q, slots, positions, ring, q_stride, window, width, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot == 0:
@@ -75,13 +65,7 @@ def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> Non
     if tokens == 0:
         return
     _ring_write_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        q,
-        slots,
-        positions,
-        ring,
-        q.stride(0),
-        ring.shape[1],
-        width,
+        *(q, slots, positions, ring, q.stride(0), ring.shape[1], width),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

@@ -18,9 +18,6 @@ Floors with K entries kept and E evicted, over the batch: bytes ``(8 + 4 + 4 + 8
 (8 + 4 + 8 + 4) E`` and 40 per request; operations none.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -33,18 +30,9 @@ _BLOCK, _WARPS = 4096, 16
 
 @triton.jit
 def _compact_rows_kernel(
-    req_to_token,
-    rows,
-    kept,
-    kept_offsets,
-    evicted,
-    evicted_offsets,
-    positions,
-    freed,
-    kept_positions,
-    row_stride,
-    BLOCK: tl.constexpr,
-):
+    req_to_token, rows, kept, kept_offsets, evicted, evicted_offsets, positions, freed,
+    kept_positions, row_stride, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     row = req_to_token + tl.load(rows + b).to(tl.int64) * row_stride
     first_kept, first_evicted = tl.load(kept_offsets + b), tl.load(evicted_offsets + b)
@@ -118,16 +106,8 @@ def compact_rows(
     if requests == 0:
         return
     _compact_rows_kernel[(requests,)](
-        req_to_token,
-        rows,
-        kept,
-        kept_offsets,
-        evicted,
-        evicted_offsets,
-        positions,
-        freed,
-        kept_positions,
-        req_to_token.stride(0),
+        *(req_to_token, rows, kept, kept_offsets, evicted, evicted_offsets, positions),
+        *(freed, kept_positions, req_to_token.stride(0)),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
         num_stages=1,

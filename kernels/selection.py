@@ -14,9 +14,6 @@ Mutates nothing but its own buffers. Not for CUDA graphs: the grid depends on th
 Floors, with N tokens of B requests: bytes ``(4 + 8) N + 41 B``; operations none.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import torch

@@ -13,9 +13,6 @@ Floors for S sentences per request: bytes ``sum of (S (D vector_bytes + 8) + 16)
 ``sum of S (S - 1) D``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -28,15 +25,9 @@ _TILE, _TILE_DEPTH = 32, 64
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "counts"])  # parts of one packed tensor
 def _raise_redundancy_kernel(
-    vectors,
-    redundancy,
-    slots,
-    counts,
-    width,
-    capacity,
-    TILE: tl.constexpr,
-    TILE_DEPTH: tl.constexpr,
-):
+    vectors, redundancy, slots, counts, width, capacity,
+    TILE: tl.constexpr, TILE_DEPTH: tl.constexpr,
+):  # fmt: skip
     later_tile, tile, call = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + call)
     if (later_tile < tile) | (later_tile * TILE >= count):
@@ -96,12 +87,7 @@ def raise_redundancy(
         return
     tiles = triton.cdiv(max_count, _TILE)
     _raise_redundancy_kernel[(tiles, tiles, slots.shape[0])](
-        vectors,
-        redundancy,
-        slots,
-        counts,
-        vectors.shape[2],
-        vectors.shape[1],
+        *(vectors, redundancy, slots, counts, vectors.shape[2], vectors.shape[1]),
         TILE=_TILE,
         TILE_DEPTH=_TILE_DEPTH,
     )

@@ -14,9 +14,6 @@ per request and block of tokens; each token finds its sentence by bisection.
 Floors, with N tokens and S sentences: bytes ``(4 + 4 + 8 + 4) N + (8 + 8 + 4) S``; operations none.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -14,9 +14,6 @@ Floors for T tracked tokens, C of them at a delimiter: bytes
 operations ``2 T D + 5 C D``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -28,21 +25,9 @@ _EPS = tl.constexpr(1e-8)
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])  # a prefill's, from any token on
 def _sentence_step_kernel(
-    hidden,
-    slots,
-    token_ids,
-    bits,
-    preset,
-    total,
-    length,
-    index,
-    after_delimiter,
-    vectors,
-    hidden_stride,
-    width,
-    capacity,
-    BLOCK: tl.constexpr,
-):
+    hidden, slots, token_ids, bits, preset, total, length, index, after_delimiter, vectors,
+    hidden_stride, width, capacity, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + b).to(tl.int64)
     if slot == 0:
@@ -121,19 +106,9 @@ def sentence_step(
     if count == 0:
         return
     _sentence_step_kernel[(count,)](
-        hidden,
-        slots,
-        token_ids,
-        bits,
-        preset,
-        total,
-        length,
-        index,
-        after_delimiter,
-        vectors,
-        hidden.stride(0),
-        width,
-        vectors.shape[1],
+        *(hidden, slots, token_ids, bits, preset),
+        *(total, length, index, after_delimiter, vectors),
+        *(hidden.stride(0), width, vectors.shape[1]),
         **_options(width),
     )
 

@@ -21,9 +21,6 @@ Floors for n tokens, if no walk ends early: bytes ``L Hkv n (d key_bytes + 8)``,
 ``2 L Hkv d n^2``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,10 +33,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
-from sgl_skipkv.kernels.paged_keys import (
-    PagedKeys,
-    widened,
-)
+from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
 #: keys that share an inverse norm bound, counted from the last of a request; a tile has one or two
 BOUND_TOKENS = 32

@@ -16,9 +16,6 @@ Floors for B rows, M of them steered and C of those at a delimiter inside the th
 ``2 C D``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
@@ -38,21 +35,9 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 @triton.jit
 def _steering_add_kernel(
-    residual,
-    vector,
-    rows,
-    token_ids,
-    bits,
-    steered,
-    alpha_0,
-    nonexecution,
-    keyword_seen,
-    thinking,
-    gamma,
-    residual_stride,
-    width,
-    BLOCK: tl.constexpr,
-):
+    residual, vector, rows, token_ids, bits, steered, alpha_0, nonexecution, keyword_seen,
+    thinking, gamma, residual_stride, width, BLOCK: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b).to(tl.int64)
     if tl.load(steered + row) == 0:
@@ -121,19 +106,9 @@ def steering_add(
     if count == 0:
         return
     _steering_add_kernel[(count,)](
-        residual,
-        vector,
-        rows,
-        token_ids,
-        bits,
-        steered,
-        alpha_0,
-        nonexecution,
-        keyword_seen,
-        thinking,
-        gamma,
-        residual.stride(0),
-        width,
+        *(residual, vector, rows, token_ids, bits),
+        *(steered, alpha_0, nonexecution, keyword_seen, thinking),
+        *(gamma, residual.stride(0), width),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
         **_OPTIONS,

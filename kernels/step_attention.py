@@ -23,9 +23,6 @@ query_bytes S + 4 N (T + 1)``, operations ``2 L Hq d`` for each step and token t
 kernels read the keys, so it moves and computes twice that.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import math
@@ -36,7 +33,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
@@ -206,7 +202,14 @@ def step_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    _check(paged, queries, steps, firsts, causal)
+    paged.check_queries(queries)
+    for count, first, tokens in zip(steps, firsts, paged.row_tokens, strict=True):
+        most = min(queries.shape[2], tokens)
+        if not 1 <= count <= most:
+            raise ValueError(f"steps: expected 1 to {most}, got {count}")
+        stop = tokens - count + causal
+        if not 0 <= first < stop:
+            raise ValueError(f"firsts: expected an integer in [0, {stop}), got {first}")
     most_steps = max(steps, default=0)
     out = torch.empty(most_steps, paged.columns, dtype=torch.float32, device=paged.device)
     if not paged.row_tokens:
@@ -229,30 +232,6 @@ def step_attention(
         *(*arguments, out, most_steps, paged.columns, blocks), **paged.constants, **options
     )
     return out
-
-
-def _check(
-    paged: PagedKeys, queries: Tensor, steps: Sequence[int], firsts: Sequence[int], causal: bool
-) -> None:
-    layers, _, ring, query_heads, head_dim = queries.shape
-    wide = paged.layer.dtype in TRITON_NAMES
-    dtypes = [paged.layer.dtype] if wide else [*TRITON_NAMES]
-    if (
-        queries.dtype not in dtypes
-        or (layers, head_dim, queries.stride(4)) != (paged.layers, paged.head_dim, 1)
-        or query_heads % paged.kv_heads
-    ):
-        raise ValueError(
-            f"queries: expected {dtypes} [{paged.layers}, slots, R, a multiple of "
-            f"{paged.kv_heads}, {paged.head_dim}], got {queries.dtype} {[*queries.shape]}"
-        )
-    for count, first, tokens in zip(steps, firsts, paged.row_tokens, strict=True):
-        if not 1 <= count <= min(ring, tokens):
-            raise ValueError(f"steps: expected 1 to {min(ring, tokens)}, got {count}")
-        if not 0 <= first < tokens - count + causal:
-            raise ValueError(
-                f"firsts: expected an integer in [0, {tokens - count + causal}), got {first}"
-            )
 
 
 def _options(dtype: torch.dtype, head_dim: int, ring: int, group: int) -> dict[str, int]:

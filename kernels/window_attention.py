@@ -22,9 +22,6 @@ Floors, with c = sum over requests of n - W: bytes ``c (L Hkv (d key_bytes + 8) 
 key_bytes`` (the first 8 are the heads' means, written and read once); operations ``2 L Hq W d c``.
 """
 
-# Triton ships no types, and its functions are a language of their own.
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
-
 from __future__ import annotations
 
 import math
@@ -34,12 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
 from sgl_skipkv.kernels.on_device import register_limit
-from sgl_skipkv.kernels.paged_keys import (
-    PagedKeys,
-    widened,
-)
+from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
 _PROGRAMS_PER_PROCESSOR = 2
 _SCRATCH_BYTES = 64 << 20
@@ -94,9 +87,7 @@ def _importance_kernel(
             inside = i < candidates
             slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
             k = tl.load(
-                keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]),
-                mask=inside[:, None],
-                other=0,
+                keys + (slot[:, None] * K_SLOT_STRIDE + d[None, :]), mask=inside[:, None], other=0
             )
             k = widened(k, FLOAT8).to(q.dtype)  # float16 and bfloat16 hold any float8
             for tile in range((WINDOW + WINDOW_TILE - 1) // WINDOW_TILE):
@@ -204,7 +195,11 @@ def window_attention(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    _check(paged, queries, window)
+    paged.check_queries(queries)
+    if not 1 <= window <= queries.shape[2]:
+        raise ValueError(f"window: expected 1 to {queries.shape[2]} queries, got {window}")
+    if min(paged.row_tokens, default=window + 1) <= window:
+        raise ValueError(f"row_tokens: expected more than {window}, got {min(paged.row_tokens)}")
     columns = paged.columns - window * len(paged.row_tokens)
     out = torch.empty(columns, dtype=torch.float32, device=paged.device)
     if not paged.row_tokens:
@@ -232,25 +227,6 @@ def window_attention(
         **_POOL,
     )
     return out
-
-
-def _check(paged: PagedKeys, queries: Tensor, window: int) -> None:
-    layers, _, ring, query_heads, head_dim = queries.shape
-    wide = paged.layer.dtype in TRITON_NAMES
-    dtypes = [paged.layer.dtype] if wide else [*TRITON_NAMES]
-    if (
-        queries.dtype not in dtypes
-        or (layers, head_dim, queries.stride(4)) != (paged.layers, paged.head_dim, 1)
-        or query_heads % paged.kv_heads
-    ):
-        raise ValueError(
-            f"queries: expected {dtypes} [{paged.layers}, slots, R, a multiple of "
-            f"{paged.kv_heads}, {paged.head_dim}], got {queries.dtype} {[*queries.shape]}"
-        )
-    if not 1 <= window <= ring:
-        raise ValueError(f"window: expected 1 to {ring} queries, got {window}")
-    if min(paged.row_tokens, default=window + 1) <= window:
-        raise ValueError(f"row_tokens: expected more than {window}, got {min(paged.row_tokens)}")
 
 
 def _options(

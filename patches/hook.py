@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -18,15 +19,13 @@ class Hook:
 
     Attributes:
         target: below ``sglang.srt.``.
-        kind: how it is hooked; ``extend`` marks a method that a subclass in the plugin overrides,
-            ``use`` a function that the plugin calls.
-        signature: the expected parameters, without annotations.
+        signature: the expected parameters, without annotations; ``class`` for a class.
         function: ``module:attribute`` below ``sgl_skipkv.patches.``.
         why: what would be wrong without it.
     """
 
-    target: str
     kind: Kind
+    target: str
     signature: str
     function: str
     why: str
@@ -38,6 +37,22 @@ class Hook:
     @property
     def hooked(self) -> bool:
         return self.kind not in ("extend", "use")
+
+
+def _hook(kind: Kind, target: str, function: str, why: str) -> Hook:
+    """With the expected signature at the end of ``target``; a class has none."""
+    name, opening, parameters = target.partition("(")
+    return Hook(kind, name, opening + parameters or "class", function, why)
+
+
+before = partial(_hook, "before")
+after = partial(_hook, "after")
+around = partial(_hook, "around")
+replace = partial(_hook, "replace")
+#: a method that a subclass in the plugin overrides
+extends = partial(_hook, "extend")
+#: a function that the plugin calls
+uses = partial(_hook, "use")
 
 
 def current_signature(hook: Hook) -> str:

@@ -7,14 +7,12 @@ its target and signature before it is registered, and afterwards that SGLang app
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
-from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
-from sgl_skipkv.patches.hook import Hook, check
+from sgl_skipkv.patches.hook import check
 from sgl_skipkv.patches.startup.hooks import MEMORY_HOOKS, STARTUP_HOOKS
 
 TESTED_SGLANG = ("0.5.23",)
@@ -39,12 +37,8 @@ def install(sglang_version: str) -> None:
     _problems_before.extend(problem for problem in problem_of.values() if problem is not None)
     for hook in ALWAYS if _problems_before else HOOKS:
         if problem_of[hook] is None and hook.hooked:
-            HookRegistry.register(hook.path, _load_hook(hook), HookType(hook.kind))
-
-
-def _load_hook(hook: Hook) -> Callable[..., Any]:
-    function: Callable[..., Any] = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
-    return function
+            function = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
+            HookRegistry.register(hook.path, function, HookType(hook.kind))
 
 
 def problems_before() -> list[str]:

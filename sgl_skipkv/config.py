@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 ENV_CONFIG = "SGL_SKIPKV_CONFIG"
 CPU_PLATFORM = "skipkv_cpu"
@@ -89,17 +88,13 @@ class ServerConfig(Settings):
     delimiters: str = Field("math", description="which tokens close a sentence")
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
-        None,
-        description="default steering strength alpha_0; absent: no steering by default",
+        None, description="default steering strength alpha_0; absent: no steering by default"
     )
     steering_gamma: float = Field(
         0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
     )
     steering_max: float = Field(
-        10.0,
-        ge=0,
-        le=1000,
-        description="largest absolute steering strength that a request may set",
+        10.0, ge=0, le=1000, description="largest absolute steering strength that a request may set"
     )
     steering_capture: str | None = Field(
         None, description="internal: folder for hidden states of `skipkv steering extract`"
@@ -179,8 +174,6 @@ def load_server_config(
     """One server's settings. Flags override a file; a file given by flag replaces the environment.
 
     Args:
-        flags: names and values given on the command line.
-        config_file: path of ``--skipkv-config``.
         environ: where ``SGL_SKIPKV_CONFIG`` is looked up (default ``os.environ``): JSON or a path.
 
     Raises:
@@ -188,15 +181,15 @@ def load_server_config(
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
+    text = "" if config_file is not None else environ.get(ENV_CONFIG, "").strip()
     if config_file is not None:
         values = _read_config_file("--skipkv-config", config_file)
-    elif (text := environ.get(ENV_CONFIG, "").strip()) != "":
-        if text.startswith("{"):
-            values = _parse_json(ENV_CONFIG, text)
-        else:
-            values = _read_config_file(ENV_CONFIG, text)
+    elif text.startswith("{"):
+        values = _parse_json(ENV_CONFIG, text)
+    elif text:
+        values = _read_config_file(ENV_CONFIG, text)
     values.update(flags or {})
-    if (config_file is not None or environ.get(ENV_CONFIG, "").strip()) and not values:
+    if (config_file is not None or text) and not values:
         values["required"] = True  # a file or object without settings also enables eviction
     return build(ServerConfig, values)
 
@@ -248,7 +241,6 @@ def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
     """Validate ``values`` into ``model``; the first error becomes a ``SettingError``.
 
     Args:
-        model: a settings class.
         values: names and raw values from JSON, flags or Python.
         prefix: put before the field's name in the message, for nested objects (``kv_params.``).
     """
@@ -260,16 +252,13 @@ def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        raise _translate(model, error.errors(include_url=False)[0], prefix) from None
-
-
-def _translate(model: type[Settings], detail: ErrorDetails, prefix: str) -> SettingError:
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, SettingError):
-        return cause
-    name = str(detail["loc"][0]) if detail["loc"] else model.__name__
-    expected, choices = describe(model, name)
-    return SettingError(f"{prefix}{name}", expected, detail["input"], choices)
+        detail = error.errors(include_url=False)[0]
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, SettingError):
+            raise cause from None
+        name = str(detail["loc"][0]) if detail["loc"] else model.__name__
+        expected, choices = describe(model, name)
+        raise SettingError(f"{prefix}{name}", expected, detail["input"], choices) from None
 
 
 _TYPES = {

@@ -10,9 +10,9 @@ passes the keys with the sampling parameters and sends them as ``custom_params``
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable, Collection
+from functools import partial, wraps
 from typing import Any
 
 import sglang
@@ -39,21 +39,18 @@ def install() -> None:
         return
     _check_frontend()
     for name in ("gen", "gen_string", "gen_int"):
-        wrapped = _with_keys(getattr(api, name))
-        for module in (sglang, api):
-            setattr(module, name, wrapped)
-    params = ir.SglSamplingParams
-    params.clone = _keeping_keys(params.clone)
-    params.to_srt_kwargs = _adding(params.to_srt_kwargs, "custom_params")
-    params.to_openai_kwargs = _adding(params.to_openai_kwargs, "extra_body")
+        _wrap(api, name, _gen)
+        setattr(sglang, name, getattr(api, name))
+    params, program = ir.SglSamplingParams, ir.SglFunction
+    _wrap(params, "clone", _clone)
+    _wrap(params, "to_srt_kwargs", partial(_add_keys, "custom_params"))
+    _wrap(params, "to_openai_kwargs", partial(_add_keys, "extra_body"))
     for backend in _WITHOUT_KEYS:
-        name = f"to_{backend}_kwargs"
-        setattr(params, name, _refusing(getattr(params, name), backend))
-    program = ir.SglFunction
-    program.run, program.run_batch = _with_defaults(program.run), _with_defaults(program.run_batch)
-    interpreter.run_program = _handing_on_defaults(interpreter.run_program)
-    executor = interpreter.StreamExecutor
-    executor._resolve_sampling_params = _resolving(executor._resolve_sampling_params)
+        _wrap(params, f"to_{backend}_kwargs", partial(_refuse_keys, backend))
+    _wrap(program, "run", _run)
+    _wrap(program, "run_batch", _run)
+    _wrap(interpreter, "run_program", _run_program)
+    _wrap(interpreter.StreamExecutor, "_resolve_sampling_params", _resolve_sampling_params)
     _installed = True
 
 
@@ -67,109 +64,91 @@ def _take(kwargs: dict[str, Any], but: Collection[str] = ()) -> dict[str, Any]:
     return {name: kwargs.pop(name) for name in KEYS if name in kwargs and name not in but}
 
 
-def _with_keys(gen: Callable[..., Any]) -> Callable[..., Any]:
-    """``gen`` that stores our keys on the expression it returns."""
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of the frontend by ``around``, which gets the original first."""
+    original = getattr(owner, name)
 
-    @functools.wraps(gen)
+    @wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        keys = _take(kwargs)
-        expression = gen(*args, **kwargs)
-        if keys:
-            if not isinstance(expression, ir.SglGen):
-                raise ValueError(
-                    f"{next(iter(keys))}: expected a gen without choices, got choices=; choices: "
-                    "leave it out, or generate without choices"
-                )
-            expression.sampling_params.skipkv = keys
-        return expression
+        return around(original, *args, **kwargs)
 
-    return wrapper
+    setattr(owner, name, wrapper)
 
 
-def _with_defaults(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` or ``run_batch`` that stores our keys on a copy of the program, which other
-    threads may be running. A key that is also a parameter of the program is passed to it."""
-
-    @functools.wraps(run)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = _take(kwargs, but=self.arg_names)
-        if keys:
-            self = copy.copy(self)
-            self.skipkv = keys
-        return run(self, *args, **kwargs)
-
-    return wrapper
-
-
-def _handing_on_defaults(run_program: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_program`` that copies the keys from the program to its default sampling parameters."""
-
-    @functools.wraps(run_program)
-    def wrapper(
-        program: Any,
-        backend: Any,
-        func_args: Any,
-        func_kwargs: Any,
-        default_sampling_para: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        default_sampling_para.skipkv = _keys_of(program)
-        return run_program(
-            program, backend, func_args, func_kwargs, default_sampling_para, *args, **kwargs
-        )
-
-    return wrapper
-
-
-def _keeping_keys(clone: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(clone)
-    def wrapper(self: Any) -> Any:
-        copy = clone(self)
-        copy.skipkv = _keys_of(self)
-        return copy
-
-    return wrapper
-
-
-def _resolving(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter copies a fixed list of names from ``gen``; this adds our keys."""
-
-    @functools.wraps(resolve)
-    def wrapper(self: Any, sampling_params: Any) -> Any:
-        resolved = resolve(self, sampling_params)
-        resolved.skipkv = {**_keys_of(self.default_sampling_para), **_keys_of(sampling_params)}
-        return resolved
-
-    return wrapper
-
-
-def _adding(to_kwargs: Callable[[Any], dict[str, Any]], carrier: str) -> Callable[..., Any]:
-    @functools.wraps(to_kwargs)
-    def wrapper(self: Any) -> dict[str, Any]:
-        kwargs = to_kwargs(self)
-        if keys := _keys_of(self):
-            kwargs[carrier] = {**(kwargs.get(carrier) or {}), **keys}
-        return kwargs
-
-    return wrapper
-
-
-def _refusing(to_kwargs: Callable[[Any], dict[str, Any]], backend: str) -> Callable[..., Any]:
-    """Refuse the keys for a service that would ignore them and answer without a budget."""
-
-    @functools.wraps(to_kwargs)
-    def wrapper(self: Any) -> dict[str, Any]:
-        for name, value in _keys_of(self).items():
-            raise SettingError(
-                name,
-                f"nothing on the {backend} backend",
-                value,
-                "leave it out, or an SGLang server (native or OpenAI backend)",
+def _gen(gen: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Store our keys on the expression that ``gen`` returns."""
+    keys = _take(kwargs)
+    expression = gen(*args, **kwargs)
+    if keys:
+        if not isinstance(expression, ir.SglGen):
+            raise ValueError(
+                f"{next(iter(keys))}: expected a gen without choices, got choices=; choices: "
+                "leave it out, or generate without choices"
             )
-        return to_kwargs(self)
+        expression.sampling_params.skipkv = keys
+    return expression
 
-    return wrapper
+
+def _run(run: Callable[..., Any], program: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Store our keys on a copy of the program, which other threads may be running. A key that is
+    also a parameter of the program is passed to it."""
+    keys = _take(kwargs, but=program.arg_names)
+    if keys:
+        program = copy.copy(program)
+        program.skipkv = keys
+    return run(program, *args, **kwargs)
+
+
+def _run_program(
+    run_program: Callable[..., Any],
+    program: Any,
+    backend: Any,
+    func_args: Any,
+    func_kwargs: Any,
+    default_sampling_para: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Copy the keys from the program to its default sampling parameters."""
+    default_sampling_para.skipkv = _keys_of(program)
+    own = (program, backend, func_args, func_kwargs, default_sampling_para)
+    return run_program(*own, *args, **kwargs)
+
+
+def _clone(clone: Callable[[Any], Any], params: Any) -> Any:
+    cloned = clone(params)
+    cloned.skipkv = _keys_of(params)
+    return cloned
+
+
+def _resolve_sampling_params(resolve: Callable[..., Any], executor: Any, params: Any) -> Any:
+    """The interpreter copies a fixed list of names from ``gen``; this adds our keys."""
+    resolved = resolve(executor, params)
+    resolved.skipkv = {**_keys_of(executor.default_sampling_para), **_keys_of(params)}
+    return resolved
+
+
+def _add_keys(
+    carrier: str, to_kwargs: Callable[[Any], dict[str, Any]], params: Any
+) -> dict[str, Any]:
+    kwargs = to_kwargs(params)
+    if keys := _keys_of(params):
+        kwargs[carrier] = {**(kwargs.get(carrier) or {}), **keys}
+    return kwargs
+
+
+def _refuse_keys(
+    backend: str, to_kwargs: Callable[[Any], dict[str, Any]], params: Any
+) -> dict[str, Any]:
+    """Refuse the keys for a service that would ignore them and answer without a budget."""
+    for name, value in _keys_of(params).items():
+        raise SettingError(
+            name,
+            f"nothing on the {backend} backend",
+            value,
+            "leave it out, or an SGLang server (native or OpenAI backend)",
+        )
+    return to_kwargs(params)
 
 
 def _check_frontend() -> None:

@@ -108,13 +108,12 @@ class Compactor:
         assert settings is not None
         self.settings = settings
         texts = ((token, ".\n") for token in range(0, size.vocabulary, SENTENCE_TOKENS))
-        delimiters = Delimiters(texts, size.vocabulary)
         self.recorder = Recorder(
             ModelShape(size.layers, heads.query, heads.dim, size.hidden_size),
-            tracks=batch,
+            track_count=batch,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
-            delimiters=delimiters,
+            delimiters=Delimiters(texts, size.vocabulary),
             dtype=model.dtype,
             device=model.device,
         )
@@ -124,9 +123,7 @@ class Compactor:
         self.recorder.sentences.vectors.normal_()
         self.runtime = Runtime(
             config,
-            delimiters,
             recorder=self.recorder,
-            layers=size.layers,
             scale=heads.dim**-0.5,
             pool_tokens=batch * calls.peak_tokens,
             kv_token_bytes=0,  # nobody is retracted here
@@ -135,7 +132,8 @@ class Compactor:
         self.output_ids: list[list[int]] = []
         self.cache = PagedCache.of(pool.k, req_to_token)
         if self.cache is not None:  # as a server does before it is ready
-            warm_up(self.recorder, self.cache, {settings.policy.params.window})
+            windows, width = {settings.policy.params.window}, req_to_token.shape[1]
+            warm_up(self.recorder, self.cache, windows, width=width)
 
     def open(self, generated: int) -> list[int]:
         """New requests that have generated this many tokens already.

@@ -5,114 +5,85 @@ They are also installed where eviction is not supported, so that a request with 
 
 from __future__ import annotations
 
-from sgl_skipkv.patches.hook import Hook
-
-_SCHEDULER = "managers.scheduler.Scheduler"
-_MANAGER = "managers.tokenizer_manager.TokenizerManager"
-_OPENAI = "entrypoints.openai"
-_ANTHROPIC = "entrypoints.anthropic"
-_OLLAMA = "entrypoints.ollama.serving.OllamaServing"
+from sgl_skipkv.patches.hook import Hook, after, around, before, replace
 
 API_HOOKS: tuple[Hook, ...] = (
     # -- APIs
-    Hook(
-        f"{_MANAGER}._create_tokenized_object",
-        "before",
-        "(self, obj, input_text, input_ids, input_embeds=None, mm_inputs=None, "
-        "token_type_ids=None)",
+    before(
+        "managers.tokenizer_manager.TokenizerManager._create_tokenized_object(self, obj, "
+        "input_text, input_ids, input_embeds=None, mm_inputs=None, token_type_ids=None)",
         "api.tokenizer:move_keys",
         "validate a request's keys and carry them as custom_params",
     ),
-    Hook(
-        "entrypoints.api_contract.generate_contract_error",
-        "around",
-        "(body)",
+    around(
+        "entrypoints.api_contract.generate_contract_error(body)",
         "api.generate:allow_keys",
         "/generate refuses unknown sampling parameters",
     ),
-    Hook(
-        f"{_OPENAI}.protocol.ChatCompletionRequest",
-        "replace",
-        "class",
+    replace(
+        "entrypoints.openai.protocol.ChatCompletionRequest",
         "api.openai:ChatCompletionRequest",
         "top-level keys of a chat completion",
     ),
-    Hook(
-        f"{_OPENAI}.protocol.CompletionRequest",
-        "replace",
-        "class",
+    replace(
+        "entrypoints.openai.protocol.CompletionRequest",
         "api.openai:CompletionRequest",
         "top-level keys of a completion",
     ),
-    Hook(
-        f"{_OPENAI}.protocol.ResponsesRequest",
-        "replace",
-        "class",
+    replace(
+        "entrypoints.openai.protocol.ResponsesRequest",
         "api.openai:ResponsesRequest",
         "top-level keys of a response",
     ),
-    Hook(
-        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._build_sampling_params",
-        "after",
-        "(self, request)",
+    after(
+        "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params("
+        "self, request)",
         "api.openai:add_completion_keys",
         "completions build their sampling parameters here",
     ),
-    Hook(
-        f"{_ANTHROPIC}.protocol.AnthropicMessagesRequest",
-        "replace",
-        "class",
+    replace(
+        "entrypoints.anthropic.protocol.AnthropicMessagesRequest",
         "api.anthropic:AnthropicMessagesRequest",
         "top-level keys of a message",
     ),
-    Hook(
-        f"{_ANTHROPIC}.serving.AnthropicServing.handle_messages",
-        "around",
-        "(self, request, raw_request)",
+    around(
+        "entrypoints.anthropic.serving.AnthropicServing.handle_messages(self, request, "
+        "raw_request)",
         "api.anthropic:check_keys",
         "a wrong key of a streamed message would fail after status 200",
     ),
-    Hook(
-        f"{_ANTHROPIC}.serving.AnthropicServing._convert_to_chat_completion_request",
-        "after",
-        "(self, anthropic_request)",
+    after(
+        "entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request("
+        "self, anthropic_request)",
         "api.anthropic:carry_keys",
         "messages become chat completions here",
     ),
-    Hook(
-        f"{_OLLAMA}.handle_chat",
-        "around",
-        "(self, request, raw_request)",
+    around(
+        "entrypoints.ollama.serving.OllamaServing.handle_chat(self, request, raw_request)",
         "api.ollama:check_keys",
         "a wrong key would get 500, or a stream that breaks off",
     ),
-    Hook(
-        f"{_OLLAMA}.handle_generate",
-        "around",
-        "(self, request, raw_request)",
+    around(
+        "entrypoints.ollama.serving.OllamaServing.handle_generate(self, request, raw_request)",
         "api.ollama:check_keys",
         "a wrong key would get 500, or a stream that breaks off",
     ),
-    Hook(
-        f"{_OLLAMA}._convert_options_to_sampling_params",
-        "after",
-        "(self, options=None)",
+    after(
+        "entrypoints.ollama.serving.OllamaServing._convert_options_to_sampling_params(self, "
+        "options=None)",
         "api.ollama:add_option_keys",
         "SGLang drops unknown options here",
     ),
     # -- life of a request
-    Hook(
-        f"{_SCHEDULER}._create_generation_req",
-        "after",
-        "(self, recv_req, *args, **kwargs)",
+    after(
+        "managers.scheduler.Scheduler._create_generation_req(self, recv_req, *args, **kwargs)",
         "engine.scheduler:open_request",
         "open a request's state",
     ),
     # -- output
-    Hook(
-        f"{_MANAGER}.update_request_meta_info",
-        "after",
-        "(self, meta_info, state, customized_info, index, finish_reason)",
+    after(
+        "managers.tokenizer_manager.TokenizerManager.update_request_meta_info(self, meta_info, "
+        "state, customized_info, index, finish_reason)",
         "api.meta_info:unwrap_meta_info",
         "meta_info['skipkv'] is one object",
     ),

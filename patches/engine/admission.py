@@ -20,17 +20,12 @@ def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
     binding = binding_of(scheduler)
     if binding is None or binding.runtime is None or binding.runtime.opened_requests == 0:
         return None  # no budgeted request so far: SGLang's own class
-    return _adder_class(base)
-
-
-_classes: dict[type, type] = {}
-
-
-def _adder_class(base: type) -> type:
-    """The subclass of ``base``, created once."""
     if base not in _classes:
         _classes[base] = type(f"Budgeted{base.__name__}", (_BudgetedAdder, base), {})
     return _classes[base]
+
+
+_classes: dict[type, type] = {}
 
 
 class _BudgetedAdder:

@@ -2,207 +2,154 @@
 
 from __future__ import annotations
 
-from sgl_skipkv.patches.hook import Hook
-
-_SCHEDULER = "managers.scheduler.Scheduler"
-_BATCH = "managers.schedule_batch.ScheduleBatch"
-_REQ = "managers.schedule_batch.Req"
-_ADDER = "managers.schedule_policy.PrefillAdder"
+from sgl_skipkv.patches.hook import Hook, after, around, before, extends, uses
 
 ENGINE_HOOKS: tuple[Hook, ...] = (
     # -- life of a request
-    Hook(
-        f"{_SCHEDULER}.init_req_max_new_tokens",
-        "around",
-        "(self, req)",
+    around(
+        "managers.scheduler.Scheduler.init_req_max_new_tokens(self, req)",
         "engine.scheduler:bound_new_tokens",
         "a budgeted trace may be longer than the pool",
     ),
-    Hook(
-        f"{_SCHEDULER}._add_request_to_queue",
-        "around",
-        "(self, req, is_retracted=False)",
+    around(
+        "managers.scheduler.Scheduler._add_request_to_queue(self, req, is_retracted=False)",
         "engine.scheduler:refuse_unrecomputable",
         "a request that can be neither restored nor recomputed must not wait for ever",
     ),
-    Hook(
-        f"{_SCHEDULER}.get_prefill_adder_class",
-        "after",
-        "(self)",
+    after(
+        "managers.scheduler.Scheduler.get_prefill_adder_class(self)",
         "engine.admission:budgeted_adder_class",
         "admission reserves the most KV that a request can ever hold",
     ),
-    Hook(
-        f"{_ADDER}.add_one_req",
-        "extend",
-        "(self, req, has_chunked_req, truncation_align_size)",
+    extends(
+        "managers.schedule_policy.PrefillAdder.add_one_req(self, req, has_chunked_req, "
+        "truncation_align_size)",
         "engine.admission:_BudgetedAdder",
         "reserve the future KV tokens of a candidate",
     ),
-    Hook(
-        f"{_ADDER}.add_chunked_req",
-        "extend",
-        "(self, req)",
+    extends(
+        "managers.schedule_policy.PrefillAdder.add_chunked_req(self, req)",
         "engine.admission:_BudgetedAdder",
         "reserve the future KV tokens of a chunked prompt",
     ),
-    Hook(
-        f"{_ADDER}.preempt_to_schedule",
-        "extend",
-        "(self, req)",
+    extends(
+        "managers.schedule_policy.PrefillAdder.preempt_to_schedule(self, req)",
         "engine.admission:_BudgetedAdder",
         "never preempt a request that can be neither restored nor recomputed",
     ),
-    Hook(
-        f"{_ADDER}._get_running_request_total_token_offset",
-        "extend",
-        "(self, req)",
+    extends(
+        "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset(self, req)",
         "engine.admission:_BudgetedAdder",
         "reserve the future KV tokens of running requests",
     ),
-    Hook(
-        f"{_BATCH}.prepare_for_extend",
-        "after",
-        "(self)",
+    after(
+        "managers.schedule_batch.ScheduleBatch.prepare_for_extend(self)",
         "engine.batch:admit_rows",
         "a request has a row of the page table",
     ),
-    Hook(
-        f"{_REQ}._compute_max_prefix_len",
-        "after",
-        "(self, input_len)",
+    after(
+        "managers.schedule_batch.Req._compute_max_prefix_len(self, input_len)",
         "engine.retraction:limit_prefix_match",
         "a request matches at most its prompt in the radix tree",
     ),
-    Hook(
-        f"{_REQ}.reset_for_retract",
-        "after",
-        "(self)",
+    after(
+        "managers.schedule_batch.Req.reset_for_retract(self)",
         "engine.retraction:reset_request",
         "a retracted request is restored, or its eviction starts again",
     ),
-    Hook(
-        f"{_REQ}.init_next_round_input",
-        "after",
-        "(self, tree_cache=None, cow_mamba=None)",
+    after(
+        "managers.schedule_batch.Req.init_next_round_input(self, tree_cache=None, cow_mamba=None)",
         "engine.backup:shorten_input",
         "a request with a backup is prefilled with the length of its row",
     ),
-    Hook(
-        "mem_cache.allocation._prefix_kv_indices",
-        "around",
-        "(batch, req)",
+    around(
+        "mem_cache.allocation._prefix_kv_indices(batch, req)",
         "engine.backup:restore_row",
         "restore the row of a request from its backup in host memory",
     ),
-    Hook(
-        f"{_SCHEDULER}.send_abort_output",
-        "after",
-        "(self, abort_req, req)",
+    after(
+        "managers.scheduler.Scheduler.send_abort_output(self, abort_req, req)",
         "engine.backup:drop_backup",
         "free the backup of a request that ends while it waits",
     ),
-    Hook(
-        f"{_SCHEDULER}.pause_generation",
-        "around",
-        "(self, recv_req)",
+    around(
+        "managers.scheduler.Scheduler.pause_generation(self, recv_req)",
         "engine.backup:forget_backups",
         "KV of old weights must not be restored",
     ),
-    Hook(
-        f"{_BATCH}._get_decode_retraction_order",
-        "after",
-        "(reqs)",
+    after(
+        "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order(reqs)",
         "engine.retraction:order_victims",
         "retract a request that can be neither restored nor recomputed last",
     ),
-    Hook(
-        "mem_cache.common.release_kv_cache",
-        "around",
-        "(req, tree_cache, *, checkpoint)",
+    around(
+        "mem_cache.common.release_kv_cache(req, tree_cache, *, checkpoint)",
         "engine.release:close_request",
         "close or back up a request that loses its row",
     ),
     # -- the compaction
-    Hook(
-        f"{_BATCH}.check_decode_mem",
-        "before",
-        "(self, selected_indices=None)",
+    before(
+        "managers.schedule_batch.ScheduleBatch.check_decode_mem(self, selected_indices=None)",
         "engine.batch:compact_due_requests",
         "compact before memory is checked",
     ),
-    Hook(
-        "mem_cache.unified_cache.components.base.TreeComponent.prepare_for_caching_req",
-        "after",
-        "(self, req, insert_params, token_ids_len, is_finished)",
+    after(
+        "mem_cache.unified_cache.components.base.TreeComponent.prepare_for_caching_req(self, "
+        "req, insert_params, token_ids_len, is_finished)",
         "engine.release:limit_insert",
         "a compacted row in the radix tree would be wrong KV under a valid key",
     ),
-    Hook(
-        "model_executor.forward_batch_info.ForwardBatch.init_new",
-        "after",
-        "(cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "
-        "extend_position_info=None, spec_mrope_positions=None, kv_loc_plan=None, write_cols=None)",
+    after(
+        "model_executor.forward_batch_info.ForwardBatch.init_new(cls, batch, model_runner, *, "
+        "capture_hidden_mode=None, return_hidden_states_before_norm, "
+        "extend_position_info=None, spec_mrope_positions=None, kv_loc_plan=None, "
+        "write_cols=None)",
         "engine.forward:prepare_forward",
         "positions come from the logical length",
     ),
-    Hook(
-        "layers.sampler.Sampler.forward",
-        "before",
-        "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, "
-        "token_ids_logprobs, positions, *, logprob_logits=None)",
+    before(
+        "layers.sampler.Sampler.forward(self, logits_output, sampling_info, return_logprob, "
+        "top_logprobs_nums, token_ids_logprobs, positions, *, logprob_logits=None)",
         "engine.sampling:shift_positions",
         "seeded noise depends on the position; after a prefill SGLang uses the row length",
     ),
-    Hook(
-        "layers.radix_attention.RadixAttention.forward",
-        "before",
-        "(self, q, k, v, forward_batch, save_kv_cache=True, key_value_num_tokens=None, **kwargs)",
+    before(
+        "layers.radix_attention.RadixAttention.forward(self, q, k, v, forward_batch, "
+        "save_kv_cache=True, key_value_num_tokens=None, **kwargs)",
         "engine.forward:record_queries",
         "record the last queries, which score the cached keys",
     ),
-    Hook(
-        "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
-        "around",
-        "(self, forward_batch)",
+    around(
+        "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph("
+        "self, forward_batch)",
         "engine.model_side:run_recorded_prefill_eagerly",
         "what a prefill records depends on its batch, so a graph cannot replay it",
     ),
-    Hook(
-        "layers.logits_processor.LogitsProcessor.forward",
-        "before",
-        "(self, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states=None, "
-        "hidden_states_before_norm=None)",
+    before(
+        "layers.logits_processor.LogitsProcessor.forward(self, input_ids, hidden_states, "
+        "lm_head, logits_metadata, aux_hidden_states=None, hidden_states_before_norm=None)",
         "engine.forward:record_hidden",
         "record final hidden states for sentence vectors",
     ),
     # -- steering
-    Hook(
-        "layers.layer_boundary.residual.batch.stream_of",
-        "use",
-        "(forward_batch)",
+    uses(
+        "layers.layer_boundary.residual.batch.stream_of(forward_batch)",
         "engine.steering:residual_of",
         "the vector is added once to the residual stream, on every rank",
     ),
-    Hook(
-        "layers.layer_boundary.residual.batch.snapshot",
-        "use",
-        "(hidden_states, forward_batch)",
+    uses(
+        "layers.layer_boundary.residual.batch.snapshot(hidden_states, forward_batch)",
         "engine.hidden_capture:HiddenCapture",
         "read a layer's output, to extract a steering vector",
     ),
-    Hook(
-        "model_executor.runner_utils.capture_mode.get_is_capture_mode",
-        "use",
-        "()",
+    uses(
+        "model_executor.runner_utils.capture_mode.get_is_capture_mode()",
         "engine.graph_capture:is_capturing",
         "a captured step records and steers every row",
     ),
     # -- output
-    Hook(
-        f"{_SCHEDULER}.get_output_streamer_class",
-        "after",
-        "(self)",
+    after(
+        "managers.scheduler.Scheduler.get_output_streamer_class(self)",
         "engine.output:reporting_streamer_class",
         "send meta_info['skipkv'] to the main process",
     ),

@@ -31,15 +31,12 @@ class ModelSide:
     """The hooks on the model of one scheduler process.
 
     Attributes:
-        shape: of the model's attention on this rank.
         scale: the model's factor on attention logits.
         steerer: None without a vector.
         capture: None unless ``steering_capture`` is set.
     """
 
-    shape: ModelShape
     scale: float
-    delimiters: Delimiters
     recorder: Recorder
     steerer: Steerer | None
     capture: HiddenCapture | None
@@ -96,7 +93,7 @@ def build_model_side(
     tracks = min(config.max_tracked_requests, most_running)
     recorder = Recorder(
         shape,
-        tracks=tracks,
+        track_count=tracks,
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -109,9 +106,7 @@ def build_model_side(
     if config.steering_capture is not None:
         folder, preset = config.steering_capture, config.delimiters
         capture = HiddenCapture(runner.model, folder, delimiters, preset)
-    scale = layers[0].scaling
-    side = ModelSide(shape, scale, delimiters, recorder, steerer, capture)
-    runner.skipkv = side
+    runner.skipkv = side = ModelSide(layers[0].scaling, recorder, steerer, capture)
     return side
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -36,10 +37,7 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
     rest, keys = take_keys(params) if isinstance(params, dict) else ({}, {})
     if binding is None or not (keys or binding.config.defaults_apply or misspelt_keys(rest)):
         return
-
-    def opened() -> None:
-        _open(req, binding, recv_req, keys, rest)
-
+    opened = partial(_open, req, binding, recv_req, keys, rest)
     _, error = attempt(f"kv_budget request {req.rid}", opened)
     if error is not None:
         req.set_finish_with_abort(
@@ -86,9 +84,7 @@ def _open(
 def _refuse_for_now(req: Any, message: str) -> None:
     """End a valid request with 503: the client may retry."""
     req.set_finish_with_abort(
-        message,
-        status_code=HTTPStatus.SERVICE_UNAVAILABLE,
-        err_type="ServiceUnavailableError",
+        message, status_code=HTTPStatus.SERVICE_UNAVAILABLE, err_type="ServiceUnavailableError"
     )
 
 

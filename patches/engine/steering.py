@@ -84,8 +84,7 @@ def prepare_prefill(
             generated = first + count - state.prompt_tokens
             decoded = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
             of_request[count - len(decoded) :] = decoded
-            assert state.held.row is not None
-            steerer.start(state.held.row, schedule)
+            steerer.start(state.row, schedule)
         factors.extend(of_request)
     if any(factors):
         steerer.factors = device_tensor(factors, runtime.recorder.device, torch.float32)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.eviction.warm_up import warm_up, warm_up_without_scores, windows_of
+from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
@@ -27,8 +28,6 @@ from sgl_skipkv.patches.engine.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.policy.base import PagedCache
-from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.vector import SteeringVector
@@ -140,23 +139,18 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
     """Compile the kernels of steps and compactions: before the server is ready if eviction is
     enabled at start, else in a thread while it serves."""
     pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
+    if not uses_triton(recorder.device):
+        return
     cache = paged_cache(pool, binding.scheduler.token_to_kv_pool_allocator)
-    windows, width = windows_of(binding.config), pool.req_to_token.shape[1]
-
-    def launch(recorder: Recorder, cache: PagedCache | None) -> None:
-        if cache is None:
-            warm_up_without_scores(recorder, width, runtime.steerer)
-        else:
-            warm_up(recorder, cache, windows, runtime.steerer)
+    options = (windows_of(binding.config), runtime.steerer)
+    launch = partial(warm_up, width=pool.req_to_token.shape[1])
 
     def compile_kernels() -> None:
         with separate_stream(recorder.device):
-            launch(recorder.scratch(), None if cache is None else cache.scratch())
+            launch(recorder.scratch(), None if cache is None else cache.scratch(), *options)
 
-    if not uses_triton(recorder.device):
-        return
     if binding.config.enabled:
-        launch(recorder, cache)
+        launch(recorder, cache, *options)
     else:
         binding.compilation.start(compile_kernels)
 
@@ -164,22 +158,16 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
 def _build_runtime(
     config: ServerConfig, scheduler: Any, side: ModelSide, trace: TraceWriter | None
 ) -> Runtime:
+    buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
     return Runtime(
         config,
-        side.delimiters,
         recorder=side.recorder,
-        layers=side.shape.layers,
         scale=side.scale,
         pool_tokens=scheduler.max_total_num_tokens,
-        kv_token_bytes=_kv_token_bytes(scheduler),
+        kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of all layers of this rank
         steerer=side.steerer,
         trace=trace,
     )
-
-
-def _kv_token_bytes(scheduler: Any) -> int:
-    """KV bytes of one token in all layers of this rank."""
-    return sum(buffer[0].nbytes for buffer in kv_buffers(scheduler.token_to_kv_pool_allocator))
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from sgl_skipkv.kernels.dtype_names import KEY_NAMES
-from sgl_skipkv.patches.engine.model_side import model_side_of
+from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
 
 Check = Callable[[Any], str | None]
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -75,31 +75,26 @@ def _quantised_kv(scheduler: Any) -> str | None:
 
 
 def _sliding_window(scheduler: Any) -> str | None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     if scheduler.is_hybrid_swa:
         return "hybrid sliding-window attention"
     runner = scheduler.tp_worker.model_runner
     if runner.attention_chunk_size is not None:
         return "chunked attention: its chunks count row entries"
-    for module in runner.model.modules():
-        if isinstance(module, RadixAttention):
-            if module.sliding_window_size > 0:
-                return "sliding-window layers: their window counts row entries"
-            if (module.xai_temperature_len or 0) > 0:
-                return "attention whose temperature counts row entries"
-            if module.is_cross_attention:
-                return "cross-attention layers"
+    for layer in attention_layers(runner.model):
+        if layer.sliding_window_size > 0:
+            return "sliding-window layers: their window counts row entries"
+        if (layer.xai_temperature_len or 0) > 0:
+            return "attention whose temperature counts row entries"
+        if layer.is_cross_attention:
+            return "cross-attention layers"
     return None
 
 
 def _uniform_layers(scheduler: Any) -> str | None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     if _pool(scheduler) is not None:
         return None
     runner = scheduler.tp_worker.model_runner
-    layers = [m for m in runner.model.modules() if isinstance(m, RadixAttention)]
+    layers = attention_layers(runner.model)
     shapes = {(m.tp_q_head_num, m.tp_k_head_num, m.head_dim, m.scaling) for m in layers}
     cached_layers = runner.token_to_kv_pool.layer_num
     if len(layers) == cached_layers and len(shapes) == 1:
@@ -196,12 +191,7 @@ _SETTINGS: tuple[tuple[str, str, str, tuple[object, ...]], ...] = (
         "serving.strip_thinking_cache",
         _OFF,
     ),
-    (
-        "kv canary",
-        "it expects token i in row entry i",
-        "observability.kv_canary",
-        ("none", None),
-    ),
+    ("kv canary", "it expects token i in row entry i", "observability.kv_canary", ("none", None)),
     (
         "several tokenizer workers",
         "workers do not receive the schedulers' report",

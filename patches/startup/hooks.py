@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from sgl_skipkv.patches.hook import Hook
-
-_SCHEDULER = "managers.scheduler.Scheduler"
+from sgl_skipkv.patches.hook import Hook, after, around
 
 STARTUP_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "server_args.ServerArgs.add_cli_args",
-        "after",
-        "(parser)",
+    after(
+        "server_args.ServerArgs.add_cli_args(parser)",
         "startup.flags:add_flags",
         "flags on launch_server",
     ),
-    Hook(
-        "server_args.ServerArgs.from_cli_args",
-        "after",
-        "(cls, args)",
+    after(
+        "server_args.ServerArgs.from_cli_args(cls, args)",
         "startup.flags:read_flags",
         "settings reach every process with ServerArgs",
     ),
-    Hook(
-        f"{_SCHEDULER}.__init__",
-        "after",
-        "(self, server_args, port_args)",
+    after(
+        "managers.scheduler.Scheduler.__init__(self, server_args, port_args)",
         "startup.bind:bind",
         "decide the state from the resolved runtime",
     ),
-    Hook(
-        f"{_SCHEDULER}.get_init_info",
-        "after",
-        "(self)",
+    after(
+        "managers.scheduler.Scheduler.get_init_info(self)",
         "startup.bind:report",
         "the main process learns the state",
     ),
-    Hook(
-        "entrypoints.engine.Engine._set_startup_time",
-        "after",
-        "(tokenizer_manager, scheduler_init_result, startup_tic)",
+    after(
+        "entrypoints.engine.Engine._set_startup_time(tokenizer_manager, scheduler_init_result, "
+        "startup_tic)",
         "startup.open_gate:open_gate",
         "refuse to start, or accept requests with our keys",
     ),
@@ -46,10 +35,8 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
 """Also installed where eviction is not supported."""
 
 MEMORY_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        f"{_SCHEDULER}.init_memory_pools",
-        "around",
-        "(self)",
+    around(
+        "managers.scheduler.Scheduler.init_memory_pools(self)",
         "startup.bind:reserve",
         "allocate buffers before the pool is sized, hook the model before graphs are captured",
     ),

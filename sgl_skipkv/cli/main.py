@@ -98,7 +98,10 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
         server_flags=[f"--{flag}" for flag in arguments.server_flags],
     )
     # Check the output options before a run of hours.
-    _check_layer(arguments.layer, run.layers)
+    layer = arguments.layer
+    if layer != "auto" and not (layer.isdecimal() and int(layer) < run.layers):
+        expected = f"auto or a number in [0, {run.layers - 1}]"
+        raise SettingError("layer", expected, layer, "auto tries all of them")
     if not arguments.out.absolute().parent.is_dir():
         choices = "another path, or create the folder"
         raise SettingError("out", "a file in a folder that exists", str(arguments.out), choices)
@@ -113,26 +116,20 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
         statistics = run.from_prompts(prompts, arguments.max_new_tokens)
     counts, layers = statistics.count.tolist(), run.report()
     chosen = max(layers, key=lambda layer: layer.separation)
-    if arguments.layer != "auto":
-        chosen = layers[int(arguments.layer)]
+    if layer != "auto":
+        chosen = layers[int(layer)]
     run.vector(chosen).save(arguments.out)
     table = Table(
         *("layer", "separation", "cosine between halves", "norm", "written"),
         title=f"{arguments.out}: {counts[1]:,} execution and {counts[0]:,} non-execution thoughts",
         title_justify="left",
     )
-    for layer in layers:
-        numbers = (f"{n:.3f}" for n in (layer.separation, layer.split_cosine, layer.norm))
-        table.add_row(str(layer.layer), *numbers, "*" if layer is chosen else "")
+    for one in layers:
+        numbers = (f"{n:.3f}" for n in (one.separation, one.split_cosine, one.norm))
+        table.add_row(str(one.layer), *numbers, "*" if one is chosen else "")
     if min(counts) < steering_extract.FEW_THOUGHTS:
         table.caption = f"[yellow]warning[/]: a class has only {min(counts)} thoughts"
     return table
-
-
-def _check_layer(layer: str, layers: int) -> None:
-    if layer != "auto" and not (layer.isdecimal() and int(layer) < layers):
-        expected = f"auto or a number in [0, {layers - 1}]"
-        raise SettingError("layer", expected, layer, "auto tries all of them")
 
 
 def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:

@@ -34,8 +34,7 @@ def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
     Source: SkipKV (arXiv 2512.07993) section 4.3, eq. 12 and table 3.
 
     Args:
-        prompt_tokens: length of each prompt, in file order.
-        batch: prompts per batch; the last one may be smaller.
+        prompt_tokens: of each prompt, in file order.
 
     Raises:
         SettingError: no prompts, or a batch below 1.
@@ -57,7 +56,7 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
 
     Args:
         path: ``.json`` with a list of integers, or ``.jsonl`` with one object per prompt.
-        tokenizer: folder or name, for Transformers; only for ``.jsonl``.
+        tokenizer: folder or name; only for ``.jsonl``.
         field: the prompt's name in each object.
 
     Raises:

@@ -298,7 +298,10 @@ class Extraction:
             prompt = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
-        ids: list[int] = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return self._ids(prompt)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _each(self, items: Sequence[Any], what: str, work: Any) -> None:
@@ -315,7 +318,7 @@ class Extraction:
 
     def _trace_ids(self, trace: Mapping[str, str]) -> dict[str, list[int]]:
         return {
-            name: self.tokenizer(trace[key], add_special_tokens=False)["input_ids"]
+            name: self._ids(trace[key])
             for name, key in (("prompt_ids", "prompt"), ("output_ids", "output"))
         }
 

@@ -53,8 +53,6 @@ def render(
     """The generated text of one request: evicted tokens dim and struck through.
 
     Args:
-        events: its trace lines.
-        tokenizer: of Transformers.
         marks: before and after each run of evicted tokens, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")

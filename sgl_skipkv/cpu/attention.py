@@ -45,13 +45,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         if encoder_lens is not None or windowed or query.dtype != k_cache.dtype:
             # Not supported here: the stock backend computes it.
             stock: torch.Tensor = super()._run_sdpa_forward_decode(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
+                *(query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens),
                 encoder_lens,
                 **options,
             )

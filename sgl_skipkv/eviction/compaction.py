@@ -64,7 +64,7 @@ class Compaction:
         self, plans: Sequence[Plan], req_to_token: Tensor, recorder: Recorder, *, check: bool
     ) -> None:
         self.plans = plans
-        rows = [_row(plan.state) for plan in plans]
+        rows = [plan.state.row for plan in plans]
         selections = [plan.selection for plan in plans]
         positions = [plan.positions for plan in plans]
         self._rows = RowRewrite(req_to_token, rows, selections, positions, check=check)
@@ -72,7 +72,8 @@ class Compaction:
         tabled = [plan for plan in plans if plan.table is not None]
         self._moves: TableMoves | None = None
         if tabled:
-            self._moves = recorder.sentences.moves(
+            self._moves = TableMoves(
+                recorder.sentences,
                 [plan.state.held.track_id for plan in tabled],
                 [plan.entries for plan in tabled],
                 [plan.state.sentences.tracker.after_delimiter for plan in tabled],
@@ -117,11 +118,6 @@ class Compaction:
             if plan.table is not None:
                 state.sentences.table = [*plan.table]
                 state.sentences.table_closed = len(state.sentences.tracker.closed)
-
-
-def _row(state: RequestState) -> int:
-    assert state.held.row is not None
-    return state.held.row
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from sgl_skipkv.policy.base import KeyLocation, PagedCache
+from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, PolicyParams
 from sgl_skipkv.request.state import RequestState
 
 
@@ -34,6 +35,15 @@ class Due(NamedTuple):
 
     def location(self, ring: Tensor) -> KeyLocation:
         """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
-        held, newest = self.state.held, self.logical_tokens - 1
-        assert self.cache is not None and held.row is not None
-        return KeyLocation(self.cache, held.row, ring, held.track_id, newest)
+        assert self.cache is not None
+        row, track_id = self.state.row, self.state.held.track_id
+        return KeyLocation(self.cache, row, ring, track_id, self.logical_tokens - 1)
+
+
+def by_policy(requests: Sequence[Due]) -> list[list[int]]:
+    """Indices of the requests, those with the same policy and parameters together."""
+    alike: defaultdict[tuple[type[Policy], PolicyParams], list[int]] = defaultdict(list)
+    for i, due in enumerate(requests):
+        policy = due.state.settings.policy
+        alike[type(policy), policy.params].append(i)
+    return list(alike.values())

@@ -7,7 +7,6 @@ the CPU has; all choices stay on the device.
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,16 +14,11 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.policy.base import (
-    Policy,
-    PolicyParams,
-    ScoreInput,
-    Sentences,
-)
-from sgl_skipkv.policy.token_scores import add_token_scores
+from sgl_skipkv.policy.base import ScoreInput, Sentences
+from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
 
@@ -33,12 +27,11 @@ class Planner:
     """Makes the plans of one scheduler process.
 
     Args:
-        layers: of the model. scale: of its attention, usually 1 / sqrt(d).
+        scale: of the model's attention, usually 1 / sqrt(d).
     """
 
-    def __init__(self, recorder: Recorder, *, layers: int, scale: float) -> None:
-        self._recorder = recorder
-        self._layers, self._scale = layers, scale
+    def __init__(self, recorder: Recorder, *, scale: float) -> None:
+        self._recorder, self._scale = recorder, scale
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays. Requests with the same policy and parameters share one scoring call.
@@ -50,24 +43,17 @@ class Planner:
             _feed(one)
         self.track([one for one in due if one.state.settings.policy.needs_attention])
         tables = [self._table(one.state) for one in due]
-        inputs = self._score_inputs(due, tables)
         policies = [one.state.settings.policy for one in due]
+        inputs = self._score_inputs(due, tables)
         inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
         scores: dict[int, Tensor] = {}
-        alike: defaultdict[tuple[type[Policy], PolicyParams], list[int]] = defaultdict(list)
-        for i, policy in enumerate(policies):
-            alike[type(policy), policy.params].append(i)
-        for chosen in alike.values():
+        for chosen in by_policy(due):
             together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
             scores.update(zip(chosen, together, strict=True))
-        states = [one.state for one in due]
         selections, finite = select_together(
             [scores[i] for i in range(len(due))],
             [_protected(one.state, one.row_tokens) for one in due],
-            [
-                state.settings.keep_tokens(state.prompt_tokens, state.report.compactions + 1)
-                for state in states
-            ],
+            [one.state.keep_tokens for one in due],
         )
         parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
         return [
@@ -91,13 +77,22 @@ class Planner:
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the policies' statistics up to date with every decode step of these requests."""
-        replay_steps(due, self._recorder, layers=self._layers, scale=self._scale)
+        replay_steps(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[_Table | None]
     ) -> list[ScoreInput]:
-        found = [(one, table) for one, table in zip(due, tables, strict=True) if table is not None]
-        sentences = iter(self._compare(found))
+        pairs = zip(due, tables, strict=True)
+        found = [(one.state, table) for one, table in pairs if table is not None]
+        compared: list[Sentences] = []
+        if found:  # every closed sentence against those that closed later, of all at once
+            compared = self._recorder.sentences.compare(
+                [state.held.track_id for state, _ in found],
+                [table.used for _, table in found],
+                [table.entries for _, table in found],
+                [[state.span(sentence) for sentence in table.kept] for state, table in found],
+            )
+        sentences = iter(compared)
         return [
             self._score_input(one, positions, None if table is None else next(sentences))
             for one, positions, table in zip(due, self._positions(due), tables, strict=True)
@@ -129,7 +124,7 @@ class Planner:
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_tokens,
-            layers=self._layers,
+            layers=self._recorder.shape.layers,
             keys=due.keys,
             queries=queries,
             scale=self._scale,
@@ -137,17 +132,6 @@ class Planner:
             seed=seed,
             statistics=state.kv.statistics,
             location=location,
-        )
-
-    def _compare(self, found: Sequence[tuple[Due, _Table]]) -> list[Sentences]:
-        """Every closed sentence against those that closed later, of all requests at once."""
-        if not found:
-            return []
-        return self._recorder.sentences.compare(
-            [due.state.held.track_id for due, _ in found],
-            [table.used for _, table in found],
-            [table.entries for _, table in found],
-            [[due.state.span(sentence) for sentence in table.kept] for due, table in found],
         )
 
     def _table(self, state: RequestState) -> _Table | None:
@@ -192,9 +176,8 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     policy, params = state.settings.policy, state.settings.policy.params
     prompt = state.prompt_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
-    compactions = state.report.compactions + 1
-    keep = state.settings.keep_tokens(state.prompt_tokens, compactions)
-    tail = policy.protected_tail(state.settings.budget_after(compactions))
+    keep = state.keep_tokens
+    tail = policy.protected_tail(state.settings.budget_after(state.report.compactions + 1))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose

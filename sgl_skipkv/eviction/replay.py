@@ -14,30 +14,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams
-from sgl_skipkv.policy.paged_requests import paged_at
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
 
-def replay_steps(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> None:
+def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -> None:
     """Bring the requests' statistics up to date; those with the same policy share the launches.
 
     What a request gets does not depend on the others. If this raises, each request's statistics are
     either as they were or up to date, so every request may be tried again.
     """
-    alike: defaultdict[tuple[type[Policy], PolicyParams], list[Due]] = defaultdict(list)
-    for due in requests:
-        policy = due.state.settings.policy
-        if due.logical_tokens > due.state.kv.tracked_tokens:  # else nothing happened since
-            alike[type(policy), policy.params].append(due)
-    for together in alike.values():
+    behind = [due for due in requests if due.logical_tokens > due.state.kv.tracked_tokens]
+    for chosen in by_policy(behind):
+        together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
         tracked = policy.track(
             _statistics(policy, together, recorder.device),
-            _attention(together, recorder, layers=layers, scale=scale),
+            _attention(together, recorder, scale),
             _step_positions(together, recorder.device),
         )
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
@@ -93,7 +90,7 @@ def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -
     return joined
 
 
-def _attention(requests: Sequence[Due], recorder: Recorder, *, layers: int, scale: float) -> Tensor:
+def _attention(requests: Sequence[Due], recorder: Recorder, scale: float) -> Tensor:
     """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
     steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in requests]
     if all(due.cache is not None for due in requests):
@@ -105,7 +102,7 @@ def _attention(requests: Sequence[Due], recorder: Recorder, *, layers: int, scal
             *(*paged, steps, [0] * len(requests)), causal=True, scale=scale
         )
         return found
-    parts = []
+    parts, layers = [], recorder.shape.layers
     for due, count in zip(requests, steps, strict=True):
         queries = recorder.queries.read(due.state.held.track_id, due.logical_tokens - 1, count)
         attention = torch.zeros(count, due.row_tokens, device=recorder.device)

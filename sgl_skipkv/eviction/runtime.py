@@ -11,9 +11,10 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.recording.recorder import Recorder
-from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
+from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.steerer import Steerer
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -45,10 +48,8 @@ class Runtime:
     def __init__(
         self,
         config: ServerConfig,
-        delimiters: Delimiters,
         *,
         recorder: Recorder,
-        layers: int,
         scale: float,
         pool_tokens: int,
         kv_token_bytes: int,
@@ -59,16 +60,13 @@ class Runtime:
         self.recorder = recorder
         self.steerer = steerer
         self.pool_tokens = pool_tokens
-        self._delimiters = delimiters
         self._trace = trace
-        self.planner = Planner(recorder, layers=layers, scale=scale)
+        self.planner = Planner(recorder, scale=scale)
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self._kv_token_bytes, self.backs_up = kv_token_bytes, True
         self._open: set[RequestState] = set()
         self.opened_requests = 0
-        self.total_compactions = 0
-        self.total_evicted_tokens = 0
 
     @property
     def open_requests(self) -> int:
@@ -146,9 +144,8 @@ class Runtime:
         """Set up or restore the recording of an admitted request, on the stream of its prefill."""
         held, backup = state.held, state.offloaded.backup
         if held.track_id and not held.started:
-            assert held.row is not None
             bit = PRESETS[state.settings.policy.params.delimiters]
-            self.recorder.start(held.row, held.track_id, bit)
+            self.recorder.start(state.row, held.track_id, bit)
             if backup is not None and backup.recorded is not None:
                 self.recorder.restore(held.track_id, backup.recorded)
         held.started, state.offloaded.backup = True, None
@@ -168,67 +165,45 @@ class Runtime:
         return decodes and state.budgeted_tokens(row_tokens) >= state.due_tokens
 
     def track(self, due: Sequence[Due]) -> None:
-        """Bring the requests' statistics up to date, in parts that the workspace holds.
-
-        A request for which that fails has its ``failure`` set. Requests are tracked together; if
-        that raises, each is tracked alone.
-        """
-        row_tokens, steps = [one.row_tokens for one in due], self.config.query_window
-        for part in split_to_fit(row_tokens, 0, self.config.compaction_work_bytes, steps=steps):
-            together = [due[i] for i in part]
-            what = ", ".join(_name(one.state) for one in together)
-            _, error = attempt(what, partial(self.planner.track, together))
-            if error is None:
-                continue
-            for one in together:
-                if len(together) > 1:
-                    _, error = attempt(_name(one.state), partial(self.planner.track, [one]))
-                if error is not None:
-                    one.state.failure = error
+        """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
+        for _ in self._in_parts(due, self.planner.track, steps=self.config.query_window):
+            pass
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
-        """Compact the requests that are due, in parts that fit the workspace.
-
-        If planning a part raises, each of its requests is planned alone. A request whose planning
-        fails keeps its row, and its ``failure`` is set.
+        """Compact the requests that are due. A request whose planning fails keeps its row, and its
+        ``failure`` is set.
 
         Args:
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
         """
-        done: list[Compaction] = []
-        cache = due[0].cache
+        cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
         heads = 0 if cache is None else cache.heads
-        row_tokens = [request.row_tokens for request in due]
-        for part in split_to_fit(row_tokens, heads, self.config.compaction_work_bytes):
-            together = [due[i] for i in part]
-            what = ", ".join(_name(request.state) for request in together)
-            prepared, error = attempt(what, partial(self._prepare, together, req_to_token))
-            if prepared is not None:
-                done.append(self._apply(prepared))
-                continue
-            for alone in together:
-                if len(together) > 1:
-                    what = _name(alone.state)
-                    prepared, error = attempt(what, partial(self._prepare, [alone], req_to_token))
-                if prepared is not None:
-                    done.append(self._apply(prepared))
-                else:
-                    alone.state.failure = error
+        done = []
+        for compaction in self._in_parts(due, prepare, heads=heads):
+            compaction.apply()
+            done.append(compaction)
         return done
 
-    def _prepare(self, due: Sequence[Due], req_to_token: Tensor) -> Compaction:
+    def _in_parts(
+        self,
+        due: Sequence[Due],
+        work: Callable[[Sequence[Due]], T],
+        *,
+        heads: int = 0,
+        steps: int = 0,
+    ) -> Iterator[T]:
+        """``work`` on the requests, in parts that fit the workspace, each when it is asked for."""
+        row_tokens, limit = [one.row_tokens for one in due], self.config.compaction_work_bytes
+        for part in split_to_fit(row_tokens, heads, limit, steps=steps):
+            yield from _attempted([due[i] for i in part], work)
+
+    def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
             self._read_back(request.state)
         plans = self.planner.plan(due)
         check = self.config.check_ledger
         return Compaction(plans, req_to_token, self.recorder, check=check)
-
-    def _apply(self, compaction: Compaction) -> Compaction:
-        compaction.apply()
-        self.total_compactions += len(compaction.plans)
-        self.total_evicted_tokens += sum(plan.evicted_tokens for plan in compaction.plans)
-        return compaction
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory.
@@ -316,7 +291,9 @@ class Runtime:
             )
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
-        return SentenceState(SentenceTracker(self._delimiters, settings.policy.params.delimiters))
+        return SentenceState(
+            SentenceTracker(self.recorder.delimiters, settings.policy.params.delimiters)
+        )
 
     def _start_anew(self, state: RequestState) -> None:
         """Reset what eviction knows: the next prefill recomputes every token."""
@@ -364,8 +341,18 @@ class Runtime:
         self._open.discard(state)
 
 
-def _name(state: RequestState) -> str:
-    return f"kv_budget request {state.rid}"
+def _attempted(due: Sequence[Due], work: Callable[[Sequence[Due]], T]) -> Iterator[T]:
+    """``work`` on all requests at once. If that raises, on each alone; a request for which it
+    raises again has its ``failure`` set."""
+    what = ", ".join(f"kv_budget request {one.state.rid}" for one in due)
+    done, error = attempt(what, lambda: [work(due)])
+    if done is not None:
+        yield from done
+    elif len(due) > 1:
+        for one in due:
+            yield from _attempted([one], work)
+    else:
+        due[0].state.failure = error
 
 
 def _has_kept(span: tuple[int, int], kept: Sequence[int]) -> bool:

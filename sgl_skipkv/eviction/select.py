@@ -25,12 +25,6 @@ class Selection(NamedTuple):
     evicted: Tensor
 
 
-def select(scores: Tensor, protected: Ranges, keep_tokens: int) -> Selection:
-    """``select_together`` for one request."""
-    [selection], _ = select_together([scores], [protected], [keep_tokens])
-    return selection
-
-
 def select_together(
     scores: Sequence[Tensor], protected: Sequence[Ranges], keep_tokens: Sequence[int]
 ) -> tuple[list[Selection], Tensor]:

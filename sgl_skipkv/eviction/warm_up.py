@@ -33,9 +33,11 @@ def windows_of(config: ServerConfig) -> set[int]:
 
 def warm_up(
     recorder: Recorder,
-    cache: PagedCache,
+    cache: PagedCache | None,
     windows: Collection[int],
     steerer: Steerer | None = None,
+    *,
+    width: int,
 ) -> None:
     """Launch every kernel of a step and of a compaction.
 
@@ -43,50 +45,8 @@ def warm_up(
     table.
 
     Args:
+        cache: None where the scoring kernels do not support the head size; the others run there.
         windows: to compile for; any other is compiled at its first compaction.
-    """
-    from sgl_skipkv.kernels.key_redundancy import key_redundancy
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
-    from sgl_skipkv.kernels.sentence_scores import sentence_scores
-    from sgl_skipkv.kernels.step_attention import step_attention
-    from sgl_skipkv.kernels.window_attention import window_attention
-
-    warm_up_without_scores(recorder, cache.req_to_token.shape[1], steerer)
-    device = recorder.device
-    table = _table(cache.req_to_token.shape[1], max(_KEEP_TOKENS, *windows, 0), device)
-    rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
-
-    def paged(tokens: int) -> PagedKeys:
-        offsets = device_tensor([i * tokens for i in range(_REQUESTS + 1)], device)
-        counts = [tokens] * _REQUESTS
-        return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
-
-    scratch, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
-    for window in windows:
-        widths = torch.full_like(rows, 7, dtype=torch.int32)
-        queries = recorder.queries.data
-        keys = paged(window + _NEW_TOKENS)
-        window_attention(keys, queries, scratch, last, widths, window=window, scale=1.0)
-    tokens, ring = _KEEP_TOKENS + _NEW_TOKENS, recorder.queries.data
-    key_redundancy(paged(tokens), thresholds)
-    steps, firsts = [1] * _REQUESTS, [0] * _REQUESTS
-    step_attention(paged(tokens), ring, scratch, last, steps, firsts, causal=True, scale=1.0)
-    scores = torch.zeros(tokens * _REQUESTS, device=device)
-    positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
-    sentence_scores(
-        *(scores, scores, positions, [tokens] * _REQUESTS),
-        *(scratch, scratch, thresholds, [1] * _REQUESTS),
-        window=1,
-        sigma=0.5,
-        tau=0.5,
-        ending=1,
-    )
-
-
-def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | None = None) -> None:
-    """Launch the kernels that also run where the scoring kernels do not support the head size.
-
-    Args:
         width: of the page table.
     """
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
@@ -94,22 +54,53 @@ def warm_up_without_scores(recorder: Recorder, width: int, steerer: Steerer | No
     device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
     scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
     _step(recorder, steerer, scratch)
-    table = _table(width, _KEEP_TOKENS, device)
+    while width < max(_KEEP_TOKENS, *windows, 0) + _NEW_TOKENS:
+        width *= 3  # keeps divisibility by 16, for which Triton specialises
+    table = torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)  # all slot 0
     scores = [torch.zeros(tokens, device=device)] * _REQUESTS
     selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
     positions = [torch.arange(tokens, device=device)] * _REQUESTS
     RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
-    sentences = recorder.sentences
-    raise_redundancy(
-        *(sentences.vectors, sentences.redundancy, scratch[:1], scratch[:1] + 2), max_count=2
+    vectors, redundancy = recorder.sentences.vectors, recorder.sentences.redundancy
+    raise_redundancy(vectors, redundancy, scratch[:1], scratch[:1] + 2, max_count=2)
+    if cache is not None:
+        table.zero_()
+        _score(cache, table, recorder.queries.data, windows)
+
+
+def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[int]) -> None:
+    """Score rows of this page table."""
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+    from sgl_skipkv.kernels.sentence_scores import sentence_scores
+    from sgl_skipkv.kernels.step_attention import step_attention
+    from sgl_skipkv.kernels.window_attention import window_attention
+
+    device, tokens = table.device, _KEEP_TOKENS + _NEW_TOKENS
+    rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
+    scratch, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
+    ones, widths = [1] * _REQUESTS, torch.full_like(rows, 7, dtype=torch.int32)
+
+    def paged(tokens: int) -> PagedKeys:
+        offsets = device_tensor([i * tokens for i in range(_REQUESTS + 1)], device)
+        counts = [tokens] * _REQUESTS
+        return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
+
+    for window in windows:
+        keys = paged(window + _NEW_TOKENS)
+        window_attention(keys, ring, scratch, last, widths, window=window, scale=1.0)
+    keys = paged(tokens)
+    key_redundancy(keys, thresholds)
+    step_attention(keys, ring, scratch, last, ones, [0] * _REQUESTS, causal=True, scale=1.0)
+    scores = torch.zeros(tokens * _REQUESTS, device=device)
+    positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
+    sentence_scores(
+        *(scores, scores, positions, [tokens] * _REQUESTS, scratch, scratch, thresholds, ones),
+        window=1,
+        sigma=0.5,
+        tau=0.5,
+        ending=1,
     )
-
-
-def _table(width: int, keep_tokens: int, device: torch.device) -> Tensor:
-    """int32 [_REQUESTS, width or more], a page table whose entries are all slot 0."""
-    while width < keep_tokens + _NEW_TOKENS:
-        width *= 3  # keeps divisibility by 16, for which Triton specialises
-    return torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
 
 
 def _step(recorder: Recorder, steerer: Steerer | None, scratch: Tensor) -> None:

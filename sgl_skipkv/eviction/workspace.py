@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: per cached token: positions, scores, sort keys and the two halves of the selection
+#: per cached token: positions, scores, their order and the two halves of the selection
 _SELECTION_BYTES = 128
 #: per cached token, layer and KV head, while redundancy is computed: 12 for sums, 4 for columns
 _HEAD_BYTES = 16
@@ -29,13 +29,15 @@ def split_to_fit(
         steps: most decode steps of one request whose attention is replayed.
 
     Returns:
-        indices of the requests, each once. Shorter rows come first, because selection pads the rows
-        of a part to the longest.
+        indices of the requests, each once, in order.
     """
     most_tokens = work_bytes // (heads * _HEAD_BYTES + steps * _STEP_BYTES + _SELECTION_BYTES)
     parts: list[list[int]] = []
-    for i in sorted(range(len(row_tokens)), key=row_tokens.__getitem__):
-        if not parts or (len(parts[-1]) + 1) * row_tokens[i] > most_tokens:
+    rest = 0
+    for i, tokens in enumerate(row_tokens):
+        if not parts or tokens > rest:
             parts.append([])
+            rest = most_tokens
         parts[-1].append(i)
+        rest -= tokens
     return parts

@@ -50,9 +50,7 @@ def make_policy(name: str, **params: Any) -> Policy:
     """A policy with its parameters validated.
 
     Args:
-        name: one of ``names()``.
-        params: parameters by the names of the policy's ``Params`` class; the others keep their
-            defaults.
+        params: by the names of the policy's ``Params`` class; the others keep their defaults.
 
     Raises:
         SettingError: unknown policy, unknown parameter, wrong type or range.

@@ -7,6 +7,7 @@ input gives the same scores, alone or in a batch.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,10 +95,7 @@ class PagedCache:
 
     @classmethod
     def of(
-        cls,
-        layers: Sequence[Tensor],
-        req_to_token: Tensor,
-        k_scales: Sequence[float] | None = None,
+        cls, layers: Sequence[Tensor], req_to_token: Tensor, k_scales: Sequence[float] | None = None
     ) -> PagedCache | None:
         """The cache whose layers have these keys; None where plain torch scores instead."""
         first = layers[0]
@@ -152,7 +150,7 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
-        importance, redundancy: what kernels found for this request already (``token_scores.py``):
+        importance, redundancy: what kernels found for this request already (``batched_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
     """
@@ -169,6 +167,12 @@ class ScoreInput:
     location: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
+
+    def mean_over_layers(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """float32, of what ``score`` makes of each layer's (queries, keys)."""
+        assert self.queries is not None
+        parts = (score(self.queries[layer], self.keys(layer)) for layer in range(self.layers))
+        return functools.reduce(torch.add, parts) / self.layers
 
 
 class Policy(ABC):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.concatenated import by_request
+from sgl_skipkv.policy.batched_scores import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.concatenated import by_request, with_windows
+from sgl_skipkv.policy.batched_scores import by_request, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 
@@ -59,14 +59,10 @@ class RKV(Policy):
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""
         params, window = self.params, self.params.window
-        n = inputs.positions.shape[0]
-        assert inputs.queries is not None
-        total = torch.zeros(n - window, device=inputs.positions.device)
-        for layer in range(inputs.layers):
-            keys = inputs.keys(layer)
-            importance = window_attention(
-                inputs.queries[layer], keys, kernel=params.kernel, scale=inputs.scale
-            )
-            redundancy = key_redundancy(keys, threshold=params.threshold)[:, : n - window]
-            total += (params.sigma * importance - (1.0 - params.sigma) * redundancy).mean(dim=0)
-        return F.pad(total / inputs.layers, (0, window))
+
+        def z(queries: Tensor, keys: Tensor) -> Tensor:
+            importance = window_attention(queries, keys, kernel=params.kernel, scale=inputs.scale)
+            redundancy = key_redundancy(keys, threshold=params.threshold)[:, :-window]
+            return (params.sigma * importance - (1.0 - params.sigma) * redundancy).mean(dim=0)
+
+        return F.pad(inputs.mean_over_layers(z), (0, window))

@@ -15,6 +15,7 @@ the paper's 32 needs a server with ``query_window: 32``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.paged_requests import recent_attention
+from sgl_skipkv.policy.batched_scores import recent_attention
 
 
 class RPCParams(PolicyParams):
@@ -92,17 +93,6 @@ class RPC(Policy):
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention received from the selector window; prompt and window score 0."""
-        assert inputs.queries is not None
-        window = inputs.queries.shape[1]
-        n = inputs.positions.shape[0]
-        first = self._first(inputs)
-        total = torch.zeros(n - window - first, device=inputs.positions.device)
-        for layer in range(inputs.layers):
-            total += selector_attention(
-                inputs.queries[layer],
-                inputs.keys(layer),
-                first=first,
-                kernel=self.params.kernel,
-                scale=inputs.scale,
-            )
-        return F.pad(total / inputs.layers, (first, window))
+        first, kernel, scale = self._first(inputs), self.params.kernel, inputs.scale
+        attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
+        return F.pad(inputs.mean_over_layers(attention), (first, self.params.window))

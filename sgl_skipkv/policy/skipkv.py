@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
-from sgl_skipkv.policy.concatenated import sentence_scores
 from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 
@@ -50,14 +49,24 @@ class SkipKV(RKV):
 
     def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
         """``Z - lambda_s``, and the bonus of subclasses."""
-        params = self.params
-        return sentence_scores(
-            requests,
-            window=params.window,
-            sigma=params.sigma,
-            tau=params.tau,
+        from sgl_skipkv.kernels.sentence_scores import sentence_scores
+
+        sentences = [one.sentences for one in requests if one.sentences is not None]
+        scores: Tensor = sentence_scores(
+            torch.cat([one.importance for one in requests if one.importance is not None]),
+            torch.cat([one.redundancy for one in requests if one.redundancy is not None]),
+            torch.cat([one.positions for one in requests]),
+            [one.positions.shape[0] for one in requests],
+            torch.cat([one.starts for one in sentences]),
+            torch.cat([one.stops for one in sentences]),
+            torch.cat([one.redundancy for one in sentences]),
+            [one.starts.shape[0] for one in sentences],
+            window=self.params.window,
+            sigma=self.params.sigma,
+            tau=self.params.tau,
             ending=self.ending_tokens,
         )
+        return scores
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s`` of every cached token."""
@@ -68,19 +77,15 @@ class SkipKV(RKV):
 
 
 def sentence_penalty(positions: Tensor, sentences: Sentences, tau: float) -> Tensor:
-    """``lambda_s`` of the sentence that each token belongs to, 0 where it is not redundant.
+    """float32 [n], ``lambda_s`` of each token's sentence, 0 where it is not redundant.
 
     The paper keeps a start and an end per sentence in cache coordinates and moves them at every
     eviction (eqs 9-11). Each cached token keeps its logical position here, so the sentence it
     belongs to is one ``searchsorted``.
 
     Args:
-        positions: int64 [n], logical positions, ascending.
-        sentences: closed sentences with cached tokens.
+        positions: int64 [n], logical, ascending.
         tau: strict threshold.
-
-    Returns:
-        float32 [n].
     """
     if sentences.starts.shape[0] == 0:
         return torch.zeros(positions.shape[0], device=positions.device)

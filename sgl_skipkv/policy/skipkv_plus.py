@@ -59,15 +59,11 @@ class SkipKVPlus(SkipKV):
 
 
 def ending_bonus(positions: Tensor, sentences: Sentences, ending: int) -> Tensor:
-    """``e`` of every cached token: how near its sentence's closing delimiter it stands.
+    """float32 [n], ``e`` of every cached token: how near its sentence's delimiter it stands.
 
     Args:
-        positions: int64 [n], logical positions, ascending.
-        sentences: closed sentences with cached tokens.
+        positions: int64 [n], logical, ascending.
         ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1.
-
-    Returns:
-        float32 [n].
     """
     if sentences.starts.shape[0] == 0:
         return torch.zeros(positions.shape[0], device=positions.device)

@@ -10,16 +10,16 @@ Deviation: one set for all layers and heads, because one slot holds the KV of al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.concatenated import by_request, with_windows
+from sgl_skipkv.policy.batched_scores import by_request, with_windows
 
 
 class SnapKVParams(PolicyParams):
@@ -44,15 +44,8 @@ class SnapKV(Policy):
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``I`` of every cached token; the last W, which are protected, score 0."""
-        window = self.params.window
-        assert inputs.queries is not None
-        n = inputs.positions.shape[0]
-        total = torch.zeros(n - window, device=inputs.positions.device)
-        for layer in range(inputs.layers):
-            total += window_attention(
-                inputs.queries[layer],
-                inputs.keys(layer),
-                kernel=self.params.kernel,
-                scale=inputs.scale,
-            ).mean(dim=0)
-        return F.pad(total / inputs.layers, (0, window))
+        importance = partial(window_attention, kernel=self.params.kernel, scale=inputs.scale)
+        scores = inputs.mean_over_layers(
+            lambda queries, keys: importance(queries, keys).mean(dim=0)
+        )
+        return F.pad(scores, (0, self.params.window))

@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.concatenated import by_request
-from sgl_skipkv.policy.paged_requests import recent_attention
+from sgl_skipkv.policy.batched_scores import by_request, recent_attention
 
 
 class TOVA(Policy):
@@ -37,9 +35,6 @@ class TOVA(Policy):
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention of the last query to every cached token; sums to 1."""
-        assert inputs.queries is not None
-        total = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
-        for layer in range(inputs.layers):
-            last = inputs.queries[layer, :1]
-            total += causal_attention(last, inputs.keys(layer), scale=inputs.scale)[0]
-        return total / inputs.layers
+        return inputs.mean_over_layers(
+            lambda queries, keys: causal_attention(queries[:1], keys, scale=inputs.scale)[0]
+        )

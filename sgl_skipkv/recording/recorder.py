@@ -7,8 +7,8 @@ row in the page table. Track 0 is scratch: untracked rows write to it, and it is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -116,6 +116,7 @@ class Recording:
     replay: tuple[tuple[int, int, int], ...] = ()
 
 
+@dataclass(eq=False)
 class Recorder:
     """All recording buffers of one scheduler process.
 
@@ -128,54 +129,40 @@ class Recorder:
             attention layer then sets ``current``.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        tracks: int,
-        query_window: int,
-        max_sentences: int,
-        delimiters: Delimiters,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.device = device
+    shape: ModelShape
+    _: KW_ONLY
+    track_count: int
+    query_window: int
+    max_sentences: int
+    delimiters: Delimiters
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.tracks = Tracks(self.track_count, self.device)
         self.current: Recording | None = None
         self.records_decode = False
-        self.tracks = Tracks(tracks, device)
-        self._like = partial(
-            Recorder,
-            shape,
-            query_window=query_window,
-            max_sentences=max_sentences,
-            delimiters=delimiters,
-            dtype=dtype,
-            device=device,
-        )
-        self._new_queries = partial(
-            QueryRings, shape, tracks=tracks, window=query_window, dtype=dtype, device=device
-        )
-        self._new_sentences = partial(
-            SentenceTable,
-            tracks,
-            max_sentences,
-            shape.hidden_size,
-            delimiters,
-            dtype=dtype,
-            device=device,
-        )
 
     def scratch(self) -> Recorder:
         """A recorder with one track and separate buffers, to compile the same kernels."""
-        return self._like(tracks=1)
+        return replace(self, track_count=1)
 
     @cached_property
     def queries(self) -> QueryRings:
-        return self._new_queries()
+        return QueryRings(
+            self.shape,
+            tracks=self.track_count,
+            window=self.query_window,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     @cached_property
     def sentences(self) -> SentenceTable:
-        return self._new_sentences()
+        return SentenceTable(
+            *(self.track_count, self.max_sentences, self.shape.hidden_size),
+            *(self.delimiters, self.dtype, self.device),
+        )
 
     def reserve(self) -> None:
         """Allocate the large buffers.

@@ -66,14 +66,8 @@ class SentenceTable:
 
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
-        return {
-            "total": self.total,
-            "length": self.length,
-            "index": self.index,
-            "after_delimiter": self.after_delimiter,
-            "vectors": self.vectors,
-            "redundancy": self.redundancy,
-        }
+        names = ("total", "length", "index", "after_delimiter", "vectors", "redundancy")
+        return {name: getattr(self, name) for name in names}
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""
@@ -120,22 +114,6 @@ class SentenceTable:
         of_table = zip(*(torch.split(column, counts) for column in columns), strict=True)
         return [Sentences(*parts) for parts in of_table]
 
-    def moves(
-        self,
-        tracks: Sequence[int],
-        entries: Sequence[Sequence[int]],
-        closed_last: Sequence[bool],
-    ) -> TableMoves:
-        """Moves that keep some entries of each table, at its front, and drop the others.
-
-        Args:
-            tracks: of the tables, no track twice.
-            entries: of each table, the indices to keep, ascending.
-            closed_last: of each table, whether the last token was a delimiter, so that the running
-                sum still belongs to the newest entry.
-        """
-        return TableMoves(self, tracks, entries, closed_last)
-
     def _raise(self, track: int, count: int) -> None:
         """``compare`` for one table, in plain torch."""
         if count < 2:
@@ -148,7 +126,14 @@ class SentenceTable:
 
 
 class TableMoves:
-    """Moves of entries to the front of their tables, with all memory allocated.
+    """Moves that keep some entries of each table, at its front, and drop the others; with all
+    memory allocated.
+
+    Args:
+        tracks: of the tables, no track twice.
+        entries: of each table, the indices to keep, ascending.
+        closed_last: of each table, whether the last token was a delimiter, so that the running sum
+            still belongs to the newest entry.
 
     Raises:
         torch.OutOfMemoryError: nothing has changed.

@@ -174,12 +174,17 @@ def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSet
 
 
 def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
-    name = keys.get("kv_policy", server.kv_policy)
+    name, given = keys.get("kv_policy", server.kv_policy), keys.get("kv_params")
     cls = policy_class(name)
-    parameters = _parameters(keys.get("kv_params"), name, server)
+    known = cls.Params.model_fields
+    if given is not None and not isinstance(given, Mapping):
+        raise SettingError("kv_params", "an object of parameters by name", given, ", ".join(known))
+    defaults = server.kv_params if name == server.kv_policy else {}
+    parameters = {**defaults, **(given or {})}
     # With an unknown parameter, ``build`` reports it as the client wrote it.
-    if all(parameter in cls.Params.model_fields for parameter in parameters):
-        parameters = {**_server_parameters(server), **parameters}
+    if parameters.keys() <= known.keys():
+        of_server = {one: getattr(server, setting) for one, setting in _SERVER_DEFAULTS.items()}
+        parameters = {**of_server, **parameters}
     return cls(build(cls.Params, parameters, prefix="kv_params."))
 
 
@@ -232,18 +237,6 @@ def check_server_defaults(server: ServerConfig) -> None:
     resolve_request(
         {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}, server
     )
-
-
-def _server_parameters(server: ServerConfig) -> dict[str, Any]:
-    return {parameter: getattr(server, setting) for parameter, setting in _SERVER_DEFAULTS.items()}
-
-
-def _parameters(value: object, policy_name: str, server: ServerConfig) -> dict[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        known = ", ".join(policy_class(policy_name).Params.model_fields)
-        raise SettingError("kv_params", "an object of parameters by name", value, known)
-    defaults = server.kv_params if policy_name == server.kv_policy else {}
-    return {**defaults, **(value or {})}
 
 
 def _resolve_steering(value: object, server: ServerConfig) -> float | None:

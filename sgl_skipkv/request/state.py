@@ -128,6 +128,12 @@ class RequestState:
     report: Report = field(default_factory=Report)
     failure: str | None = None
 
+    @property
+    def row(self) -> int:
+        """Of the page table; only while the request runs."""
+        assert self.held.row is not None
+        return self.held.row
+
     def span(self, sentence: int) -> tuple[int, int]:
         """Logical positions of a closed sentence, half-open."""
         start, stop = self.sentences.tracker.closed[sentence]
@@ -145,6 +151,11 @@ class RequestState:
         """Budgeted tokens at which the next compaction is due: ``budget_after(k) + interval``."""
         interval = self.settings.policy.params.interval
         return self.settings.budget_after(self.report.compactions) + interval
+
+    @property
+    def keep_tokens(self) -> int:
+        """Cached tokens after the next compaction, prompt included."""
+        return self.settings.keep_tokens(self.prompt_tokens, self.report.compactions + 1)
 
     @property
     def records_from(self) -> int:

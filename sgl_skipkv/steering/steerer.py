@@ -19,13 +19,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import uses_triton
-from sgl_skipkv.kernels.reference import (
-    DELIMITER,
-    KEYWORD,
-    THINK_END,
-    THINK_START,
-    steering_step,
-)
+from sgl_skipkv.kernels.reference import DELIMITER, KEYWORD, THINK_END, THINK_START, steering_step
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters
 from sgl_skipkv.steering.vector import SteeringVector
 
@@ -55,11 +49,7 @@ class TokenClasses:
     """
 
     def __init__(
-        self,
-        tokenizer: Vocabulary,
-        delimiters: Delimiters,
-        preset: str,
-        keywords: Sequence[str],
+        self, tokenizer: Vocabulary, delimiters: Delimiters, preset: str, keywords: Sequence[str]
     ) -> None:
         size = len(delimiters.bits)
         vocabulary = {raw: i for raw, i in tokenizer.get_vocab().items() if i < size}
@@ -98,7 +88,7 @@ class Schedule:
     """One request's steering strength, token by token: ``steering_step`` on the CPU."""
 
     def __init__(self, classes: TokenClasses, alpha_0: float, gamma: float, thinks: bool) -> None:
-        self._classes, self._alpha_0, self._gamma = classes, alpha_0, gamma
+        self._classes, self.alpha_0, self._gamma = classes, alpha_0, gamma
         self.thinks = thinks
         self.keyword_seen = False
         self.nonexecution_sentences = 0
@@ -107,13 +97,9 @@ class Schedule:
         return copy.copy(self)
 
     @property
-    def alpha_0(self) -> float:
-        return self._alpha_0
-
-    @property
     def alpha(self) -> float:
         """The strength at the next delimiter, if no keyword comes before it."""
-        return self._alpha_0 + self._gamma * self.nonexecution_sentences
+        return self.alpha_0 + self._gamma * self.nonexecution_sentences
 
     def feed(self, token_ids: Iterable[int]) -> list[float]:
         """Process the next generated tokens; returns the vector's factor at each, 0.0 for none."""
@@ -138,12 +124,7 @@ class Steerer:
     """
 
     def __init__(
-        self,
-        vector: SteeringVector,
-        classes: TokenClasses,
-        gamma: float,
-        *,
-        device: torch.device,
+        self, vector: SteeringVector, classes: TokenClasses, gamma: float, *, device: torch.device
     ) -> None:
         self.classes, self.gamma = classes, gamma
         self.layer = vector.origin.layer
@@ -156,11 +137,13 @@ class Steerer:
     def use_rows(self, rows: int) -> None:
         """Allocate the tables, once the number of page-table rows is known."""
         device = self._vector.device
-        self._steered = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._alpha_0 = torch.zeros(rows, device=device)
-        self._nonexecution = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._keyword_seen = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._thinking = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._tables = {
+            "steered": torch.zeros(rows, dtype=torch.bool, device=device),
+            "alpha_0": torch.zeros(rows, device=device),
+            "nonexecution": torch.zeros(rows, dtype=torch.int32, device=device),
+            "keyword_seen": torch.zeros(rows, dtype=torch.bool, device=device),
+            "thinking": torch.zeros(rows, dtype=torch.bool, device=device),
+        }
 
     def schedule(self, alpha_0: float, prompt_ids: Sequence[int]) -> Schedule:
         """A request's schedule before its first generated token."""
@@ -168,37 +151,30 @@ class Steerer:
 
     def start(self, row: int, schedule: Schedule) -> None:
         """Set the row's state for its next decode step. On the stream of the forward pass."""
-        self._steered[row] = True
-        self._alpha_0[row] = schedule.alpha_0
-        self._nonexecution[row] = schedule.nonexecution_sentences
-        self._keyword_seen[row] = schedule.keyword_seen
-        self._thinking[row] = schedule.thinks
+        self._tables["steered"][row] = True
+        self._tables["alpha_0"][row] = schedule.alpha_0
+        self._tables["nonexecution"][row] = schedule.nonexecution_sentences
+        self._tables["keyword_seen"][row] = schedule.keyword_seen
+        self._tables["thinking"][row] = schedule.thinks
 
     def stop(self, row: int) -> None:
         """Stop steering the row: its request has lost it."""
-        self._steered[row] = False
+        self._tables["steered"][row] = False
 
     def nonexecution_sentences(self, row: int) -> int:
         """The device's count, for tests; waits for the device."""
-        return int(self._nonexecution[row])
+        return int(self._tables["nonexecution"][row])
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """Steer one decode step. residual: float [B, D]; rows, token_ids: int [B]."""
-        tables = {
-            "steered": self._steered,
-            "alpha_0": self._alpha_0,
-            "nonexecution": self._nonexecution,
-            "keyword_seen": self._keyword_seen,
-            "thinking": self._thinking,
-        }
         if uses_triton(residual.device):
             from sgl_skipkv.kernels.steering_add import steering_add
 
             step = (residual, self._vector, rows, token_ids)
-            steering_add(*step, bits=self._bits, gamma=self.gamma, **tables)
+            steering_add(*step, bits=self._bits, gamma=self.gamma, **self._tables)
         else:
             classes = self._bits[token_ids]
-            steering_step(residual, self._vector, rows, classes, gamma=self.gamma, **tables)
+            steering_step(residual, self._vector, rows, classes, gamma=self.gamma, **self._tables)
 
     def prefill(self, residual: Tensor) -> None:
         """Steer the prefill for which ``factors`` was set. residual: float [tokens, D]."""

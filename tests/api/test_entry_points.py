@@ -24,6 +24,7 @@ from sgl_skipkv.patches.api import openai as openai_api
 from sgl_skipkv.patches.api import routes, tokenizer
 from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.readiness import Readiness
+from sgl_skipkv.patches.startup.open_gate import open_gate
 from sgl_skipkv.request.settings import KEYS
 
 pytestmark = pytest.mark.server
@@ -290,14 +291,14 @@ def test_preferred_parameters_of_the_operator() -> None:
 
     started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": []}}])
     manager.server_args = SimpleNamespace(_skipkv={})
-    tokenizer.open_gate(None, manager, started)
+    open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
         manager.preferred_sampling_params = wrong
         with pytest.raises(SystemExit, match="preferred_sampling_params: expected no kv_"):
-            tokenizer.open_gate(None, manager, started)
+            open_gate(None, manager, started)
     manager.preferred_sampling_params = {"custom_params": {"kv_bugdet": 64}}
     with pytest.raises(SystemExit, match="kv_bugdet: expected a key of a request"):
-        tokenizer.open_gate(None, manager, started)
+        open_gate(None, manager, started)
 
 
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:

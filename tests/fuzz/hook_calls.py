@@ -19,6 +19,7 @@ from pool_books import CONTEXT
 
 from sgl_skipkv.patches.api import tokenizer
 from sgl_skipkv.patches.engine import admission, backup, batch, forward, release, retraction
+from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.scheduler import open_request
 from sgl_skipkv.request.settings import resolve_request, take_keys
 
@@ -240,9 +241,10 @@ class HookCalls(HookObjects):
         some = self.draw.one([], [0], list(range(self.draw.count(9))))
         if self.checked is not self.world:  # of the whole batch once: SGLang decodes before another
             some, self.checked = None, self.world
-        before = self.world.runtime.total_compactions
+        states = [state for req in self.world.running_batch.reqs if (state := state_of(req))]
+        before = sum(state.report.compactions for state in states)
         batch.compact_due_requests(self.world.running_batch, some)
-        self.seen["compacted"] += self.world.runtime.total_compactions - before
+        self.seen["compacted"] += sum(state.report.compactions for state in states) - before
 
     def prepare_forward(self) -> None:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -67,7 +67,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a due request is left out of its part",
-            life.compact,
+            life._in_parts,
             "[due[i] for i in part]",
             "[due[i] for i in part[1:] or part]",
         ),
@@ -234,8 +234,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a request that comes back is steered as at its start",
             steering.prepare_prefill,
-            "steerer.start(state.held.row, schedule)",
-            "steerer.start(state.held.row, state.schedule)",
+            "steerer.start(state.row, schedule)",
+            "steerer.start(state.row, state.schedule)",
         ),
     ]
 

@@ -153,7 +153,7 @@ class World(Loop):
         delimiters = Delimiters([(DELIMITER, ".\n")], VOCAB)
         self.recorder = Recorder(
             ModelShape(1, QUERY_HEADS, self.head_dim, HIDDEN),
-            tracks=TRACKED,
+            track_count=TRACKED,
             query_window=config.query_window,
             max_sentences=config.max_sentences,
             delimiters=delimiters,
@@ -163,9 +163,7 @@ class World(Loop):
         self.recorder.tracks.use_rows(ROWS + 1)
         self.runtime = Runtime(
             config,
-            delimiters,
             recorder=self.recorder,
-            layers=1,
             scale=self.head_dim**-0.5,
             pool_tokens=POOL,
             kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.select import Selection
+from sgl_skipkv.eviction.select import Ranges, Selection, select_together
 
 
 def compact_row(
@@ -16,3 +16,9 @@ def compact_row(
     rewrite = RowRewrite(table, [row], [selection], [torch.arange(row_tokens)], check=check)
     rewrite.write()
     return rewrite.freed[0]
+
+
+def select(scores: Tensor, protected: Ranges, keep_tokens: int) -> Selection:
+    """``select_together`` for one request."""
+    [selection], _ = select_together([scores], [protected], [keep_tokens])
+    return selection

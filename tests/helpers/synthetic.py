@@ -89,22 +89,19 @@ class SyntheticServer:
         self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)
         self.free_rows = list(range(1, rows + 1))
         self.free_slots = list(range(1, pool_tokens + 1))
-        delimiters = Delimiters(TEXTS, VOCAB)
         self.recorder = Recorder(
             ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
-            tracks=slots,
+            track_count=slots,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
-            delimiters=delimiters,
+            delimiters=Delimiters(TEXTS, VOCAB),
             dtype=self.pool_keys.dtype,
             device=self.device,
         )
         self.recorder.tracks.use_rows(rows + 1)
         self.runtime = Runtime(
             self.config,
-            delimiters,
             recorder=self.recorder,
-            layers=LAYERS,
             scale=HEAD_DIM**-0.5,
             pool_tokens=pool_tokens,
             kv_token_bytes=KV_TOKEN_BYTES,

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from row_rewrites import select
 from torch import Tensor
 from triton_tools import assert_as_close, interpreted
 
 from bench.decode import attention
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.select import select
 
 ROW_TOKENS, KEPT, NEW = [70, 33, 130], [40, 20, 64], 3
 SLOTS = 400

@@ -123,7 +123,7 @@ class World:
 
         self.recorder = Recorder(
             ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
-            tracks=SLOTS,
+            track_count=SLOTS,
             query_window=WINDOW,
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
@@ -181,9 +181,9 @@ class World:
         return {
             "queries": self.recorder.queries.data[:, 1:],
             **{name: getattr(sentences, name)[1:] for name in names},
-            "nonexecution": self.steerer._nonexecution[1:],
-            "keyword_seen": self.steerer._keyword_seen[1:],
-            "thinking": self.steerer._thinking[1:],
+            "nonexecution": self.steerer._tables["nonexecution"][1:],
+            "keyword_seen": self.steerer._tables["keyword_seen"][1:],
+            "thinking": self.steerer._tables["thinking"][1:],
         }
 
 
@@ -253,7 +253,7 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
             assert torch.equal(table, other[name]), f"{name} after step {number}"
         running = {row: position + 1 for row, position in running.items()}
     assert len(steered) == SLOTS and eager.recorder.sentences.index.max() >= 5
-    assert (eager.steerer._nonexecution > 0).any()
+    assert (eager.steerer._tables["nonexecution"] > 0).any()
 
 
 def test_a_step_that_looks_at_the_python_state_is_not_captured() -> None:

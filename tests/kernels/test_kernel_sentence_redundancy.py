@@ -67,7 +67,8 @@ def test_a_batch_of_calls(device: torch.device, width: int, dtype: torch.dtype) 
     raised = 0
     for slot, count in zip(slots, counts, strict=True):
         before = truth.redundancy[slot].clone()
-        expected = truth.compare([slot], [[(0, 1)] * count])[0].redundancy
+        spans = [(0, 1)] * count
+        expected = truth.compare([slot], [count], [range(count)], [spans])[0].redundancy
         goal = exact(truth.vectors[slot, :count], before[:count])
         assert_as_close(found[slot, :count], expected, goal)
         assert torch.equal(found[slot, count:], before[count:])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tracks
-from sgl_skipkv.recording.sentence_table import SentenceTable
+from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
 REPEATABLE = settings(deadline=None, derandomize=True)
@@ -154,7 +154,7 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
 
 
 def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
-    table.moves(tracks, entries, closed).apply()
+    TableMoves(table, tracks, entries, closed).apply()
 
 
 def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:

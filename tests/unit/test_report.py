@@ -102,7 +102,7 @@ def test_recorded_bytes_are_those_of_the_buffers() -> None:
     for calls, settings in ((5, ServerConfig()), (130, ServerConfig(query_window=5))):
         recorder = Recorder(
             ModelShape(3, 4, 16, 40),
-            tracks=calls,
+            track_count=calls,
             query_window=settings.query_window,
             max_sentences=settings.max_sentences,
             delimiters=Delimiters([], 4),

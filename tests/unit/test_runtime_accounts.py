@@ -36,8 +36,6 @@ def test_summary_counts() -> None:
         "sentences": 20,
         "evicted_sentences": summary["evicted_sentences"],
     }
-    runtime = server.runtime
-    assert (runtime.total_compactions, runtime.total_evicted_tokens) == (4, 48)
 
 
 def test_summary_counts_the_prompt_where_the_budget_does() -> None:

@@ -115,7 +115,8 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         cache = PagedCache.of(list(server.pool_keys), server.req_to_token)
         assert cache is not None
         steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, rows=4)
-        warm_up(recorder, cache, windows_of(server.config), steerer)
+        width = server.req_to_token.shape[1]
+        warm_up(recorder, cache, windows_of(server.config), steerer, width=width)
         for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
             assert torch.equal(was[1:], now[1:]), "more than scratch"
         assert not recorder.queries.data.any() and not server.req_to_token.any()
@@ -159,11 +160,12 @@ def test_scratch_memory_compiles_the_same_and_touches_nothing(
         assert cache is not None
         scratch = cache.scratch()
         assert {*scratch.k_ptrs.tolist()} == {scratch.layer.data_ptr()} != {cache.layer.data_ptr()}
-        warm_up(server.recorder.scratch(), scratch, windows)
+        width = server.req_to_token.shape[1]
+        warm_up(server.recorder.scratch(), scratch, windows, width=width)
         beside = set(launched)
         assert not {"queries", "sentences"} & vars(server.recorder).keys()
         launched.clear()
-        warm_up(server.recorder, cache, windows)
+        warm_up(server.recorder, cache, windows, width=width)
     assert launched == beside and len(beside) > 8
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_cpu import on_triton
+from row_rewrites import select
 
-from sgl_skipkv.eviction.select import select, select_together
+from sgl_skipkv.eviction.select import select_together
 
 REPEATABLE = settings(deadline=None, derandomize=True)
 Ranges = list[tuple[int, int]]

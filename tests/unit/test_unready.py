@@ -131,11 +131,11 @@ def test_when_a_server_with_kernels_compiles(
     launched: list[tuple[Any, bool]] = []
     warm_up = bind.warm_up
 
-    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any = None) -> None:
+    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, *, width: int) -> None:
         beside = threading.current_thread().name == "skipkv-compile"
         if beside:
             held()
-        warm_up(recorder, cache, {4}, steerer)
+        warm_up(recorder, cache, {4}, steerer, width=width)
         launched.append((recorder, beside))
 
     monkeypatch.setattr(bind, "warm_up", spied)
@@ -162,13 +162,14 @@ def test_when_a_server_with_kernels_compiles(
 def test_heads_that_no_kernel_reads(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scores are plain torch; recording and the rewrite of rows are compiled all the same."""
     launched: list[Any] = []
-    warm_up = bind.warm_up_without_scores
+    warm_up = bind.warm_up
 
-    def spied(recorder: Any, width: int, steerer: Any) -> None:
-        warm_up(recorder, width, steerer)
+    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, *, width: int) -> None:
+        assert cache is None
+        warm_up(recorder, cache, windows, steerer, width=width)
         launched.append(recorder)
 
-    monkeypatch.setattr(bind, "warm_up_without_scores", spied)
+    monkeypatch.setattr(bind, "warm_up", spied)
     monkeypatch.setattr(bind, "uses_triton", lambda device: True)
     with on_triton(), HeldCompilation() as held:
         world = World(head_dim=4, check_ledger=False)

@@ -37,11 +37,11 @@ def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) 
     parts = split_to_fit(row_tokens, heads, WORK_BYTES)
     assert sorted(i for part in parts for i in part) == list(range(len(row_tokens)))
     for part in parts:
-        side_by_side = len(part) * max(row_tokens[i] for i in part)
-        assert len(part) == 1 or side_by_side * (16 * heads + 128) <= WORK_BYTES
+        tokens = sum(row_tokens[i] for i in part)
+        assert len(part) == 1 or tokens * (16 * heads + 128) <= WORK_BYTES
     for part, after in pairwise(parts):  # and none could have been larger
-        longer = row_tokens[after[0]]
-        assert (len(part) + 1) * longer * (16 * heads + 128) > WORK_BYTES
+        tokens = sum(row_tokens[i] for i in (*part, after[0]))
+        assert tokens * (16 * heads + 128) > WORK_BYTES
 
 
 def test_calls_of_a_7b_model_that_share_a_part() -> None:

@@ -1,0 +1,135 @@
+"""Scores of all requests that are due in the same step, from as many launches as one request takes.
+
+What a request gets does not depend on the others. Kernels read keys and queries where they lie:
+``add_token_scores`` runs before the policies, all layers at once. A policy takes what is there and
+computes the rest in plain torch, so on a CPU, where nothing is added, the same policies run by
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
+from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
+
+if TYPE_CHECKING:
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+Scored = tuple[Policy, ScoreInput]
+
+
+def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
+    """The inputs, with importance and redundancy where a policy takes them and kernels run.
+
+    Requests of the same window share the launches for importance.
+    """
+    inputs = [one for _, one in requests]
+    by_window: defaultdict[int, list[int]] = defaultdict(list)
+    repeating = []
+    for i, (policy, one) in enumerate(requests):
+        if one.location is not None and "importance" in policy.kernel_scores:
+            by_window[policy.params.window].append(i)
+        if one.location is not None and "redundancy" in policy.kernel_scores:
+            repeating.append(i)
+    for window, chosen in by_window.items():
+        found = _importance([requests[i] for i in chosen], window)
+        for i, importance in zip(chosen, found, strict=True):
+            inputs[i] = replace(inputs[i], importance=importance)
+    if repeating:
+        found = _redundancy([requests[i] for i in repeating])
+        for i, redundancy in zip(repeating, found, strict=True):
+            inputs[i] = replace(inputs[i], redundancy=redundancy)
+    return inputs
+
+
+def _importance(requests: Sequence[Scored], window: int) -> Sequence[Tensor]:
+    from sgl_skipkv.kernels.window_attention import window_attention
+
+    paged, scale = _paged_requests([one for _, one in requests]), requests[0][1].scale
+    widths = _parameters(requests, "kernel", torch.int32)
+    found: Tensor = window_attention(*paged, widths, window=window, scale=scale)
+    return torch.split(found, [tokens - window for tokens in paged[0].row_tokens])
+
+
+def _redundancy(requests: Sequence[Scored]) -> Sequence[Tensor]:
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
+
+    keys, *_ = _paged_requests([one for _, one in requests])
+    found: Tensor = key_redundancy(keys, _parameters(requests, "threshold", torch.float32))
+    return torch.split(found, list(keys.row_tokens))
+
+
+def _parameters(requests: Sequence[Scored], name: str, dtype: torch.dtype) -> Tensor:
+    """[B], a parameter of each request's policy."""
+    values = [getattr(policy.params, name) for policy, _ in requests]
+    return device_tensor(values, requests[0][1].positions.device, dtype)
+
+
+def recent_attention(
+    requests: Sequence[ScoreInput], *, steps: int, firsts: Sequence[int], causal: bool
+) -> Tensor:
+    """float32 [steps, tokens of all requests], ``step_attention`` of each request's last queries.
+
+    Args:
+        requests: whose locations are known.
+        firsts: of each the first column that is attended to.
+    """
+    from sgl_skipkv.kernels.step_attention import step_attention
+
+    paged, counts = _paged_requests(requests), [steps] * len(requests)
+    scale = requests[0].scale
+    attention: Tensor = step_attention(*(*paged, counts, firsts), causal=causal, scale=scale)
+    return attention
+
+
+def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
+    locations = [one.location for one in requests if one.location is not None]
+    return paged_at(locations, [one.positions.shape[0] for one in requests])
+
+
+def paged_at(
+    locations: Sequence[KeyLocation], row_tokens: Sequence[int]
+) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
+    """The first arguments of every kernel that attends with recorded queries, in one copy.
+
+    Args:
+        row_tokens: cached tokens of each request.
+
+    Returns:
+        keys, ring, and int64 [B] of each request's queries: query slots and last positions.
+    """
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+    cache = locations[0].cache
+    rows, offsets, tracks, last = device_tensors(
+        [
+            [one.row for one in locations],
+            [0, *accumulate(row_tokens)],
+            [one.track_id for one in locations],
+            [one.last_position for one in locations],
+        ],
+        cache.layer.device,
+    )
+    keys = PagedKeys(
+        *(cache.layer, cache.k_ptrs, cache.req_to_token, rows, row_tokens, offsets, cache.k_scales)
+    )
+    return keys, locations[0].ring, tracks, last
+
+
+def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
+    """float32 [tokens of all requests]: scores of each one's candidates, then 0 for its window."""
+    zeros = parts[0].new_zeros(window)
+    return torch.cat([piece for part in parts for piece in (part, zeros)])
+
+
+def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
+    """float32 [n] of each request, from [tokens of all requests]."""
+    return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
