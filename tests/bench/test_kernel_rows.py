@@ -59,7 +59,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     }
     in_products = {name for name, work in works.items() if work.arithmetic == dtype}
     assert dtype == torch.float32 or in_products == {
-        *("window_attention", "key_redundancy", "sentence_redundancy"),
+        *("window_attention", "key_redundancy", "sentence_redundancy")
     }
 
 

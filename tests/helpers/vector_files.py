@@ -93,10 +93,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "a safetensors file",
     ),
-    "too large": (
-        lambda p: p.open("wb").truncate(FILE_LIMIT_BYTES + 1),
-        "at most",
-    ),
+    "too large": (lambda p: p.open("wb").truncate(FILE_LIMIT_BYTES + 1), "at most"),
     "another tensor": (lambda p: write(p, {"v": GOOD}), "one tensor named vector"),
     "two tensors": (lambda p: write(p, {"vector": GOOD, "w": GOOD + 1}), "one tensor named vector"),
     "integers": (lambda p: write(p, {"vector": GOOD.long()}), "got 'I64"),

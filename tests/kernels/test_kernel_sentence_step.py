@@ -21,10 +21,7 @@ SMALL = ("length", "index", "after_delimiter")
 
 
 def tables(
-    width: int,
-    device: torch.device,
-    capacity: int = CAPACITY,
-    dtype: torch.dtype = torch.float32,
+    width: int, device: torch.device, capacity: int = CAPACITY, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """As ``SentenceTable`` has them, new, but with a vector table full of NaN."""
     rows = SLOTS + 1

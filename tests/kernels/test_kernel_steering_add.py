@@ -10,13 +10,7 @@ from torch import Tensor
 from triton_tools import FLOATS, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import steering_add as module
-from sgl_skipkv.kernels.reference import (
-    DELIMITER,
-    KEYWORD,
-    THINK_END,
-    THINK_START,
-    steering_step,
-)
+from sgl_skipkv.kernels.reference import DELIMITER, KEYWORD, THINK_END, THINK_START, steering_step
 from sgl_skipkv.kernels.steering_add import steering_add
 
 device = device_fixture(module)

@@ -140,10 +140,7 @@ def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torc
 @pytest.mark.parametrize("dtype", FLOAT8S, ids=str)
 @pytest.mark.parametrize("k_scales", [None, [0.25, 1.7]], ids=["unscaled", "scaled"])
 def test_float8_keys(
-    dtype: torch.dtype,
-    query_dtype: torch.dtype,
-    k_scales: list[float] | None,
-    device: torch.device,
+    dtype: torch.dtype, query_dtype: torch.dtype, k_scales: list[float] | None, device: torch.device
 ) -> None:
     """What the cache's bytes stand for, times their layer's scale, is what is attended to."""
     kinds = {"dtype": dtype, "query_dtype": query_dtype, "k_scales": k_scales, "device": device}

@@ -166,10 +166,7 @@ def long_output(model: Path, folder: Path, findings: Findings) -> None:
     seconds, rng, tokens = 0.0, random.Random(5), findings.count(3000, 1500)
     prompts = [(3 + i, *prompt_ids(rng, 10**6)[1:]) for i in range(8)]  # nothing is shared
     running: dict[str, int] = {}
-    for name, keys, found in (
-        ("base", {}, findings.plain()),
-        ("ours", budget_keys(128), findings),
-    ):
+    for name, keys, found in (("base", {}, findings.plain()), ("ours", budget_keys(128), findings)):
         calls = [Call(prompt, tokens, keys) for prompt in prompts]
         with LoadServer(
             model, folder / name, pool_tokens=POOL_TOKENS, plugin=name == "ours"

@@ -102,11 +102,7 @@ def test_endings_go_after_bodies_and_from_their_far_side() -> None:
     inputs = dataclasses.replace(inputs, positions=torch.arange(60))
     scores = make_policy("skipkv+", ending=2).scores(inputs)
     # Ends of a sentence: ..., far, near, delimiter. Each group is evicted before the next.
-    groups = [
-        [*range(10, 27), 29],
-        [*range(30, 47), 49],
-        *([27], [47], [28], [48]),
-    ]
+    groups = [[*range(10, 27), 29], [*range(30, 47), 49], *([27], [47], [28], [48])]
     for first, then in itertools.pairwise(groups):
         assert scores[first].max() < scores[then].min()
 

@@ -49,7 +49,7 @@ def test_a_request_keeps_in_a_batch_what_it_keeps_alone(name: str) -> None:
 def test_calls_with_knobs_of_their_own_keep_what_they_keep_alone() -> None:
     """Requests with the same parameters are scored as one; who else is due changes nothing."""
     asked: list[tuple[str, dict[str, Any]]] = [
-        *(("skipkv+", {}), ("skipkv", {"tau": 0.1}), ("skipkv", {"sigma": 0.4}), ("skipkv+", {})),
+        *(("skipkv+", {}), ("skipkv", {"tau": 0.1}), ("skipkv", {"sigma": 0.4}), ("skipkv+", {}))
     ]
     server = SyntheticServer(check_ledger=False)
     calls = [

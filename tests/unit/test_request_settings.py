@@ -116,10 +116,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        (
-            {"kv_budget": 12},
-            ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"],
-        ),
+        ({"kv_budget": 12}, ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"]),
         ({"kv_budget": "128"}, ["an integer in [13, 4096]", "got '128'"]),
         ({**ASKED, "kv_policy": "h2"}, ["a policy name", "'h2'", ", ".join(names())]),
         ({**ASKED, "kv_params": {"taus": 1}}, ["a known name", "'taus'", "tau", "window"]),

@@ -126,11 +126,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
             windows = (4, 3 + seed, 7, 4)
             calls = [
                 served(
-                    server,
-                    seed=seed,
-                    prompt=prompt,
-                    kv_policy=name,
-                    kv_params={"window": window},
+                    server, seed=seed, prompt=prompt, kv_policy=name, kv_params={"window": window}
                 )
                 for prompt, name, window in zip(prompts, names, windows, strict=False)
             ]
