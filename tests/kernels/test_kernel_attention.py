@@ -78,7 +78,7 @@ class Case:
         """The same in float32, as the policies form it from the reference."""
         raise NotImplementedError
 
-    def check(self) -> None:
+    def assert_as_reference(self) -> None:
         for b, found in enumerate(self.found()):
             assert_as_close(found, self.referred(b), self.exact(b))
 
@@ -205,7 +205,7 @@ def test_it_equals_the_reference(
     """Odd lengths, one block and several, a single candidate or token, other steps for each,
     scrambled slots and rows."""
     tokens, counts = ([71, 9, 130], 8) if kind == "window" else ([71, 9, 130, 1], [8, 3, 5, 1])
-    case(kind, tokens, counts, dtype=dtype, head_dim=head_dim, device=device).check()
+    case(kind, tokens, counts, dtype=dtype, head_dim=head_dim, device=device).assert_as_reference()
 
 
 @pytest.mark.parametrize("query_dtype", FLOATS, ids=str)
@@ -218,7 +218,7 @@ def test_float8_keys(
     """What the cache's bytes stand for, times their layer's scale, is what is attended to."""
     asked = {"dtype": dtype, "query_dtype": query_dtype, "k_scales": k_scales}
     batch = case(kind, [71, 9], [4, 8] if kind == "steps" else 8, device=device, **asked)
-    batch.check()
+    batch.assert_as_reference()
     if k_scales is not None:  # a scale is seen
         before = batch.found()[0]
         batch.keys.k_scales = None
@@ -230,7 +230,9 @@ def test_float8_keys(
 )
 def test_groups_and_windows(group: int, window: int, device: torch.device) -> None:
     """Padded groups and windows, and windows that take several products per block of keys."""
-    case("window", [window + 50, window + 1], window, group=group, device=device).check()
+    case(
+        "window", [window + 50, window + 1], window, group=group, device=device
+    ).assert_as_reference()
 
 
 @pytest.mark.parametrize(
@@ -240,29 +242,29 @@ def test_groups_and_windows(group: int, window: int, device: torch.device) -> No
 def test_groups_and_tiles(group: int, steps: int, causal: bool, device: torch.device) -> None:
     """Padded groups, and steps that take several tiles; one request has fewer than the others."""
     tokens, counts = [steps + 50, steps + 1], [steps, max(1, steps // 2)]
-    case("steps", tokens, counts, group=group, causal=causal, device=device).check()
+    case("steps", tokens, counts, group=group, causal=causal, device=device).assert_as_reference()
 
 
 @pytest.mark.parametrize("widths", [[1, 3, 7], [63, 255, 5]])
 def test_each_request_has_its_own_pool(widths: list[int], device: torch.device) -> None:
     """Among them pools wider than the request."""
-    case("window", [90, 30, 75], own=widths, device=device).check()
+    case("window", [90, 30, 75], own=widths, device=device).assert_as_reference()
 
 
 def test_more_heads_than_the_pool_takes_at_once(device: torch.device) -> None:
-    case("window", [40, 75], layers=3, kv_heads=7, group=1, device=device).check()
+    case("window", [40, 75], layers=3, kv_heads=7, group=1, device=device).assert_as_reference()
 
 
 @pytest.mark.parametrize("firsts", [[0, 0, 0], [70, 5, 21], [121, 63, 33]])
 def test_a_range_of_columns(firsts: list[int], device: torch.device) -> None:
     """Among them first columns inside a block and ranges of one column."""
-    case("steps", [130, 72, 42], own=firsts, causal=False, device=device).check()
+    case("steps", [130, 72, 42], own=firsts, causal=False, device=device).assert_as_reference()
 
 
 def test_all_tokens_are_steps(device: torch.device) -> None:
     """The first step of a request without a prompt sees its own token only."""
     batch = case("steps", [8, 3], [8, 3], device=device)
-    batch.check()
+    batch.assert_as_reference()
     assert [one[0, 0].item() for one in batch.found()] == pytest.approx([1.0, 1.0])
 
 
@@ -270,7 +272,7 @@ def test_all_tokens_are_steps(device: torch.device) -> None:
 @KINDS
 def test_only_the_newest_queries_count(kind: str, ring: int, device: torch.device) -> None:
     batch = case(kind, [60, 33], 8 if kind == "window" else [5, 8], ring=ring, device=device)
-    batch.check()
+    batch.assert_as_reference()
     taken = torch.zeros(batch.ring.shape[1:3], dtype=torch.bool, device=device)
     for track, newest, count in zip(batch.tracks, batch.last_positions, batch.counts, strict=True):
         taken[track, [(newest - back) % ring for back in range(count)]] = True

@@ -107,15 +107,6 @@ def test_endings_go_after_bodies_and_from_their_far_side() -> None:
         assert scores[first].max() < scores[then].min()
 
 
-def test_redundant_sentences_go_whole_and_first() -> None:
-    inputs = score_input(4, sentences=some_sentences((20, 60, 0.96), (60, 100, 0.3)))
-    scores = make_policy("skipkv").scores(inputs)
-    inside = (inputs.positions >= 20) & (inputs.positions < 60)
-    inside[-8:] = False
-    assert inside.any() and scores[inside].max() < -0.9
-    assert scores[~inside].abs().max() < 0.1
-
-
 def test_similarity_at_tau_is_not_redundant() -> None:
     positions = torch.arange(6)
     sentences = some_sentences((0, 3, 0.5), (3, 6, 0.75))

@@ -86,21 +86,3 @@ def test_a_broken_call_ends_alone(broken: int, prompts: tuple[int, ...]) -> None
     calls, most = lives([("rkv", {})] * 3, 80, prompts, broken)
     assert most == 3
     assert [call.state.failure is not None for call in calls] == [i == broken for i in range(3)]
-
-
-def retracted() -> list[list[int]]:
-    """A request that is recomputed between two compactions."""
-    server = SyntheticServer(check_ledger=False)
-    call = served(server, kv_policy="rkv")
-    server.run(call, 70)
-    server.retract(call)
-    server.prefill(call)
-    server.run(call, 40)
-    return call.compactions
-
-
-def test_a_recomputed_request_begins_anew() -> None:
-    expected = retracted()
-    with on_triton():
-        assert retracted() == expected
-    assert len(expected) >= 4
