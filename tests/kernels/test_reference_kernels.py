@@ -9,6 +9,7 @@ import pytest
 import torch
 from loops import Rows, attention, cosine_matrix, importance, redundancy
 from torch import Tensor
+from triton_tools import assert_as_close
 
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.reference import (
@@ -242,3 +243,12 @@ def test_full_table_keeps_writing_its_last_entry() -> None:
 def test_a_sentence_of_zeros_is_no_nan() -> None:
     state = run_steps(torch.zeros(2, 5), [False, True])
     assert not state["vectors"].isnan().any() and not state["vectors"][1].any()
+
+
+def test_what_is_too_far_off_is_seen() -> None:
+    """By what all kernel tests hold their results against."""
+    truth = torch.tensor([1.0, 1 / 3], dtype=torch.float64)
+    assert_as_close(truth.float(), truth.float(), truth)
+    for wrong in (1e-6, float("nan")):
+        with pytest.raises(AssertionError):
+            assert_as_close(truth.float() + wrong, truth.float(), truth)

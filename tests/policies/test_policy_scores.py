@@ -113,20 +113,6 @@ def test_similarity_at_tau_is_not_redundant() -> None:
     assert sentence_penalty(positions, sentences, 0.5).tolist() == [0, 0, 0, 0.75, 0.75, 0.75]
 
 
-def test_a_sentence_of_one_token_is_never_penalised() -> None:
-    positions = torch.arange(4)
-    sentences = some_sentences((0, 1, 0.99), (1, 3, 0.98), (3, 4, 0.97))
-    found = sentence_penalty(positions, sentences, 0.9)
-    assert torch.equal(found, torch.tensor([0, 0.98, 0.98, 0]))
-
-
-def test_tokens_outside_every_sentence_are_not_penalised() -> None:
-    positions = torch.tensor([0, 4, 5, 8, 9, 12])
-    sentences = some_sentences((4, 6, 0.99), (9, 11, 0.98))
-    found = sentence_penalty(positions, sentences, 0.9)
-    assert torch.equal(found, torch.tensor([0, 0.99, 0.99, 0, 0.98, 0]))
-
-
 def test_streaming_scores_are_positions() -> None:
     inputs = score_input(5)
     found = make_policy("streaming").scores(inputs)

@@ -65,9 +65,9 @@ def nothing_waits(way: str, launched: Counter[str]) -> Iterator[None]:
 def test_no_operation_of_a_compaction_reads_the_device(name: str, way: str) -> None:
     device = torch.device(WAYS[way])
     server = SyntheticServer(check_ledger=False, device=device)
-    calls = [served(server, seed=seed, kv_policy=name) for seed in range(2)]
+    calls = [served(server, seed=seed, kv_policy=name, kv_budget=24) for seed in range(2)]
     compactions, launched = 0, Counter[str]()
-    steps, wanted = (80, 4) if way == "kernels" else (130, 8)
+    steps, wanted = (52, 4) if way == "kernels" else (102, 8)
     for _ in range(steps):
         server.decode(*calls)
         due = [call for call in calls if server.runtime.due(call.state, len(call.slots))]

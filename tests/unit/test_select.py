@@ -97,24 +97,6 @@ def test_equals_a_sort_by_score_and_position(problem: tuple[list[float], Ranges,
     assert evicted.tolist() == sorted({*range(len(scores))} - {*kept.tolist()})
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3, 7])
-@pytest.mark.parametrize("value", [0.0, -1.5, 1e30])
-def test_equal_scores_keep_the_latest(value: float, keep: int) -> None:
-    kept = select(torch.full((7,), value), [], keep).kept.tolist()
-    assert kept == list(range(7 - keep, 7))
-
-
-def test_minus_zero_is_zero() -> None:
-    assert select(torch.tensor([0.0, -0.0, 0.0, -0.0]), [], 2).kept.tolist() == [2, 3]
-    assert select(torch.tensor([-0.0, 0.0, -0.0, 0.0]), [], 1).kept.tolist() == [3]
-
-
-def test_a_tie_across_the_cut_is_broken_by_position_alone() -> None:
-    scores = torch.tensor([2.0, 1.0, 1.0, 3.0, 1.0])
-    assert select(scores, [], 3).kept.tolist() == [0, 3, 4]
-    assert select(scores, [(1, 2)], 3).kept.tolist() == [0, 1, 3]
-
-
 @drawn(problems(), st.integers(1, 5))
 def test_the_same_scores_give_the_same_set(
     problem: tuple[list[float], Ranges, int], times: int
