@@ -25,14 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 # files whose tests take a minute and more; of those that share a server, the first
 LONGEST_FIRST = (
-    "bad_input",
-    "retraction",
-    "fuzz",
-    "demo",
-    "accuracy",
-    "states",
-    "extract",
-    "float8",
+    *("bad_input", "retraction", "fuzz", "demo", "accuracy", "states", "extract", "float8"),
+    *("out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
 )
 
 

@@ -71,7 +71,7 @@ def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:
 def launches(name: str, calls: int) -> Counter[str]:
     """Of the second compaction of so many requests that are due in the same step."""
     server = SyntheticServer(rows=calls, slots=calls, check_ledger=False)
-    opened = [served(server, seed=seed, kv_policy=name) for seed in range(calls)]
+    opened = [served(server, seed=seed, kv_policy=name, kv_budget=20) for seed in range(calls)]
     decode_to_due(server, opened)
     with on_triton():
         server.decode(*opened)

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hostile_client import error_of
-from servers import HTTPFailure, Server
+from hostile_bodies import plain_body
+from hostile_client import refusal
+from servers import Server
 
 pytestmark = pytest.mark.server
 
@@ -39,28 +40,30 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def parts_are_named(message: str, field: str) -> None:
-    """Field, expectation, value, choices."""
+def assert_refused(
+    server: Server, field: str, body: dict[str, Any], path: str = "/generate"
+) -> str:
+    """With 400, and a message of field, expectation, value and choices."""
+    message = refusal(server, path, body)
     assert message.startswith(f"{field}: expected "), message
     assert ", got " in message and "; choices: " in message, message
     assert len(message) < 500
+    return message
+
+
+def assert_generate_refuses(server: Server, field: str, params: dict[str, Any], **top: Any) -> str:
+    body = {"text": "abc", "sampling_params": {"max_new_tokens": 4, **params}, **top}
+    return assert_refused(server, field, body)
 
 
 @pytest.mark.parametrize("where", ["sampling_params", "custom_params", "streamed"])
 def test_generate_refuses_every_wrong_value(server: Server, where: str) -> None:
-    def send(keys: dict[str, Any]) -> str:
-        params: dict[str, Any] = {"max_new_tokens": 4}
-        params |= {"custom_params": keys} if where == "custom_params" else keys
-        body = {"text": "abc", "sampling_params": params, "stream": where == "streamed"}
-        with pytest.raises(HTTPFailure) as caught:
-            server.post("/generate", body)
-        assert caught.value.status == 400, (keys, caught.value.body)
-        return error_of(caught.value)
+    def send(wrong: tuple[str, dict[str, Any]]) -> None:
+        keys = {"custom_params": wrong[1]} if where == "custom_params" else wrong[1]
+        assert_generate_refuses(server, wrong[0], keys, stream=where == "streamed")
 
     with ThreadPoolExecutor(4) as pool:
-        messages = list(pool.map(send, [keys for _, keys in WRONG]))
-    for (field, _), message in zip(WRONG, messages, strict=True):
-        parts_are_named(message, field)
+        assert len(list(pool.map(send, WRONG))) == len(WRONG)
     answer = server.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 4}})
     assert answer["meta_info"]["completion_tokens"] == 4
 
@@ -68,32 +71,19 @@ def test_generate_refuses_every_wrong_value(server: Server, where: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_refuses_every_wrong_value(server: Server, path: str, stream: bool) -> None:
-    prompt: dict[str, Any] = {"prompt": "abc"}
-    if "chat" in path:
-        prompt = {"messages": [{"role": "user", "content": "abc"}]}
     for field, keys in WRONG[::3] if stream else WRONG:
-        body = {"model": "default", "max_tokens": 4, **prompt, **keys, "stream": stream}
-        with pytest.raises(HTTPFailure) as caught:
-            server.post(path, body)
-        assert caught.value.status == 400, (keys, caught.value.body)
-        parts_are_named(error_of(caught.value), field)
+        body = plain_body(path, {"max_tokens": 4, **keys}, stream=stream)
+        assert_refused(server, field, body, path)
 
 
 def test_the_two_places_must_agree(server: Server) -> None:
-    params = {"max_new_tokens": 4, "kv_budget": 64, "custom_params": {"kv_budget": 65}}
-    with pytest.raises(HTTPFailure) as caught:
-        server.post("/generate", {"text": "abc", "sampling_params": params})
-    assert caught.value.status == 400
-    parts_are_named(error_of(caught.value), "kv_budget")
+    params = {"kv_budget": 64, "custom_params": {"kv_budget": 65}}
+    assert_generate_refuses(server, "kv_budget", params)
 
 
 def test_prompt_that_uses_up_a_counted_budget(server: Server) -> None:
-    keys = {"kv_budget": 40, "kv_params": {"count_prompt": True}}
-    body = {"text": "a" * 50, "sampling_params": {"max_new_tokens": 4, **keys}}
-    with pytest.raises(HTTPFailure) as caught:
-        server.post("/generate", body)
-    assert caught.value.status == 400
-    parts_are_named(error_of(caught.value), "kv_budget")
+    params = {"kv_budget": 40, "kv_params": {"count_prompt": True}}
+    assert_generate_refuses(server, "kv_budget", params, text="a" * 50)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,10 +92,7 @@ def test_ids_that_use_up_a_counted_budget(server: Server, stream: bool) -> None:
     ids, counts = [5] * 100, {"kv_params": {"count_prompt": True}}
     params = [{"max_new_tokens": 2, **counts, "kv_budget": budget} for budget in (200, 40)]
     body = {"input_ids": [ids, ids], "sampling_params": params, "stream": stream}
-    with pytest.raises(HTTPFailure) as caught:
-        server.post("/generate", body)
-    assert caught.value.status == 400
-    parts_are_named(error_of(caught.value), "kv_budget")
+    assert_refused(server, "kv_budget", body)
     server.post("/generate", {**body, "input_ids": [ids, [5] * 8]})
 
 
@@ -117,17 +104,9 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
             ({"steering": 0.1}, "steering false"),
             ({"kv_budget": 64, "steering": 0.1}, 'kv_policy "full" and steering false'),
         ):
-            beams = {"sampling_params": {"max_new_tokens": 4, "beam_width": 2, **keys}}
-            within = {
-                "sampling_params": {"max_new_tokens": 4, **keys},
-                "session_params": {"id": session},
-            }
-            for body in (beams, within):
-                with pytest.raises(HTTPFailure) as caught:
-                    server.post("/generate", {"text": "abc", **body})
-                assert caught.value.status == 400
-                message = error_of(caught.value)
-                parts_are_named(message, next(iter(keys)))
+            for params, top in (({"beam_width": 2}, {}), ({}, {"session_params": {"id": session}})):
+                field = next(iter(keys))
+                message = assert_generate_refuses(server, field, {**params, **keys}, **top)
                 assert f"only one of the two, or {off}" in message
     finally:
         server.post("/close_session", {"session_id": session})
@@ -142,13 +121,9 @@ def test_the_name_of_a_session_changes_nothing(server: Server) -> None:
 
 def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:
     for params in ({"kv_cache": 64}, {"kv_budget": 64, "nonsense": 1}):
-        with pytest.raises(HTTPFailure) as caught:
-            server.post("/generate", {"text": "abc", "sampling_params": params})
-        assert caught.value.status == 400
+        assert refusal(server, "/generate", {"text": "abc", "sampling_params": params})
 
 
 def test_a_huge_value_is_not_echoed(server: Server) -> None:
-    params = {"max_new_tokens": 4, "kv_budget": 64, "kv_policy": "x" * 100_000}
-    with pytest.raises(HTTPFailure) as caught:
-        server.post("/generate", {"text": "abc", "sampling_params": params})
-    assert caught.value.status == 400 and len(caught.value.body) < 1000
+    params = {"kv_budget": 64, "kv_policy": "x" * 100_000}
+    assert_generate_refuses(server, "kv_policy", params)

@@ -50,35 +50,33 @@ def check(info: dict[str, Any]) -> None:
     assert info["steering_alpha"] == pytest.approx(1.5 + STEERING_GAMMA * count)
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+
+
+def generated(server: Server, keys: dict[str, Any]) -> Any:
+    return server.post("/generate", {"text": PROMPT, "sampling_params": {**GREEDY, **keys}})
+
+
 @pytest.fixture(scope="module")
 def reference(server: Server) -> str:
     """The text that every way in must give: greedy, budget 24, steered."""
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
-    answer = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    answer = generated(server, KEYS_SENT)
     check(answer["meta_info"]["skipkv"])
     for other in ({"kv_policy": "full", "kv_params": None}, {"steering": False}):
-        without = {"text": PROMPT, "sampling_params": {**params, **other}}
-        assert server.post("/generate", without)["text"] != answer["text"], other
+        assert generated(server, {**KEYS_SENT, **other})["text"] != answer["text"], other
     return str(answer["text"])
 
 
-def test_custom_params_work_by_themselves(server: Server, reference: str) -> None:
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    body = {"text": PROMPT, "sampling_params": {**params, "custom_params": KEYS_SENT}}
-    answer = server.post("/generate", body)
+def test_custom_params_work_by_themselves_and_others_pass(server: Server, reference: str) -> None:
+    answer = generated(server, {"custom_params": KEYS_SENT})
     assert answer["text"] == reference
     check(answer["meta_info"]["skipkv"])
-
-
-def test_other_custom_params_pass(server: Server, reference: str) -> None:
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
-    body = {"text": PROMPT, "sampling_params": {**params, "custom_params": {"somebody": "else"}}}
-    assert server.post("/generate", body)["text"] == reference
+    others = {**KEYS_SENT, "custom_params": {"somebody": "else"}}
+    assert generated(server, others)["text"] == reference
 
 
 def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
-    body = {"text": PROMPT, "sampling_params": params, "stream": True}
+    body = {"text": PROMPT, "sampling_params": {**GREEDY, **KEYS_SENT}, "stream": True}
     stream = requests.post(server.url + "/generate", json=body, timeout=120)
     lines = [line.removeprefix("data: ") for line in stream.text.splitlines()]
     chunks = [json.loads(line) for line in lines if line and line != "[DONE]"]
@@ -175,15 +173,8 @@ def test_frontend_programs(server: Server, reference: str) -> None:
         s += sgl.gen("first", max_tokens=TOKENS, temperature=0, ignore_eos=True, **KEYS_SENT)
         branches = s.fork(2)
         for i, branch in enumerate(branches):
-            branch += sgl.gen(
-                "next",
-                max_tokens=40,
-                temperature=0,
-                ignore_eos=True,
-                kv_budget=16 + 8 * i,
-                kv_policy="random",
-                kv_params={"interval": 8},
-            )
+            keys = {"kv_budget": 16 + 8 * i, "kv_policy": "random", "kv_params": {"interval": 8}}
+            branch += sgl.gen("next", max_tokens=40, temperature=0, ignore_eos=True, **keys)
         s["budgets"] = [branch.get_meta_info("next")["skipkv"]["kv_budget"] for branch in branches]
 
     state = program.run(backend=sgl.RuntimeEndpoint(server.url))
@@ -207,10 +198,7 @@ def test_frontend_defaults_of_a_run(server: Server, reference: str) -> None:
 
     assert KEYS_SENT["kv_policy"] == "streaming"  # the program's own parameter keeps its name
     defaults = {name: KEYS_SENT[name] for name in ("kv_budget", "kv_params", "steering")}
-    common: dict[str, Any] = {
-        **{"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True},
-        "backend": sgl.RuntimeEndpoint(server.url),
-    }
+    common = {**GREEDY, "backend": sgl.RuntimeEndpoint(server.url)}
     batch = [{"prompt": PROMPT, "kv_policy": "streaming"}] * 2
     states = [
         program.run(PROMPT, kv_policy="streaming", **common, **defaults),
@@ -302,11 +290,7 @@ def test_preferred_parameters_of_the_operator() -> None:
 
 
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:
-    params = {
-        **{"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "n": 3},
-        **KEYS_SENT,
-    }
-    answers = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    answers = generated(server, {"temperature": 1.0, "n": 3, **KEYS_SENT})
     assert len({answer["text"] for answer in answers}) == 3
     for answer in answers:
         check(answer["meta_info"]["skipkv"])
@@ -314,14 +298,13 @@ def test_parallel_samples_have_their_own_budgets(server: Server) -> None:
 
 def test_one_batch_with_many_settings(server: Server) -> None:
     """One HTTP request, four prompts, four settings, one of them none at all."""
-    common = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     settings: list[dict[str, Any]] = [
         {"kv_budget": 24, "kv_policy": "streaming", "kv_params": {"interval": 8}},
         {"kv_budget": 48, "kv_policy": "skipkv", "kv_params": {"interval": 16, "tau": 0.9}},
         {"kv_budget": 32, "kv_policy": "rkv", "kv_params": {"interval": 8, "sigma": 0.5}},
         {},
     ]
-    body = {"text": [PROMPT] * 4, "sampling_params": [{**common, **keys} for keys in settings]}
+    body = {"text": [PROMPT] * 4, "sampling_params": [{**GREEDY, **keys} for keys in settings]}
     answers = server.post("/generate", body)
     for keys, answer in zip(settings, answers, strict=True):
         info = answer["meta_info"].get("skipkv")
@@ -329,23 +312,20 @@ def test_one_batch_with_many_settings(server: Server) -> None:
         if info is not None:
             assert (info["kv_budget"], info["policy"]) == (keys["kv_budget"], keys["kv_policy"])
             assert info["peak_kv_tokens"] <= keys["kv_budget"] + keys["kv_params"]["interval"] + 1
-    alone = server.post("/generate", {"text": PROMPT, "sampling_params": common})
-    assert answers[3]["text"] == alone["text"]
+    assert answers[3]["text"] == generated(server, {})["text"]
 
 
 def test_null_and_false_mean_not_set(server: Server) -> None:
-    params = {"max_new_tokens": 8, **dict.fromkeys(KEYS), "steering": False}
-    answer = server.post("/generate", {"text": PROMPT, "sampling_params": params})
+    answer = generated(server, {"max_new_tokens": 8, **dict.fromkeys(KEYS), "steering": False})
     assert "skipkv" not in answer["meta_info"]
 
 
 def test_metrics_count_what_calls_report(server: Server) -> None:
-    before = [_counted(server, what) for what in ("compactions", "evicted_tokens")]
-    params = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **KEYS_SENT}
-    info = server.post("/generate", {"text": PROMPT, "sampling_params": params})["meta_info"]
-    after = [_counted(server, what) for what in ("compactions", "evicted_tokens")]
-    counted = [now - then for now, then in zip(after, before, strict=True)]
-    assert counted == [info["skipkv"]["compactions"], info["skipkv"]["evicted_tokens"]]
+    names = ("compactions", "evicted_tokens")
+    before = [_counted(server, what) for what in names]
+    info = generated(server, KEYS_SENT)["meta_info"]["skipkv"]
+    counted = [_counted(server, what) - was for what, was in zip(names, before, strict=True)]
+    assert counted == [info[what] for what in names]
 
 
 def test_metrics_and_server_info(server: Server) -> None:

@@ -6,12 +6,27 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from bench.accuracy.figure import STYLE_PARAMETERS, plt
 from bench.lib import device_clock, record
 
 Rows = list[dict[str, str]]
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Callable[..., list[bytes]]:
+    """What each of several inputs is drawn to."""
+
+    def files(draw: Callable[[Any, Path], None], *inputs: Any) -> list[bytes]:
+        for number, rows in enumerate(inputs):
+            plt.rcParams.update(STYLE_PARAMETERS)
+            draw(rows, tmp_path / f"{number}.svg")
+        return [(tmp_path / f"{number}.svg").read_bytes() for number in range(len(inputs))]
+
+    return files
 
 
 @pytest.fixture

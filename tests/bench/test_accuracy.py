@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from fleet import Fleet
 from servers import Server
 
 from bench.accuracy import figure
-from bench.accuracy.figure import STYLE_PARAMETERS, plt
 from bench.lib import grading, record
 from bench.lib import serving as lib_serving
 from bench.lib.sweep import Cell, Sweep
@@ -113,17 +113,13 @@ def test_a_setting_that_changed_is_another_cell() -> None:
     assert len({one, dataclasses.replace(one, kv_budget=65), dataclasses.replace(one)}) == 2
 
 
-def test_figures_are_drawn_from_the_rows(tmp_path: Path) -> None:
+def test_figures_are_drawn_from_the_rows(drawn: Any) -> None:
     """Two drawings of the same rows are the same file; another number gives another one."""
     rows = figure.selected("accuracy", "reasoner", "greedy")
     changed = [dict(row, accuracy="0.01") if row["policy"] == "rkv" else row for row in rows]
-    drawn = []
-    for number, these in enumerate((rows, rows, changed)):
-        plt.rcParams.update(STYLE_PARAMETERS)
-        path = tmp_path / f"{number}.svg"
-        budget = {"x_label": "budget", "y_label": "right", "interval": True}
-        figure.figure(these, path, x=figure.share, y=figure.percent, **budget)
-        drawn.append(path.read_bytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+    how = {"x": figure.share, "y": figure.percent, "x_label": "budget", "y_label": "right"}
+    draw = functools.partial(figure.figure, **how, interval=True)
+    files = drawn(draw, rows, rows, changed)
+    assert files[0] == files[1] != files[2]
     with pytest.raises(ValueError, match="no rows"):
         figure.selected("accuracy", "no-such-model", "greedy")

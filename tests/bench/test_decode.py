@@ -11,7 +11,6 @@ import torch
 from kernels_on_cpu import KERNELS
 from triton_tools import interpreted
 
-from bench.accuracy.figure import STYLE_PARAMETERS, plt
 from bench.decode import __main__ as decode
 from bench.decode import attention, compactor
 from bench.decode import figure as decode_figure
@@ -138,7 +137,7 @@ def test_the_loop_with_kernels_is_the_loop_without(
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_the_decode_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
+def test_the_decode_figure_is_drawn_from_the_rows(drawn: Any) -> None:
     """The same rows give the same file, another number another one; an older row is not drawn."""
     common = {"device": "H100", "size": "7b"}
     common |= {"dtype": "bfloat16", "attention": "flashinfer", "generated_tokens": "16384"}
@@ -148,18 +147,10 @@ def test_the_decode_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
     older = {**ours, "tokens_per_s": "1.0"}
     elsewhere = {**ours, "device": "A100", "tokens_per_s": "2.0"}
     fewer = {**ours, "command": "python -m bench.decode --batch 64", "tokens_per_s": "3.0"}
-    drawn = []
-    for number, rows in enumerate(
-        (
-            [full, ours],
-            [elsewhere, older, full, ours, fewer],
-            [full, {**ours, "tokens_per_s": "4001.0"}],
-        )
-    ):
-        plt.rcParams.update(STYLE_PARAMETERS)
-        decode_figure.draw(decode_figure.last_decode_rows(rows), tmp_path / f"{number}.svg")
-        drawn.append((tmp_path / f"{number}.svg").read_bytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+    changed = {**ours, "tokens_per_s": "4001.0"}
+    several = [full, ours], [elsewhere, older, full, ours, fewer], [full, changed]
+    files = drawn(decode_figure.draw, *map(decode_figure.last_decode_rows, several))
+    assert files[0] == files[1] != files[2]
 
 
 def test_the_largest_batch() -> None:

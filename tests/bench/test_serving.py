@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet import Fleet
 
-from bench.accuracy.figure import STYLE_PARAMETERS, plt
 from bench.lib import pairs
 from bench.serving import __main__ as serving
 from bench.serving import figure as serving_figure
@@ -41,21 +40,20 @@ def test_the_price_of_a_compaction() -> None:
     assert latency.cost_and_step([10.0] * 60, 30) == (0.0, 10.0)
 
 
-def test_the_serving_figure_is_drawn_from_the_rows(tmp_path: Path) -> None:
-    drawn = []
+def test_the_serving_figure_is_drawn_from_the_rows(drawn: Any) -> None:
     gaps = [{"calls": "8", "neighbours": "no budget", "p50_ms": "5.0", "p99_ms": "9.0"}]
-    for number, rate in enumerate(("100.0", "100.0", "101.0")):
-        pressure = [
+    pressure = [
+        [
             {
                 **{"kv_budget": kv_budget, "tokens_per_s_p50": rate, "peak_running": "4"},
                 **{"fits_by_arithmetic": "5", "calls": "8", "pool_tokens": "999"},
             }
             for kv_budget in ("", "64")
         ]
-        plt.rcParams.update(STYLE_PARAMETERS)
-        serving_figure.draw(pressure, gaps, tmp_path / f"{number}.svg")
-        drawn.append((tmp_path / f"{number}.svg").read_bytes())
-    assert drawn[0] == drawn[1] != drawn[2]
+        for rate in ("100.0", "100.0", "101.0")
+    ]
+    files = drawn(lambda rows, path: serving_figure.draw(rows, gaps, path), *pressure)
+    assert files[0] == files[1] != files[2]
 
 
 def test_the_interval_of_paired_rounds() -> None:

@@ -1,4 +1,4 @@
-"""The documents quote rows and nothing else."""
+"""The documents quote rows and nothing else; test_commands.py has the check itself."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_tables_are_the_rows() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.report", "--check"], cwd=ROOT, check=False, timeout=60
-    )
-    assert done.returncode == 0, "run: python -m bench.report"
 
 
 def test_rows_name_no_place_of_the_machine() -> None:

@@ -47,25 +47,14 @@ class HookCalls(HookObjects):
         super().__init__(seed)
         self.calls, self.refused, self.seen = Counter[str](), Counter[str](), Counter[str]()
         self.checked: Any = None
-        self.hooks: dict[str, Callable[[], None]] = {
-            "take_keys": self.take_keys,
-            "resolve_request": self.resolve_request,
-            "check_prompt": self.check_prompt,
-            "move_keys": self.move_keys,
-            "open_request": self.open_request,
-            "bound_new_tokens": self.bound_new_tokens,
-            "refuse_unrecomputable": self.refuse_unrecomputable,
-            "limit_prefix_match": self.limit_prefix_match,
-            "limit_insert": self.limit_insert,
-            "order_victims": self.order_victims,
-            "shorten_input": self.shorten_input,
-            "add_one_req": self.add_one_req,
-            "add_chunked_req": self.add_chunked_req,
-            "preempt_to_schedule": self.preempt_to_schedule,
-            "running total": self.running_total,
-            "compact_due_requests": self.compact_due_requests,
-            "prepare_forward": self.prepare_forward,
-        }
+        hooks: tuple[Callable[[], None], ...] = (
+            *(self.take_keys, self.resolve_request, self.check_prompt, self.move_keys),
+            *(self.open_request, self.bound_new_tokens, self.refuse_unrecomputable),
+            *(self.limit_prefix_match, self.limit_insert, self.order_victims, self.shorten_input),
+            *(self.add_one_req, self.add_chunked_req, self.preempt_to_schedule),
+            *(self.running_total, self.compact_due_requests, self.prepare_forward),
+        )
+        self.hooks = {hook.__name__: hook for hook in hooks}
 
     def run(self, calls: int, part: int = 3000) -> None:
         """So many requests, all hooks alike; a new scheduler for each part.

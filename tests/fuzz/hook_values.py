@@ -7,13 +7,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from hostile_bodies import PARAMETERS
+
 from sgl_skipkv import policy
 from sgl_skipkv.request.settings import KEYS
-
-KNOBS = (
-    *("interval", "sink", "window", "protect_prompt", "count_prompt", "delimiters", "sigma"),
-    *("kernel", "threshold", "tau", "ending", "recent", "alpha", "ratio", "seed", "tua", ""),
-)
 
 
 def nested(depth: int) -> list[Any]:
@@ -87,5 +84,5 @@ class Draw:
         parameters: dict[str, Any] = {"interval": 8, "window": 2, "sink": 1}
         for _ in range(self.one(0, 0, 0, 1, 2)):
             plain = self.one(0, 1, 2, 8, 9, 0.5, True, False, "math")
-            parameters[self.random.choice(KNOBS)] = plain if self.chance(0.7) else self.odd()
+            parameters[self.random.choice(PARAMETERS)] = plain if self.chance(0.7) else self.odd()
         return parameters

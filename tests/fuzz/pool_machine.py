@@ -35,7 +35,7 @@ MACHINE = settings(
     suppress_health_check=list(HealthCheck),
 )
 SHARED = [5, 6, 7, 8, 9, 10, 11, 12]  # prompts begin alike, so that they share
-KNOBS = {"interval": 8, "window": 2, "sink": 1}
+PARAMETERS = {"interval": 8, "window": 2, "sink": 1}
 
 PROMPT = st.builds(
     lambda shared, own: SHARED[:shared] + own,
@@ -51,10 +51,10 @@ BUDGETED = st.fixed_dictionaries(
         "kv_policy": st.sampled_from(["skipkv", "rkv", "streaming", "random"]),
         "kv_params": st.sampled_from(
             [
-                KNOBS,
-                {**KNOBS, "window": 1, "sink": 0},
-                {**KNOBS, "protect_prompt": False},
-                {**KNOBS, "protect_prompt": False, "count_prompt": True},
+                PARAMETERS,
+                {**PARAMETERS, "window": 1, "sink": 0},
+                {**PARAMETERS, "protect_prompt": False},
+                {**PARAMETERS, "protect_prompt": False, "count_prompt": True},
             ]
         ),
     }

@@ -120,14 +120,10 @@ class World(Loop):
         self.running_batch = ScheduleBatch(reqs=[])
         self.last_batch: Any = None
         self.chunked_req: Any = None
-        self.result_queue: list[tuple[Any, list[int | None]]] = []
-        self.waiting_queue: list[Any] = []
-        self.aborted: list[Any] = []
-        self.finished: list[Any] = []
+        self.result_queue, self.waiting_queue, self.aborted, self.finished = [], [], [], []
         # Held to the end: what a request fails to let go must not go with it, whenever that is.
         self.arrived: list[Any] = []
-        self.retract_now = False
-        self.pending_chunk_abort = False
+        self.retract_now = self.pending_chunk_abort = False
         self._bind(backup_bytes, work_bytes, check_ledger)
 
     def _bind(self, backup_bytes: int, work_bytes: int, check_ledger: bool) -> None:

@@ -97,10 +97,7 @@ SPECS: dict[str, Spec] = {
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(
-        ("oracle", "oracle_steering"),
-        "qwen2",
-        (*CHUNKS_OF_64, *WITHOUT_OVERLAP),
-        steering_layer=2,
+        ("oracle", "oracle_steering"), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP), steering_layer=2
     ),
     "llama": Spec(("oracle", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0),
     # Every default by flag; requests that bring their own keys must not notice.
@@ -142,9 +139,7 @@ SPECS: dict[str, Spec] = {
         ("states",), "qwen2", (*UNSUPPORTED, "--enable-metrics"), options={"trace": False}
     ),
     "refused": Spec(
-        ("states",),
-        "qwen2",
-        (*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64"),
+        ("states",), "qwen2", (*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64")
     ),
 }
 

@@ -2,7 +2,7 @@
 
 A body is drawn as JSON text, so that it may hold what Python's own ``json`` would not write: NaN,
 numbers that no float holds, lists in lists in lists. What must come of it is worked out from the
-text by the parser that SGLang uses and by ``sgl_skipkv.call``, not from how it was drawn.
+text by the parser that SGLang uses and by ``sgl_skipkv.request``, not from how it was drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPENAI = ("/v1/chat/completions", "/v1/completions")
 OLLAMA = ("/api/chat", "/api/generate")
 PATHS = ("/generate", *OPENAI, "/v1/messages", *OLLAMA)
 PROMPT = "abc"
-KNOBS = (
+PARAMETERS = (
     *("interval", "sink", "window", "protect_prompt", "count_prompt", "delimiters", "sigma"),
     *("kernel", "threshold", "tau", "ending", "recent", "alpha", "ratio", "seed", "tua", ""),
 )
@@ -56,7 +56,7 @@ _NESTED = st.one_of(
 _JUNK = st.one_of(
     _SCALARS, _NESTED, st.sampled_from([f"@raw {number}@" for number in range(len(RAW))])
 )
-_KNOB = st.sampled_from([0, 1, 8, 16, 128, 0.5, 0.9, 3, True, False, "math", "paper"])
+_PARAMETER = st.sampled_from([0, 1, 8, 16, 128, 0.5, 0.9, 3, True, False, "math", "paper"])
 
 
 def _mostly(right: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -70,7 +70,9 @@ _KEYS = st.fixed_dictionaries(
         "kv_budget": _mostly(st.integers(13, 100)),
         "kv_policy": _mostly(st.sampled_from(names())),
         "kv_params": _mostly(
-            st.dictionaries(st.sampled_from(KNOBS), st.one_of(_KNOB, _SCALARS), max_size=2)
+            st.dictionaries(
+                st.sampled_from(PARAMETERS), st.one_of(_PARAMETER, _SCALARS), max_size=2
+            )
         ),
         "steering": _mostly(st.one_of(st.floats(-10, 10), st.just(False))),
     },

@@ -6,12 +6,14 @@ import json
 import re
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import pytest
 import requests
 from hostile_bodies import Body, Verdict, bodies, describes, echoes
-from hypothesis import HealthCheck, Phase, given, settings
-from pool_machine import own_draws
+from hypothesis import Phase, given, settings
+from pool_machine import MACHINE, own_draws
 from servers import HTTPFailure, Server
 
 _mine = threading.local()
@@ -69,18 +71,19 @@ def error_of(failure: HTTPFailure) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
+def refusal(server: Server, path: str, body: Mapping[str, Any]) -> str:
+    """The message of a 400."""
+    with pytest.raises(HTTPFailure) as caught:
+        server.post(path, body)
+    assert caught.value.status == 400, (body, caught.value.body)
+    return error_of(caught.value)
+
+
 def drawn(number: int) -> list[Body]:
     """So many bodies, the same ones every time."""
     found: list[Body] = []
 
-    @settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(MACHINE, max_examples=number, phases=[Phase.generate])
     @given(bodies())
     def collect(body: Body) -> None:
         found.append(body)

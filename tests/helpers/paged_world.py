@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-from triton_tools import data_pointers
+from triton_tools import data_pointers, far_tensor
 
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 
@@ -94,6 +95,25 @@ def paged(
         rows.to(device),
         scales,
     )
+
+
+def far_away(world: PagedWorld) -> PagedWorld:
+    """The same requests, in slots and page-table rows whose offsets no 32-bit integer holds."""
+    device, (slots, kv_heads, d) = world.rows.device, world.layers[0].shape
+    first, layers = 2**31 // (kv_heads * d), []
+    for layer in world.layers:
+        layers.append(far_tensor((first + slots, kv_heads, d), torch.float32, device))
+        layers[-1][first:] = layer
+    table = far_tensor((2**22 + 9, 600), torch.int32, device)
+    for row, n in zip(world.rows.tolist(), world.row_tokens, strict=True):
+        table[2**22 + row, :n] = world.req_to_token[row, :n] + first
+    return PagedWorld(layers, world.of_request, table, world.rows + 2**22)
+
+
+def nobody(world: PagedWorld) -> PagedKeys:
+    """A batch of no request in the same buffers."""
+    none = world.rows[:0]
+    return dataclasses.replace(world.paged, rows=none, row_tokens=[], offsets=none.new_zeros(1))
 
 
 def stored(keys: Tensor) -> Tensor:

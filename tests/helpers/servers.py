@@ -92,6 +92,10 @@ class Server(ServerProcess):
             time.sleep(0.1)
         raise TimeoutError("server did not become idle")
 
+    def used_tokens(self) -> int:
+        """SGLang's own count of KV tokens in use, cached prompts not counted."""
+        return int(self.get("/v1/loads?include=core")["loads"][0]["num_used_tokens"])
+
     def assert_clean(self) -> None:
         """No complaint of SGLang's checks, and the server still serves."""
         self.wait_idle()

@@ -33,7 +33,7 @@ TEXTS = [(DELIMITER, ".\n"), (COLON, ":\n")]
 VOCAB = 4
 # What the tests' usual call asks for.
 BUDGET, INTERVAL, PROMPT = 40, 12, 10
-KNOBS: dict[str, Any] = {"interval": INTERVAL, "delimiters": "paper"}
+PARAMETERS: dict[str, Any] = {"interval": INTERVAL, "delimiters": "paper"}
 
 
 @dataclass(eq=False)
@@ -310,9 +310,29 @@ def served(
     server: SyntheticServer, tokens: list[int] | None = None, *, prefill: bool = True, **call: Any
 ) -> Call:
     """The usual call; ``call`` changes what it asks for."""
-    parameters = {**KNOBS, **call.pop("kv_params", {})}
+    parameters = {**PARAMETERS, **call.pop("kv_params", {})}
     keys = {"kv_budget": BUDGET, "kv_params": parameters, **call}
     opened = server.open(tokens or words(5, 3, 7, 4, 9) * 10, **keys)
     if prefill:
         server.prefill(opened)
     return opened
+
+
+def unlike(
+    server: SyntheticServer, asked: Sequence[tuple[str, dict[str, Any]]], **call: Any
+) -> list[Call]:
+    """Requests of these policies and parameters, with sentences of every length and prompts of
+    several."""
+    return [
+        served(
+            *(server, words(*(2 + (seed + i) % 7 for i in range(40)))),
+            **{"rid": f"r{seed}", "seed": seed, "kv_policy": name, "kv_params": parameters},
+            **{"prompt": [3] * (5 + 3 * (seed % 5)), **call},
+        )
+        for seed, (name, parameters) in enumerate(asked)
+    ]
+
+
+def decode_until_due(server: SyntheticServer, calls: Sequence[Call]) -> None:
+    while not all(server.runtime.due(call.state, len(call.slots)) for call in calls):
+        server.decode(*calls)

@@ -8,6 +8,7 @@ sentences.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +27,28 @@ from transformers import (
 FAMILIES = ("llama", "qwen2", "qwen3")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
-    "\n",
-    ".\n",
-    ")\n",
-    "\n\n",
-    ".\n\n",
-    ")\n\n",
-    ":\n",
-    ",\n",
-    "?\n",
-    "!\n",
-    ";\n",
-    "]\n\n",
+    *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
 )
 PIECES = ("<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS)
 VOCAB_SIZE = len(PIECES)
 
+
+def prompt_ids(seed: int | str, tokens: int) -> list[int]:
+    """So many tokens, the same for the same seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
+
+
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 32768, "tie_word_embeddings": False},
+    **{"bos_token_id": 1, "eos_token_id": 2},
 }
 # Gains on the usual initialisation, by the first part of a name that matches.
 _GAINS = {
-    "q_norm": 3.0,
-    "k_norm": 3.0,
-    "q_proj": 20.0,
-    "k_proj": 20.0,
-    "v_proj": 60.0,
-    "o_proj": 60.0,
-    "mlp": 4.0,
-    "lm_head": 4.0,
-    "": 1.0,
+    **{"q_norm": 3.0, "k_norm": 3.0, "q_proj": 20.0, "k_proj": 20.0, "v_proj": 60.0},
+    **{"o_proj": 60.0, "mlp": 4.0, "lm_head": 4.0, "": 1.0},
 }
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

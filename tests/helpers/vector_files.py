@@ -73,111 +73,86 @@ def link_out(path: Path) -> None:
     path.symlink_to(write(folder / path.name, {"vector": GOOD}))
 
 
-# Every kind of file that is refused: name -> (how to make it, a word of the message).
-WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    # what a hand or a crash leaves behind
-    "missing": (lambda p: None, "No such file"),
-    "a folder": (lambda p: p.mkdir(), "a regular file"),
-    "empty": (lambda p: p.write_bytes(b""), "a safetensors file"),
-    "text": (lambda p: p.write_text("alpha: 1"), "a safetensors file"),
-    "a pickle": (lambda p: torch.save({"vector": GOOD}, p), "a safetensors file"),
-    "truncated header": (lambda p: with_header(p, b'{"vec', 4000), "a safetensors file"),
-    "header longer than the file": (lambda p: with_header(p, b"{}", 2**40), "a safetensors file"),
-    "header is no JSON": (lambda p: with_header(p, b"not json"), "a safetensors file"),
-    "data missing": (
-        lambda p: with_header(
-            p,
-            json.dumps(
-                {"vector": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}}
-            ).encode(),
+def told(**changes: str) -> Callable[[Path], Any]:
+    """A right vector with other metadata."""
+    return lambda p: write(p, {"vector": GOOD}, METADATA | changes)
+
+
+def stated(**entry: Any) -> Callable[[Path], Any]:
+    """A file of 20 bytes whose header says something else of its tensor."""
+    return lambda p: with_data(p, header(**entry))
+
+
+NO_METADATA = json.dumps({"vector": {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}})
+# Every kind of file that is refused: a word of the message -> name -> how to make it.
+_BY_WORD: dict[str, dict[str, Callable[[Path], Any]]] = {
+    "a safetensors file": {
+        # what a hand or a crash leaves behind
+        "empty": lambda p: p.write_bytes(b""),
+        "text": lambda p: p.write_text("alpha: 1"),
+        "a pickle": lambda p: torch.save({"vector": GOOD}, p),
+        "truncated header": lambda p: with_header(p, b'{"vec', 4000),
+        "header longer than the file": lambda p: with_header(p, b"{}", 2**40),
+        "header is no JSON": lambda p: with_header(p, b"not json"),
+        "data missing": lambda p: with_header(p, NO_METADATA.encode()),
+        # what only a hostile hand writes
+        "a header deeper than any parser": lambda p: with_header(p, b'{"vector":' * 20_000),
+        "a header of no length": lambda p: with_header(p, b"", 0),
+        "a header of negative length": lambda p: p.write_bytes(b"\xff" * 8 + b"{}"),
+        "more numbers than the file has": stated(shape=[2**60]),
+        "a shape that overflows": stated(shape=[2**62, 2**62]),
+        "a negative shape": stated(shape=[-5]),
+        "offsets before the data": stated(data_offsets=[-20, 0]),
+        "offsets behind the data": stated(data_offsets=[20, 40]),
+        "a type that does not exist": stated(dtype="O8"),
+        "metadata that is no text": lambda p: with_data(
+            p, header().replace(b'"layer": "1"', b'"layer": 1')
         ),
-        "a safetensors file",
-    ),
-    "too large": (
-        lambda p: p.open("wb").truncate(FILE_LIMIT_BYTES + 1),
-        "at most",
-    ),
-    "another tensor": (lambda p: write(p, {"v": GOOD}), "one tensor named vector"),
-    "two tensors": (lambda p: write(p, {"vector": GOOD, "w": GOOD + 1}), "one tensor named vector"),
-    "integers": (lambda p: write(p, {"vector": GOOD.long()}), "got 'I64"),
-    "doubles": (lambda p: write(p, {"vector": GOOD.double()}), "got 'F64"),
-    "not a number": (lambda p: write(p, {"vector": GOOD / 0 * 0}), "finite"),
-    "infinite": (lambda p: write(p, {"vector": GOOD / 0}), "finite"),
-    "all zero": (lambda p: write(p, {"vector": GOOD * 0}), "not all of them 0"),
-    "another width": (lambda p: write(p, {"vector": torch.ones(7)}), "shape [5]"),
-    "two dimensions": (lambda p: write(p, {"vector": GOOD[None]}), "shape [5]"),
-    "no metadata": (lambda p: write(p, {"vector": GOOD}, None), "metadata"),
-    "no layer": (lambda p: write(p, {"vector": GOOD}, without("layer")), "layer"),
-    "a layer in words": (
-        lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "two"}),
-        "layer",
-    ),
-    "a negative layer": (lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "-1"}), "layer"),
-    "an unknown preset": (
-        lambda p: write(p, {"vector": GOOD}, METADATA | {"delimiters": "lines"}),
-        "delimiters",
-    ),
-    "another format": (lambda p: write(p, {"vector": GOOD}, METADATA | {"format": "v2"}), "format"),
-    "an unknown name": (lambda p: write(p, {"vector": GOOD}, METADATA | {"code": "x"}), "code"),
-    # what only a hostile hand writes
-    "a link into nothing": (lambda p: p.symlink_to("/no/such/file"), "No such file"),
-    "a link to itself": (lambda p: p.symlink_to(p), "Too many levels"),
-    "a link out of the folder, to text": (lambda p: p.symlink_to("/etc/passwd"), "/etc/passwd"),
-    "a link out of the folder, to a right file": (lambda p: link_out(p), "a link within its"),
-    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "a link within its folder"),
-    "a pipe": (os.mkfifo, "a regular file"),
-    "a socket": (listening, "a regular file"),
-    "a header deeper than any parser": (
-        lambda p: with_header(p, b'{"vector":' * 20_000),
-        "a safetensors file",
-    ),
-    "a header of no length": (lambda p: with_header(p, b"", 0), "a safetensors file"),
-    "a header of negative length": (
-        lambda p: p.write_bytes(b"\xff" * 8 + b"{}"),
-        "a safetensors file",
-    ),
-    "more numbers than the file has": (
-        lambda p: with_data(p, header(shape=[2**60])),
-        "a safetensors file",
-    ),
-    "a shape that overflows": (
-        lambda p: with_data(p, header(shape=[2**62, 2**62])),
-        "a safetensors file",
-    ),
-    "a negative shape": (lambda p: with_data(p, header(shape=[-5])), "a safetensors file"),
-    "offsets before the data": (
-        lambda p: with_data(p, header(data_offsets=[-20, 0])),
-        "a safetensors file",
-    ),
-    "offsets behind the data": (
-        lambda p: with_data(p, header(data_offsets=[20, 40])),
-        "a safetensors file",
-    ),
-    "a type that does not exist": (
-        lambda p: with_data(p, header(dtype="O8")),
-        "a safetensors file",
-    ),
-    "no numbers": (
-        lambda p: with_data(p, header(shape=[0], data_offsets=[0, 0]), b""),
-        "shape [5]",
-    ),
-    "one number that is not finite": (
-        lambda p: with_data(p, header(), struct.pack("<5f", 1, 2, float("nan"), 4, 5)),
-        "finite",
-    ),
-    "metadata that is no text": (
-        lambda p: with_data(p, header().replace(b'"layer": "1"', b'"layer": 1')),
-        "a safetensors file",
-    ),
-    "a layer of forty digits": (
-        lambda p: write(p, {"vector": GOOD}, METADATA | {"layer": "9" * 40 + "x"}),
-        "layer",
-    ),
-    "a flood of metadata": (
-        lambda p: write(p, {"vector": GOOD}, METADATA | {"n" * 10**6: "x" * 10**6}),
-        "got",
-    ),
+    },
+    "a regular file": {"a folder": lambda p: p.mkdir(), "a pipe": os.mkfifo, "a socket": listening},
+    "No such file": {
+        "missing": lambda p: None,
+        "a link into nothing": lambda p: p.symlink_to("/no/such/file"),
+    },
+    "a link within its": {
+        "a link to a device": lambda p: p.symlink_to("/dev/zero"),
+        "a link out of the folder, to a right file": link_out,
+    },
+    "/etc/passwd": {"a link out of the folder, to text": lambda p: p.symlink_to("/etc/passwd")},
+    "Too many levels": {"a link to itself": lambda p: p.symlink_to(p)},
+    "at most": {"too large": lambda p: p.open("wb").truncate(FILE_LIMIT_BYTES + 1)},
+    "one tensor named vector": {
+        "another tensor": lambda p: write(p, {"v": GOOD}),
+        "two tensors": lambda p: write(p, {"vector": GOOD, "w": GOOD + 1}),
+    },
+    "got 'I64": {"integers": lambda p: write(p, {"vector": GOOD.long()})},
+    "got 'F64": {"doubles": lambda p: write(p, {"vector": GOOD.double()})},
+    "finite": {
+        "not a number": lambda p: write(p, {"vector": GOOD / 0 * 0}),
+        "infinite": lambda p: write(p, {"vector": GOOD / 0}),
+        "one number that is not finite": lambda p: with_data(
+            p, header(), struct.pack("<5f", 1, 2, float("nan"), 4, 5)
+        ),
+    },
+    "not all of them 0": {"all zero": lambda p: write(p, {"vector": GOOD * 0})},
+    "shape [5]": {
+        "another width": lambda p: write(p, {"vector": torch.ones(7)}),
+        "two dimensions": lambda p: write(p, {"vector": GOOD[None]}),
+        "no numbers": lambda p: with_data(p, header(shape=[0], data_offsets=[0, 0]), b""),
+    },
+    "metadata": {"no metadata": lambda p: write(p, {"vector": GOOD}, None)},
+    "layer": {
+        "no layer": lambda p: write(p, {"vector": GOOD}, without("layer")),
+        "a layer in words": told(layer="two"),
+        "a negative layer": told(layer="-1"),
+        "a layer of forty digits": told(layer="9" * 40 + "x"),
+    },
+    "delimiters": {"an unknown preset": told(delimiters="lines")},
+    "format": {"another format": told(format="v2")},
+    "code": {"an unknown name": told(code="x")},
+    "got": {"a flood of metadata": told(**{"n" * 10**6: "x" * 10**6})},
 }
+WRONG = {name: (make, word) for word, made in _BY_WORD.items() for name, make in made.items()}
 
 
 def one_line(message: str, field: str, word: str) -> None:

@@ -12,7 +12,7 @@ from sgl_skipkv.kernels.ring_write import ring_write
 from sgl_skipkv.recording.recorder import ModelShape, QueryRings
 
 device = device_fixture(module)
-WINDOW, SLOTS = 7, 6
+WINDOW, TRACKS = 7, 6
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def poisoned_ring(
     heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> QueryRings:
     shape = ModelShape(layers=2, query_heads=heads, head_dim=head_dim, hidden_size=1)
-    ring = QueryRings(shape, tracks=SLOTS, window=WINDOW, dtype=dtype, device=device)
+    ring = QueryRings(shape, tracks=TRACKS, window=WINDOW, dtype=dtype, device=device)
     ring.data.fill_(float("nan"))
     return ring
 
@@ -50,64 +50,58 @@ def test_the_ring_is_what_torch_writes(
 ) -> None:
     torch.manual_seed(tokens)
     truth, found = (poisoned_ring(heads, head_dim, dtype, device) for _ in range(2))
-    slots = torch.tensor([4, 1, 6, 2, 5], device=device)[:tokens]
+    tracks = torch.tensor([4, 1, 6, 2, 5], device=device)[:tokens]
     positions = torch.tensor([0, WINDOW, 2**40 + 3, 6, 123], device=device)[:tokens]
     for step in range(3):
         q = fused(tokens, heads, head_dim, dtype).to(device)
-        truth.write(1, slots, positions + step, q)
-        ring_write(q, slots, positions + step, found.data[1])
+        truth.write(1, tracks, positions + step, q)
+        ring_write(q, tracks, positions + step, found.data[1])
     assert not truth.data[1].isnan().all()
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
 
 
-def test_tokens_without_a_slot_write_nothing(device: torch.device) -> None:
-    """Tokens of untracked requests, and the padding of a captured batch."""
+def test_tokens_without_a_track_write_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of untracked requests, the padding of a captured batch, and an empty one."""
     truth, found = (poisoned_ring(2, 24, torch.float32, device) for _ in range(2))
-    slots = torch.tensor([0, 5, 0, 3, 0, 0, 0], dtype=torch.int32, device=device)
+    tracks = torch.tensor([0, 5, 0, 3, 0, 0, 0], dtype=torch.int32, device=device)
     positions = torch.tensor([9, 8, 7, 6, 5, 4, 0], device=device)
     q = torch.randn(7, 2, 24, device=device)
     tracked = torch.tensor([1, 3], device=device)
-    truth.write(0, slots[tracked].long(), positions[tracked], q[tracked])
-    ring_write(q, slots, positions, found.data[0])
+    truth.write(0, tracks[tracked].long(), positions[tracked], q[tracked])
+    ring_write(q, tracks, positions, found.data[0])
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
     assert found.data[0, 0].isnan().all()
 
-    ring_write(q, torch.zeros_like(slots), positions + 1, found.data[0])
+    ring_write(q, torch.zeros_like(tracks), positions + 1, found.data[0])
+    forbid_launches(monkeypatch)
+    ring_write(q[:0], tracks[:0], positions[:0], found.data[0])
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
 
 
 @pytest.mark.parametrize("ring_dtype", FLOATS, ids=str)
 def test_flat_queries_and_another_dtype(device: torch.device, ring_dtype: torch.dtype) -> None:
     truth, found = (poisoned_ring(3, 40, ring_dtype, device) for _ in range(2))
-    slots, positions = (
+    tracks, positions = (
         torch.tensor([6, 2, 4], device=device),
         torch.tensor([1, 2, 3], device=device),
     )
     q = torch.randn(3, 120, device=device)
-    truth.write(0, slots, positions, q.view(3, 3, 40))
-    ring_write(q, slots, positions, found.data[0])
+    truth.write(0, tracks, positions, q.view(3, 3, 40))
+    ring_write(q, tracks, positions, found.data[0])
     assert torch.equal(as_bytes(found.data), as_bytes(truth.data))
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    slots = 2**21 + 2
-    ring = far_tensor((slots, 8, 1, 128), torch.float16, device)
+    tracks = 2**21 + 2
+    ring = far_tensor((tracks, 8, 1, 128), torch.float16, device)
     q = far_tensor((3, 2**30 + 64), torch.float16, device)[:, :128]
     q[2] = torch.arange(128, device=device)
-    where = torch.tensor([0, 0, slots - 1], device=device)
+    where = torch.tensor([0, 0, tracks - 1], device=device)
     ring_write(q, where, torch.tensor([0, 0, 13], device=device), ring)
-    assert torch.equal(ring[slots - 1, 5, 0], q[2])
-    assert not ring[1].any() and not ring[slots - 1, 4].any() and not ring[slots - 1, 6].any()
-
-
-def test_an_empty_batch_launches_nothing(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forbid_launches(monkeypatch)
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    ring = torch.zeros(2, WINDOW, 3, 40, device=device)
-    ring_write(torch.zeros(0, 3, 40, device=device), nothing, nothing, ring)
-    assert not ring.any()
+    assert torch.equal(ring[tracks - 1, 5, 0], q[2])
+    assert not ring[1].any() and not ring[tracks - 1, 4].any() and not ring[tracks - 1, 6].any()
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -159,16 +159,13 @@ def test_offsets_beyond_int32(device: torch.device) -> None:
     assert table[-1, :5].tolist() == [12, 14, 0, 0, 0] and not table[1].any()
 
 
-def test_an_empty_batch_launches_nothing(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_what_does_not_fit_is_refused_and_an_empty_batch_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forbid_launches(monkeypatch)
-    table = torch.ones(2, 8, dtype=torch.int32, device=device)
+    table = torch.ones(2, 8, dtype=torch.int32)
     freed, positions = compacted(table, [], [], [])
     assert freed.shape == positions.shape == (0,) and table.all()
-
-
-def test_what_does_not_fit_is_refused() -> None:
     table, two = torch.ones(2, 8, dtype=torch.int32), torch.arange(2)
     one, ends = torch.ones(1, dtype=torch.int64), torch.tensor([0, 2])
     with pytest.raises(ValueError, match=r"^positions: expected 2 \+ 2 for contiguous rows, got 2"):

@@ -24,13 +24,13 @@ def truth_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table(
-    width: int, slots: int, device: torch.device, dtype: torch.dtype = torch.float32
+    width: int, tracks: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> SentenceTable:
     """Vectors some of which repeat others nearly, in tables full of NaN; earlier comparisons."""
-    made = SentenceTable(slots, CAPACITY, width, Delimiters([], 4), dtype, device)
+    made = SentenceTable(tracks, CAPACITY, width, Delimiters([], 4), dtype, device)
     ideas = torch.randn(12, width, device=device)
-    which = torch.randint(0, 12, (slots + 1, CAPACITY), device=device)
-    vectors = ideas[which] + 0.3 * torch.randn(slots + 1, CAPACITY, width, device=device)
+    which = torch.randint(0, 12, (tracks + 1, CAPACITY), device=device)
+    vectors = ideas[which] + 0.3 * torch.randn(tracks + 1, CAPACITY, width, device=device)
     made.vectors.copy_(vectors / vectors.norm(dim=-1, keepdim=True))
     made.redundancy.uniform_(-1.0, 0.9)
     return made
@@ -47,51 +47,51 @@ def exact(vectors: Tensor, redundancy: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [1, 48, 130])
-def test_a_batch_of_calls(device: torch.device, width: int, dtype: torch.dtype) -> None:
-    """Tables of all lengths, slots in any order; what lies beyond a table stays out of it."""
+def test_a_batch_of_requests(device: torch.device, width: int, dtype: torch.dtype) -> None:
+    """Tables of all lengths, tracks in any order; what lies beyond a table stays out of it."""
     torch.manual_seed(width)
     counts = [33, 0, 2, 75, 1, 32, 64]
-    slots = [3, 8, 1, 6, 2, 7, 4]
+    tracks = [3, 8, 1, 6, 2, 7, 4]
     truth = table(width, 8, device, dtype)
-    for slot, count in zip(slots, counts, strict=True):
-        truth.vectors[slot, count:] = float("nan")
-        truth.redundancy[slot, count:] = -7.0  # below what any comparison could raise it to
+    for track, count in zip(tracks, counts, strict=True):
+        truth.vectors[track, count:] = float("nan")
+        truth.redundancy[track, count:] = -7.0  # below what any comparison could raise it to
     found = truth.redundancy.clone()
     raise_redundancy(
         truth.vectors,
         found,
-        torch.tensor(slots, device=device),
+        torch.tensor(tracks, device=device),
         torch.tensor(counts, device=device),
         max_count=75,
     )
     raised = 0
-    for slot, count in zip(slots, counts, strict=True):
-        before = truth.redundancy[slot].clone()
-        spans = [(0, 1)] * count
-        expected = truth.compare([slot], [count], [range(count)], [spans])[0].redundancy
-        goal = exact(truth.vectors[slot, :count], before[:count])
-        assert_as_close(found[slot, :count], expected, goal)
-        assert torch.equal(found[slot, count:], before[count:])
-        assert torch.equal(found[slot, :count] == before[:count], expected == before[:count])
+    for track, count in zip(tracks, counts, strict=True):
+        before = truth.redundancy[track].clone()
+        [compared] = truth.compare([track], [count], [range(count)], [[(0, 1)] * count])
+        expected = compared.redundancy
+        goal = exact(truth.vectors[track, :count], before[:count])
+        assert_as_close(found[track, :count], expected, goal)
+        assert torch.equal(found[track, count:], before[count:])
+        assert torch.equal(found[track, :count] == before[:count], expected == before[:count])
         raised += int((expected > before[:count]).sum())
-        truth.redundancy[slot] = found[slot]
+        truth.redundancy[track] = found[track]
     assert raised > 50
-    assert torch.equal(found, truth.redundancy)  # the slots that nobody named among them
+    assert torch.equal(found, truth.redundancy)  # the tracks that nobody named among them
 
 
 def test_the_same_bits_alone_again_and_in_a_batch(device: torch.device) -> None:
     made = table(100, 4, device)
-    slots, counts = (
+    tracks, counts = (
         torch.tensor([2, 4, 1], device=device),
         torch.tensor([40, 75, 33], device=device),
     )
     together, apart = made.redundancy.clone(), made.redundancy.clone()
-    raise_redundancy(made.vectors, together, slots, counts, max_count=75)
+    raise_redundancy(made.vectors, together, tracks, counts, max_count=75)
     for b in (1, 2, 0):
         one = slice(b, b + 1)
-        raise_redundancy(made.vectors, apart, slots[one], counts[one], max_count=int(counts[b]))
+        raise_redundancy(made.vectors, apart, tracks[one], counts[one], max_count=int(counts[b]))
     assert torch.equal(together, apart) and not torch.equal(together, made.redundancy)
-    raise_redundancy(made.vectors, together, slots, counts, max_count=75)
+    raise_redundancy(made.vectors, together, tracks, counts, max_count=75)
     assert torch.equal(together, apart)
 
 
@@ -100,21 +100,21 @@ def test_negative_similarities_and_zero_vectors(device: torch.device) -> None:
     vectors = torch.zeros(2, 4, 3, device=device)
     vectors[1, 1:3] = torch.tensor([[1.0, 0, 0], [-0.6, 0.8, 0]], device=device)
     redundancy = torch.full((2, 4), -1.0, device=device)
-    slot = torch.tensor([1], device=device)
-    raise_redundancy(vectors, redundancy, slot, torch.tensor([3], device=device), max_count=4)
+    track = torch.tensor([1], device=device)
+    raise_redundancy(vectors, redundancy, track, torch.tensor([3], device=device), max_count=4)
     assert redundancy[1].tolist() == pytest.approx([0.0, -0.6, -1.0, -1.0])
-    raise_redundancy(vectors, redundancy, slot, torch.tensor([4], device=device), max_count=4)
+    raise_redundancy(vectors, redundancy, track, torch.tensor([4], device=device), max_count=4)
     assert redundancy[1].tolist() == [0.0, 0.0, 0.0, -1.0]
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    slots = 2**21 + 2
-    vectors = far_tensor((slots, 2, 512), torch.float32, device)
-    redundancy = far_tensor((slots, 2), torch.float32, device)
-    vectors[slots - 1] = 0.5
-    slot, count = torch.tensor([slots - 1], device=device), torch.tensor([2], device=device)
-    raise_redundancy(vectors, redundancy, slot, count, max_count=2)
-    assert redundancy[slots - 1].tolist() == pytest.approx([1.0, 0.0])
+    tracks = 2**21 + 2
+    vectors = far_tensor((tracks, 2, 512), torch.float32, device)
+    redundancy = far_tensor((tracks, 2), torch.float32, device)
+    vectors[tracks - 1] = 0.5
+    track, count = torch.tensor([tracks - 1], device=device), torch.tensor([2], device=device)
+    raise_redundancy(vectors, redundancy, track, count, max_count=2)
+    assert redundancy[tracks - 1].tolist() == pytest.approx([1.0, 0.0])
     assert not redundancy[1].any()
 
 

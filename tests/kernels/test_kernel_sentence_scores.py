@@ -61,33 +61,32 @@ def expected(one: Request, ending: int, dtype: torch.dtype) -> Tensor:
     return z + ending_bonus(positions, sentences, ending)
 
 
-@pytest.mark.parametrize("ending", [0, 1, 4, 64])
-def test_it_is_the_score_of_the_policies(ending: int, device: torch.device) -> None:
+MANY, NONE = [(300, 40), (6, 0), (257, 1), (WINDOW, 2), (33, 30)], [(20, 0), (20, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "sizes"), [(0, MANY), (1, MANY), (4, MANY), (64, MANY), (4, NONE)]
+)
+def test_it_is_the_score_of_the_policies(
+    ending: int, sizes: list[tuple[int, int]], device: torch.device
+) -> None:
     """Rows of one block and of several, no sentence, one, many, and nothing but the window."""
-    sizes = [(300, 40), (6, 0), (257, 1), (WINDOW, 2), (33, 30)]
     batch = [request(n, count, seed, device) for seed, (n, count) in enumerate(sizes)]
     for one, found in zip(batch, scores(batch, ending), strict=True):
         truth = expected(one, ending, torch.float64)
         assert_as_close(found, expected(one, ending, torch.float32), truth)
 
 
-def test_no_sentence_at_all(device: torch.device) -> None:
-    batch = [request(20, 0, seed, device) for seed in range(2)]
-    for one, found in zip(batch, scores(batch, 4), strict=True):
-        assert_as_close(found, expected(one, 4, torch.float32), expected(one, 4, torch.float64))
-
-
-def test_a_batch_is_each_alone_to_the_bit(device: torch.device) -> None:
-    batch = [request(n, 9, n, device) for n in (300, 40, 77)]
-    for one, found in zip(batch, scores(batch, 4), strict=True):
-        assert torch.equal(found, scores([one], 4)[0])
-
-
-def test_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_each_alone_to_the_bit(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch."""
     batch = [request(n, 9, n, device) for n in (300, 40, 77)]
     launched = counted_launches(monkeypatch)
-    scores(batch, 4)
+    together = scores(batch, 4)
     assert launched == ["_sentence_scores_kernel"]
+    for one, found in zip(batch, together, strict=True):
+        assert torch.equal(found, scores([one], 4)[0])
 
 
 def test_no_request(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,17 @@ from sgl_skipkv.kernels import sentence_step as module
 from sgl_skipkv.kernels.sentence_step import sentence_step
 
 device = device_fixture(module)
-SLOTS, CAPACITY = 6, 3
+TRACKS, CAPACITY = 6, 3
 # token id -> presets under which it closes a sentence
 BITS = [0, 0, 1, 2, 3, 0]
 SMALL = ("length", "index", "after_delimiter")
 
 
 def tables(
-    width: int,
-    device: torch.device,
-    capacity: int = CAPACITY,
-    dtype: torch.dtype = torch.float32,
+    width: int, device: torch.device, capacity: int = CAPACITY, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """As ``SentenceTable`` has them, new, but with a vector table full of NaN."""
-    rows = SLOTS + 1
+    rows = TRACKS + 1
     return {
         "total": torch.zeros(rows, width, device=device),
         "length": torch.zeros(rows, device=device),
@@ -44,9 +41,9 @@ def classes(device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def truth_step(hidden: Tensor, slots: Tensor, ids: Tensor, names: Any) -> None:
+def truth_step(hidden: Tensor, tracks: Tensor, ids: Tensor, names: Any) -> None:
     of = classes(hidden.device)
-    reference.sentence_step(hidden, slots, (of["bits"][ids] & of["preset"][slots]) != 0, **names)
+    reference.sentence_step(hidden, tracks, (of["bits"][ids] & of["preset"][tracks]) != 0, **names)
 
 
 class InFull:
@@ -76,66 +73,71 @@ def test_many_steps(device: torch.device, dtype: torch.dtype, width: int) -> Non
     torch.manual_seed(width)
     truth, found = (tables(width, device, dtype=dtype) for _ in range(2))
     in_any_order = torch.tensor([4, 1, 6, 2, 5], device=device)
-    calls = {slot: InFull() for slot in in_any_order.tolist()}
+    requests = {track: InFull() for track in in_any_order.tolist()}
     of = classes(device)
     for number in range(30):
-        slots = in_any_order.roll(number)
+        tracks = in_any_order.roll(number)
         ids = torch.randint(0, len(BITS), (5,), device=device)
         hidden = (torch.randn(5, width, device=device) + 0.3).to(dtype)
-        truth_step(hidden, slots, ids, truth)
-        sentence_step(hidden, slots, ids, **of, **found)
-        for b, slot in enumerate(slots.tolist()):
-            closes = bool(of["bits"][ids[b]] & of["preset"][slot])
-            calls[slot].feed(hidden[b], closes)
+        truth_step(hidden, tracks, ids, truth)
+        sentence_step(hidden, tracks, ids, **of, **found)
+        for b, track in enumerate(tracks.tolist()):
+            closes = bool(of["bits"][ids[b]] & of["preset"][track])
+            requests[track].feed(hidden[b], closes)
     for name in ("total", *SMALL):
         assert torch.equal(found[name], truth[name]), name
-    assert any(len(call.closed) > CAPACITY for call in calls.values())
-    for slot, call in calls.items():
-        stored = [*call.closed[: CAPACITY - 1], *call.closed[CAPACITY - 1 :][-1:]]
+    assert any(len(one.closed) > CAPACITY for one in requests.values())
+    for track, one in requests.items():
+        stored = [*one.closed[: CAPACITY - 1], *one.closed[CAPACITY - 1 :][-1:]]
         count = len(stored)
         exact = torch.stack(stored)
-        assert_as_close(found["vectors"][slot, :count], truth["vectors"][slot, :count], exact)
-        assert found["vectors"][slot, count:].isnan().all()
+        assert_as_close(found["vectors"][track, :count], truth["vectors"][track, :count], exact)
+        assert found["vectors"][track, count:].isnan().all()
     assert found["vectors"][[0, 3]].isnan().all()
 
 
-def test_tokens_without_a_slot_write_nothing(device: torch.device) -> None:
-    """Untracked requests and padding, several of each; the reference writes slot 0's scratch."""
+def test_tokens_without_a_track_write_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untracked requests, padding, several of each, and an empty batch; the reference writes the
+    scratch of track 0."""
     names = tables(40, device)
     before = {name: table.clone() for name, table in names.items()}
-    slots = torch.zeros(4, dtype=torch.int32, device=device)
+    tracks = torch.zeros(4, dtype=torch.int32, device=device)
     ids = torch.tensor([4, 4, 1, 1], dtype=torch.int32, device=device)
     hidden = torch.randn(4, 40, device=device)
-    sentence_step(hidden, slots, ids, **classes(device), **names)
+    sentence_step(hidden, tracks, ids, **classes(device), **names)
+    forbid_launches(monkeypatch)
+    sentence_step(hidden[:0], tracks[:0], ids[:0], **classes(device), **names)
     for name, table in names.items():
         assert torch.equal(table.nan_to_num(9.0), before[name].nan_to_num(9.0)), name
 
 
 def test_a_zero_mean_has_a_zero_vector(device: torch.device) -> None:
     names = tables(16, device)
-    zero, slot, ids = torch.zeros(1, 16, device=device), torch.tensor([3]), torch.tensor([2])
-    sentence_step(zero, slot.to(device), ids.to(device), **classes(device), **names)
+    zero, track, ids = torch.zeros(1, 16, device=device), torch.tensor([3]), torch.tensor([2])
+    sentence_step(zero, track.to(device), ids.to(device), **classes(device), **names)
     assert not names["vectors"][3, 0].any()
 
 
 def test_a_row_gets_the_same_bits_alone_and_in_a_batch(device: torch.device) -> None:
     together, apart = tables(130, device), tables(130, device)
-    slots = torch.tensor([5, 1, 4], device=device)
+    tracks = torch.tensor([5, 1, 4], device=device)
     for ids in ([1, 1, 0], [3, 4, 4]):
         hidden = torch.randn(3, 130, device=device).bfloat16()
         token_ids = torch.tensor(ids, device=device)
-        sentence_step(hidden, slots, token_ids, **classes(device), **together)
+        sentence_step(hidden, tracks, token_ids, **classes(device), **together)
         for b in (slice(2, 3), slice(0, 1), slice(1, 2)):
-            sentence_step(hidden[b], slots[b], token_ids[b], **classes(device), **apart)
-    assert not together["vectors"][slots, 0].isnan().any()
+            sentence_step(hidden[b], tracks[b], token_ids[b], **classes(device), **apart)
+    assert not together["vectors"][tracks, 0].isnan().any()
     for name in together:
         assert torch.equal(
-            together[name][slots].nan_to_num(9.0), apart[name][slots].nan_to_num(9.0)
+            together[name][tracks].nan_to_num(9.0), apart[name][tracks].nan_to_num(9.0)
         )
 
 
 def test_offsets_beyond_int32(device: torch.device) -> None:
-    """In the vectors of a late slot, in the sums, and in hidden states that lie far apart."""
+    """In the vectors of a late track, in the sums, and in hidden states that lie far apart."""
     width, rows = 512, 2**21 + 2
     names = {
         "total": far_tensor((2**22 + 2, width), torch.float32, device),
@@ -148,24 +150,13 @@ def test_offsets_beyond_int32(device: torch.device) -> None:
     preset = torch.ones(2**22 + 2, dtype=torch.uint8, device=device)
     hidden = far_tensor((3, 2**30 + 64), torch.bfloat16, device)[:, :width]
     hidden[2] = 2.0
-    for slot, token in ((rows - 1, 1), (2**22 + 1, 0)):
-        where = torch.tensor([0, 0, slot], device=device)
+    for track, token in ((rows - 1, 1), (2**22 + 1, 0)):
+        where = torch.tensor([0, 0, track], device=device)
         ids = torch.tensor([0, 0, token], device=device)
         sentence_step(hidden, where, ids, bits=bits, preset=preset, **names)
-        assert (names["total"][slot] == 2.0).all() and not names["total"][1].any()
+        assert (names["total"][track] == 2.0).all() and not names["total"][1].any()
     assert torch.allclose(names["vectors"][rows - 1, 0], torch.tensor(width**-0.5, device=device))
     assert not names["vectors"][rows - 1, 1].any() and not names["vectors"][1].any()
-
-
-def test_an_empty_batch_launches_nothing(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forbid_launches(monkeypatch)
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    hidden = torch.zeros(0, 8, device=device)
-    names = tables(8, device)
-    sentence_step(hidden, nothing, nothing, **classes(device), **names)
-    assert not any(names[name].any() for name in ("total", *SMALL))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -173,6 +164,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for hidden in (torch.zeros(1, 9), torch.zeros(8, 2).t()[:1]):
         with pytest.raises(ValueError, match=r"^hidden: expected contiguous rows of D numbers"):
             sentence_step(hidden, one, one, **classes(cpu), **tables(8, cpu))
-    apart = {**tables(8, cpu), "vectors": torch.zeros(SLOTS + 1, 2, 16)[..., ::2]}
+    apart = {**tables(8, cpu), "vectors": torch.zeros(TRACKS + 1, 2, 16)[..., ::2]}
     with pytest.raises(ValueError, match=r"^vectors: expected a contiguous tensor"):
         sentence_step(torch.zeros(1, 8), one, one, **classes(cpu), **apart)

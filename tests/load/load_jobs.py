@@ -161,15 +161,11 @@ def differential(model: Path, folder: Path, findings: Findings) -> None:
 
 def long_output(model: Path, folder: Path, findings: Findings) -> None:
     """L6: 8 requests at once, 64 + 3,000 tokens, budget 128, into 4,096 tokens. The scale shortens
-    the
-    output, to 1,500 tokens at least: it has to fill the pool."""
+    the output, to 1,500 tokens at least: it has to fill the pool."""
     seconds, rng, tokens = 0.0, random.Random(5), findings.count(3000, 1500)
     prompts = [(3 + i, *prompt_ids(rng, 10**6)[1:]) for i in range(8)]  # nothing is shared
     running: dict[str, int] = {}
-    for name, keys, found in (
-        ("base", {}, findings.plain()),
-        ("ours", budget_keys(128), findings),
-    ):
+    for name, keys, found in (("base", {}, findings.plain()), ("ours", budget_keys(128), findings)):
         calls = [Call(prompt, tokens, keys) for prompt in prompts]
         with LoadServer(
             model, folder / name, pool_tokens=POOL_TOKENS, plugin=name == "ours"

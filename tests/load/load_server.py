@@ -102,10 +102,6 @@ class LoadServer(Server):
                     counts["evicted_tokens"] += event["before"] - event["after"]
         return counts
 
-    def used_tokens(self) -> int:
-        """SGLang's own count of KV tokens in use, cached prompts not counted."""
-        return int(self.get("/v1/loads?include=core")["loads"][0]["num_used_tokens"])
-
     def report_clean(self, findings: Findings) -> None:
         """Nothing leaked, nothing complained, and it still serves."""
         self.wait_idle()

@@ -129,12 +129,7 @@ def kill_server(
 
 
 async def one_kill(
-    server: LoadServer,
-    victim: str,
-    ended: Counter[str],
-    slowest: dict[str, float],
-    *,
-    plugin: bool,
+    server: LoadServer, victim: str, ended: Counter[str], slowest: dict[str, float], *, plugin: bool
 ) -> None:
     """Load, kill one process, and count how everybody learns of it."""
     rng, family = random.Random(server.port), [server.part("parent"), *server.descendants()]

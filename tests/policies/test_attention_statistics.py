@@ -15,7 +15,11 @@ from synthetic import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Call, SyntheticSe
 from sgl_skipkv.policy import make_policy
 
 ALPHA = 0.02
-KNOBS: dict[str, dict[str, Any]] = {"h2o": {}, "raas": {"alpha": ALPHA}, "lazy": {"alpha": ALPHA}}
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "h2o": {},
+    "raas": {"alpha": ALPHA},
+    "lazy": {"alpha": ALPHA},
+}
 GROUP = QUERY_HEADS // KV_HEADS
 
 
@@ -55,10 +59,10 @@ class Books:
 
 
 @pytest.mark.parametrize("query_window", [1, 3, 5, 12, 16])
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_statistics_are_those_of_every_step(name: str, query_window: int) -> None:
     server = SyntheticServer(query_window=query_window)
-    call = served(server, kv_policy=name, kv_params=KNOBS[name])
+    call = served(server, kv_policy=name, kv_params=PARAMETERS[name])
     books, seen = Books(call), 0
     for _ in range(150):
         done = len(call.compactions)
@@ -77,11 +81,11 @@ def test_statistics_are_those_of_every_step(name: str, query_window: int) -> Non
     server.assert_idle()
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_what_was_needed_least_goes(name: str) -> None:
     """Every kept set is the best by the books' own scores, ties and pinned tokens aside."""
     server = SyntheticServer(query_window=6)
-    call = served(server, kv_policy=name, kv_params=KNOBS[name])
+    call = served(server, kv_policy=name, kv_params=PARAMETERS[name])
     books, policy = Books(call), call.state.settings.policy
     for _ in range(120):
         before = call.positions.copy()

@@ -102,42 +102,15 @@ def test_endings_go_after_bodies_and_from_their_far_side() -> None:
     inputs = dataclasses.replace(inputs, positions=torch.arange(60))
     scores = make_policy("skipkv+", ending=2).scores(inputs)
     # Ends of a sentence: ..., far, near, delimiter. Each group is evicted before the next.
-    groups = [
-        [*range(10, 27), 29],
-        [*range(30, 47), 49],
-        *([27], [47], [28], [48]),
-    ]
+    groups = [[*range(10, 27), 29], [*range(30, 47), 49], *([27], [47], [28], [48])]
     for first, then in itertools.pairwise(groups):
         assert scores[first].max() < scores[then].min()
-
-
-def test_redundant_sentences_go_whole_and_first() -> None:
-    inputs = score_input(4, sentences=some_sentences((20, 60, 0.96), (60, 100, 0.3)))
-    scores = make_policy("skipkv").scores(inputs)
-    inside = (inputs.positions >= 20) & (inputs.positions < 60)
-    inside[-8:] = False
-    assert inside.any() and scores[inside].max() < -0.9
-    assert scores[~inside].abs().max() < 0.1
 
 
 def test_similarity_at_tau_is_not_redundant() -> None:
     positions = torch.arange(6)
     sentences = some_sentences((0, 3, 0.5), (3, 6, 0.75))
     assert sentence_penalty(positions, sentences, 0.5).tolist() == [0, 0, 0, 0.75, 0.75, 0.75]
-
-
-def test_a_sentence_of_one_token_is_never_penalised() -> None:
-    positions = torch.arange(4)
-    sentences = some_sentences((0, 1, 0.99), (1, 3, 0.98), (3, 4, 0.97))
-    found = sentence_penalty(positions, sentences, 0.9)
-    assert torch.equal(found, torch.tensor([0, 0.98, 0.98, 0]))
-
-
-def test_tokens_outside_every_sentence_are_not_penalised() -> None:
-    positions = torch.tensor([0, 4, 5, 8, 9, 12])
-    sentences = some_sentences((4, 6, 0.99), (9, 11, 0.98))
-    found = sentence_penalty(positions, sentences, 0.9)
-    assert torch.equal(found, torch.tensor([0, 0.99, 0.99, 0, 0.98, 0]))
 
 
 def test_streaming_scores_are_positions() -> None:

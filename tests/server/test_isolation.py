@@ -14,17 +14,12 @@ from typing import Any
 
 import pytest
 from servers import HTTPFailure, Server, output_logprobs
-from tiny_models import VOCAB_SIZE
+from tiny_models import prompt_ids
 
 pytestmark = pytest.mark.server
 
 TOKENS, NEIGHBOURS = 160, 12
 POLICIES = ("skipkv", "rkv", "streaming", "h2o")
-
-
-def prompt_ids(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
 
 
 def budget(policy: str) -> dict[str, Any]:

@@ -5,32 +5,22 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from servers import HTTPFailure, Server, output_logprobs
-from tiny_models import PIECES, VOCAB_SIZE
+from tiny_models import PIECES, prompt_ids
 
 pytestmark = pytest.mark.server
 
 KEYS: dict[str, Any] = {"kv_budget": 24, "kv_policy": "skipkv", "kv_params": {"interval": 8}}
 
 
-def prompt_ids(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
-
-
-def used_tokens(server: Server) -> int:
-    """SGLang's own count of KV tokens in use, cached prompts not counted."""
-    return int(server.get("/v1/loads?include=core")["loads"][0]["num_used_tokens"])
-
-
-# -- radix cache (invariant 4) -------------------------------------------------------------------
+# -- radix cache (invariant 4)
 
 
 def test_a_second_turn_hits_the_prompt(server: Server) -> None:
@@ -65,7 +55,7 @@ def test_an_answer_below_its_budget_is_cached_whole(server: Server) -> None:
     assert second["meta_info"]["cached_tokens"] == len(prompt) + 29  # the last token was never fed
 
 
-# -- the papers' setting -------------------------------------------------------------------------
+# -- the papers' setting
 
 
 @pytest.mark.parametrize("kv_budget", [32, 200])
@@ -85,7 +75,7 @@ def test_prompts_can_be_counted_and_evicted(server: Server, oracle: Any, kv_budg
     assert again["meta_info"]["cached_tokens"] == 0  # such a prompt is nobody else's
 
 
-# -- SGLang's own accounting ---------------------------------------------------------------------
+# -- SGLang's own accounting
 
 
 def test_the_peak_holds_in_sglangs_own_accounting(server: Server) -> None:
@@ -102,7 +92,7 @@ def test_the_peak_holds_in_sglangs_own_accounting(server: Server) -> None:
     assert min(own[60:]) <= 41  # and it falls back to the budget
 
 
-# -- chunked prefill -----------------------------------------------------------------------------
+# -- chunked prefill
 
 
 def test_chunked_prompts_among_compactions(server: Server) -> None:
@@ -117,7 +107,7 @@ def test_chunked_prompts_among_compactions(server: Server) -> None:
         assert server.generate(**call)["output_ids"] == answer["output_ids"]
 
 
-# -- ways to stop --------------------------------------------------------------------------------
+# -- ways to stop
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +151,8 @@ def test_a_grammar_holds_across_compactions(server: Server) -> None:
     alone = server.post("/generate", body)
     assert re.fullmatch(r"([a-z]{2,8}\n)*[a-z]{0,8}", alone["text"])
     assert alone["meta_info"]["skipkv"]["compactions"] >= 10
-    answers: list[Any] = [None] * 3
-    threads = [
-        threading.Thread(target=lambda i=i: answers.__setitem__(i, server.post("/generate", body)))
-        for i in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: server.post("/generate", body), range(3)))
     assert [answer["text"] for answer in answers] == [alone["text"]] * 3
 
 
@@ -180,7 +163,7 @@ def test_penalties_and_sampling_run_beside_a_budget(server: Server) -> None:
     assert answer["meta_info"]["skipkv"]["compactions"] > 0
 
 
-# -- aborts --------------------------------------------------------------------------------------
+# -- aborts
 
 
 def test_aborts_leak_nothing(server: Server) -> None:
@@ -204,7 +187,7 @@ def test_aborts_leak_nothing(server: Server) -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
     server.assert_clean()
-    assert used_tokens(server) == 0
+    assert server.used_tokens() == 0
 
 
 def test_disconnects_leak_nothing(server: Server) -> None:
@@ -217,10 +200,10 @@ def test_disconnects_leak_nothing(server: Server) -> None:
         assert connection.getresponse().read(2000)
         connection.close()
     server.assert_clean()
-    assert used_tokens(server) == 0
+    assert server.used_tokens() == 0
 
 
-# -- retraction of everything --------------------------------------------------------------------
+# -- retraction of everything
 
 
 def test_a_call_that_cannot_come_back_ends_with_a_clear_error(server: Server) -> None:

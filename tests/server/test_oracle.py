@@ -25,7 +25,7 @@ SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
 INTERVAL = 16
 TOKENS = 150
 # Random models repeat themselves less than real ones, and attend to everything a little.
-KNOBS: dict[tuple[str, int], dict[str, Any]] = {
+PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
     ("skipkv", 40): {"tau": 0.3},
     ("skipkv+", 40): {"tau": 0.3, "ending": 2, "recent": 12},
     ("raas", 40): {"alpha": 0.01},
@@ -48,7 +48,7 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
     calls = []
     for i, policy in enumerate(names()):
         for kv_budget in (make_policy(policy).min_budget_tokens, 40):
-            parameters = KNOBS.get((policy, kv_budget), {})
+            parameters = PARAMETERS.get((policy, kv_budget), {})
             calls.append(
                 {
                     "rid": f"{tag}-{policy}-{kv_budget}",

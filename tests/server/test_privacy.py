@@ -8,7 +8,6 @@ was; it is also what shows that the search below would find something.
 from __future__ import annotations
 
 import json
-import random
 import re
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from servers import HTTPFailure, Server
-from tiny_models import VOCAB_SIZE
+from tiny_models import prompt_ids
 
 from sgl_skipkv.config import ServerConfig
 
@@ -35,18 +34,13 @@ def told(text: str, ids: Sequence[int], run: int = 5) -> bool:
     return any(re.search(pattern, text) for pattern in patterns)
 
 
-def secret_ids(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(f"privacy {seed}")
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
-
-
 @pytest.fixture(scope="module")
 def after_calls(server: Server) -> Iterator[tuple[str, str, list[list[int]], list[str]]]:
     """What the server logged and counts after all kinds of requests; their ids and texts."""
     at, ids, texts = len(server.log), [], []
 
     def finish(number: int, **keys: Any) -> None:
-        prompt = secret_ids(number, 40)
+        prompt = prompt_ids(f"privacy {number}", 40)
         answer = server.generate(prompt, 60, rid=f"private-{number}", **keys)
         ids.extend((prompt, answer["output_ids"]))
         texts.append(answer["text"])
@@ -76,7 +70,7 @@ def send_text(server: Server, path: str, keys: dict[str, Any]) -> None:
 
 def refuse_a_long_prompt(server: Server, ids: list[list[int]]) -> None:
     """Refused for what its prompt is, so the prompt is at hand when the message is written."""
-    ids.append(secret_ids(100, 50))
+    ids.append(prompt_ids("privacy 100", 50))
     parameters = {"count_prompt": True}
     with pytest.raises(HTTPFailure) as caught:
         server.generate(ids[-1], 4, kv_budget=40, kv_params=parameters)
@@ -85,7 +79,7 @@ def refuse_a_long_prompt(server: Server, ids: list[list[int]]) -> None:
 
 def abort(server: Server, ids: list[list[int]]) -> None:
     """In the middle of its compactions."""
-    ids.append(secret_ids(200, 40))
+    ids.append(prompt_ids("privacy 200", 40))
 
     def run() -> None:
         try:

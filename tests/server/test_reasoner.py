@@ -149,9 +149,7 @@ def test_the_cache_matters(hard: Replies) -> None:
 
 
 @pytest.mark.server
-def test_skipkv_drops_repetitions_and_keeps_the_answer(
-    hard: Replies,
-) -> None:
+def test_skipkv_drops_repetitions_and_keeps_the_answer(hard: Replies) -> None:
     reports = [reply["meta_info"]["skipkv"] for reply in hard["skipkv"]]
     assert right(hard["skipkv"]) >= 0.6
     assert all(report["peak_kv_tokens"] <= 512 + 32 + 1 for report in reports)

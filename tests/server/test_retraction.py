@@ -6,7 +6,6 @@ memory. Pools are small, settings come from a file, and the ledger is checked at
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from fleet import RETRACT_POOL_TOKENS, Fleet, addition
 from servers import Server, output_logprobs
-from tiny_models import VOCAB_SIZE
+from tiny_models import prompt_ids
 
 from sgl_skipkv import policy
 
@@ -33,11 +32,6 @@ def small_server(fleet: Fleet) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def restoring(fleet: Fleet) -> Iterator[Server]:
     yield from fleet.lent("restoring")
-
-
-def prompt_ids(seed: int, tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(tokens)]
 
 
 def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle: Any) -> None:

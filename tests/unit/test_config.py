@@ -38,70 +38,26 @@ def assert_four_parts(error: SettingError, field: str) -> None:
 
 # field, value: each wrong by itself, all else left out
 WRONG: list[tuple[str, Any]] = [
-    ("kv_budget", True),
-    ("kv_budget", "128"),
-    ("kv_budget", 0),
-    ("kv_budget", -5),
-    ("kv_budget", 1.5),
-    ("kv_budget", 128.0),
-    ("kv_budget", math.nan),
-    ("kv_budget", math.inf),
-    ("kv_budget", BIG),
-    ("kv_budget", BUDGET_LIMIT_TOKENS + 1),
-    ("kv_budget", [1, 2]),
-    ("kv_budget", {"tokens": 1}),
-    ("kv_budget", LONG),
-    ("kv_policy", 5),
-    ("kv_policy", None),
-    ("kv_policy", ["skipkv"]),
-    ("kv_params", [["tau", 0.9]]),
-    ("kv_params", "tau=0.9"),
-    ("kv_params", None),
-    ("kv_params", {1: 2}),
-    ("kv_interval", 7),
-    ("kv_interval", 65537),
-    ("kv_interval", True),
-    ("kv_interval", 128.0),
-    ("kv_interval", None),
-    ("kv_interval", -BIG),
-    ("kv_budget_max", 0),
-    ("kv_budget_max", BUDGET_LIMIT_TOKENS + 1),
-    ("kv_budget_max", "2048"),
-    ("kv_budget_max", None),
-    ("protect_prompt", 1),
-    ("protect_prompt", "true"),
-    ("protect_prompt", None),
-    ("count_prompt", 0),
-    ("count_prompt", "no"),
-    ("delimiters", 3),
-    ("delimiters", ["math"]),
-    ("steering_vector", 3),
-    ("steering_vector", Path("v.safetensors")),
-    ("steering", "1"),
-    ("steering", True),
-    ("steering", math.nan),
-    ("steering", 1.0),  # without a vector
-    ("steering_gamma", -0.1),
-    ("steering_gamma", 10.5),
-    ("steering_gamma", None),
-    ("steering_max", -1),
-    ("steering_max", math.inf),
-    ("steering_capture", 3),
-    ("trace", True),
-    ("trace", 5),
-    ("query_window", 0),
-    ("query_window", 1025),
-    ("query_window", 16.0),
-    ("max_sentences", 7),
-    ("max_sentences", 65537),
-    ("max_tracked_requests", 0),
-    ("max_tracked_requests", 65537),
-    ("compaction_work_bytes", -1),
-    ("retraction_backup_bytes", -1),
-    ("retraction_backup_bytes", 1.5e9),
-    ("check_ledger", "yes"),
-    ("poison_evicted", 1),
-    ("required", 1),
+    *(("kv_budget", v) for v in (True, "128", 0, -5, 1.5, 128.0, math.nan, math.inf, BIG, LONG)),
+    *(("kv_budget", v) for v in (BUDGET_LIMIT_TOKENS + 1, [1, 2], {"tokens": 1})),
+    *(("kv_policy", v) for v in (5, None, ["skipkv"])),
+    *(("kv_params", v) for v in ([["tau", 0.9]], "tau=0.9", None, {1: 2})),
+    *(("kv_interval", v) for v in (7, 65537, True, 128.0, None, -BIG)),
+    *(("kv_budget_max", v) for v in (0, BUDGET_LIMIT_TOKENS + 1, "2048", None)),
+    *(("protect_prompt", v) for v in (1, "true", None)),
+    *(("count_prompt", v) for v in (0, "no")),
+    *(("delimiters", v) for v in (3, ["math"])),
+    *(("steering_vector", v) for v in (3, Path("v.safetensors"))),
+    *(("steering", v) for v in ("1", True, math.nan, 1.0)),  # the last one: without a vector
+    *(("steering_gamma", v) for v in (-0.1, 10.5, None)),
+    *(("steering_max", v) for v in (-1, math.inf)),
+    *(("steering_capture", 3), ("trace", True), ("trace", 5)),
+    *(("query_window", v) for v in (0, 1025, 16.0)),
+    *(("max_sentences", v) for v in (7, 65537)),
+    *(("max_tracked_requests", v) for v in (0, 65537)),
+    *(("compaction_work_bytes", -1), ("retraction_backup_bytes", -1)),
+    *(("retraction_backup_bytes", 1.5e9), ("check_ledger", "yes")),
+    *(("poison_evicted", 1), ("required", 1)),
 ]
 
 
@@ -119,19 +75,13 @@ def test_corpus_covers_every_setting_and_is_large() -> None:
 
 # What pydantic cannot know: it depends on the policy and on other settings.
 WRONG_TOGETHER: list[tuple[str, dict[str, Any]]] = [
-    ("kv_policy", {"kv_policy": "no-such"}),
-    ("kv_policy", {"kv_policy": LONG}),
-    ("kv_policy", {"kv_policy": ""}),
+    *(("kv_policy", {"kv_policy": name}) for name in ("no-such", LONG, "")),
     ("kv_params.taus", {"kv_params": {"taus": 0.9}}),
-    ("kv_params.tau", {"kv_params": {"tau": 2}}),
-    ("kv_params.tau", {"kv_params": {"tau": math.nan}}),
-    ("kv_params.tau", {"kv_params": {"tau": "0.9"}}),
+    *(("kv_params.tau", {"kv_params": {"tau": value}}) for value in (2, math.nan, "0.9")),
     ("kv_params.tau", {"kv_policy": "rkv", "kv_params": {"tau": 0.9}}),
-    ("kv_params.kernel", {"kv_params": {"kernel": 4}}),
-    ("kv_params.kernel", {"kv_params": {"kernel": 7.0}}),
+    *(("kv_params.kernel", {"kv_params": {"kernel": value}}) for value in (4, 7.0)),
     ("kv_params.interval", {"kv_params": {"interval": 7}}),
-    ("kv_params.window", {"kv_params": {"window": 17}}),
-    ("kv_params.window", {"kv_params": {"window": True}}),
+    *(("kv_params.window", {"kv_params": {"window": value}}) for value in (17, True)),
     ("kv_params.seed", {"kv_policy": "random", "kv_params": {"seed": -1}}),
     ("kv_params.delimiters", {"kv_params": {"delimiters": "lines"}}),
     ("kv_budget", {"kv_budget": 12}),
@@ -205,14 +155,10 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_nothing_given_asks_for_nothing() -> None:
-    config = load_server_config(environ={})
+@pytest.mark.parametrize("environ", [{}, *({ENV_CONFIG: text} for text in ("", "  ", "\n"))])
+def test_nothing_given_asks_for_nothing(environ: dict[str, str]) -> None:
+    config = load_server_config(environ=environ)
     assert config == ServerConfig() and not config.enabled
-
-
-@pytest.mark.parametrize("text", ["", "  ", "\n"])
-def test_blank_environment_asks_for_nothing(text: str) -> None:
-    assert not load_server_config(environ={ENV_CONFIG: text}).enabled
 
 
 @pytest.mark.parametrize("flags", [{"kv_budget": 64}, {"kv_policy": "skipkv"}, {"trace": "t"}])
@@ -221,13 +167,10 @@ def test_any_flag_asks_even_with_the_default_value(flags: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("text", ["{}", '{"kv_interval": 128}', ' {"required": false} '])
-def test_any_object_in_the_environment_asks(text: str) -> None:
-    assert load_server_config(environ={ENV_CONFIG: text}).enabled
-
-
-def test_an_empty_file_still_asks(tmp_path: Path) -> None:
-    config = load_server_config(config_file=write(tmp_path, "{}"), environ={})
-    assert config.enabled and config.required
+def test_any_object_asks(text: str, tmp_path: Path) -> None:
+    by_file = load_server_config(config_file=write(tmp_path, text), environ={})
+    assert by_file.enabled and load_server_config(environ={ENV_CONFIG: text}).enabled
+    assert text != "{}" or by_file.required
 
 
 def test_environment_holds_json_or_a_path(tmp_path: Path) -> None:
@@ -271,29 +214,26 @@ BAD_TEXT: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "part"), BAD_TEXT, ids=lambda item: repr(item)[:30])
-@pytest.mark.parametrize("by_flag", [True, False])
-def test_bad_file_is_refused(text: str, part: str, by_flag: bool, tmp_path: Path) -> None:
+BAD_GIVEN = [
+    (where, *case)
+    for where in ("flag", "path", "text")
+    for case in BAD_TEXT
+    if where != "text" or case[0].startswith("{")  # else it would be a path
+]
+
+
+@pytest.mark.parametrize(("where", "text", "part"), BAD_GIVEN, ids=lambda item: repr(item)[:30])
+def test_bad_settings_are_refused(where: str, text: str, part: str, tmp_path: Path) -> None:
     """As SettingError, whatever is wrong: SGLang swallows every other exception at start."""
-    path = write(tmp_path, text)
+    given = text if where == "text" else write(tmp_path, text)
     with pytest.raises(SettingError) as caught:
-        if by_flag:
-            load_server_config(config_file=path, environ={})
+        if where == "flag":
+            load_server_config(config_file=given, environ={})
         else:
-            load_server_config(environ={ENV_CONFIG: path})
-    assert part.replace("CONFIG", "--skipkv-config" if by_flag else ENV_CONFIG) in str(caught.value)
-    assert "x" * 81 not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [(text, part) for text, part in BAD_TEXT if text.startswith("{")],
-    ids=lambda item: repr(item)[:30],
-)
-def test_bad_text_in_the_environment_is_refused(text: str, part: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        load_server_config(environ={ENV_CONFIG: text})
-    assert part.replace("CONFIG", ENV_CONFIG) in str(caught.value)
+            load_server_config(environ={ENV_CONFIG: given})
+    named = "--skipkv-config" if where == "flag" else ENV_CONFIG
+    assert part.replace("CONFIG", named) in str(caught.value)
+    assert where == "text" or "x" * 81 not in str(caught.value)
 
 
 def test_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
@@ -305,22 +245,16 @@ def test_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
     assert load_server_config(config_file=exact, environ={}).enabled
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "behind a long path"])
 def test_unreadable_file(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "settings.json"
+    path = tmp_path / ("long-folder-name-" * 8 if "long" in kind else "") / "settings.json"
     if kind == "folder":
         path.mkdir()
     elif kind == "latin-1":
         path.write_bytes(b'{"trace": "\xe9"}')
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(SettingError, match="No such file" if "long" in kind else None) as caught:
         load_server_config(config_file=str(path), environ={})
     assert_four_parts(caught.value, "--skipkv-config")
-
-
-def test_unreadable_file_says_why_even_behind_a_long_path(tmp_path: Path) -> None:
-    path = tmp_path / ("long-folder-name-" * 8) / "settings.json"
-    with pytest.raises(SettingError, match="No such file"):
-        load_server_config(config_file=str(path), environ={})
 
 
 def test_settings_survive_the_trip_to_another_process() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels_on_cpu import on_triton
 from launches import POLICIES, decode_to_due, launches
-from synthetic import SyntheticServer, served, words
+from synthetic import SyntheticServer, unlike
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -24,52 +24,28 @@ def test_many_due_requests_start_few_operations(name: str) -> None:
     assert many["_mean_attention_kernel"] == replays
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_request_keeps_in_a_batch_what_it_keeps_alone(name: str) -> None:
-    """Two servers with the same requests; one plans them together, replay included."""
-    together, alone = SyntheticServer(check_ledger=False), SyntheticServer(check_ledger=False)
-    opened = [
-        [
-            served(server, seed=seed, kv_policy=name, prompt=[3] * (5 + 9 * seed))
-            for seed in range(4)
-        ]
-        for server in (together, alone)
-    ]
-    for server, calls in zip((together, alone), opened, strict=True):
+#: requests that are due together; rpc's budget grows, so it is due when the others are not
+ALIKE = [(name, {}) for name in POLICIES if name != "rpc"]
+OWN = [("skipkv", {"tau": 0.1}), ("skipkv", {"sigma": 0.4}), ("lazy", {"alpha": 0.02})]
+
+
+@pytest.mark.parametrize("asked", [[*ALIKE, *OWN, *ALIKE], [("rpc", {})] * 3], ids=["all", "rpc"])
+def test_a_request_keeps_in_a_batch_what_it_keeps_alone(asked: list[tuple[str, Any]]) -> None:
+    """Two servers with the same requests; one plans them together, replay included. Requests with
+    the same policy and parameters are scored as one; who else is due changes nothing."""
+    size = {"rows": len(asked), "slots": len(asked), "pool_tokens": 4000}
+    servers = [SyntheticServer(check_ledger=False, **size) for _ in range(2)]
+    together, alone = (unlike(server, asked, kv_budget=24) for server in servers)
+    for server, calls in zip(servers, (together, alone), strict=True):
+        decode_to_due(server, calls)
+        server.decode(*calls)  # the first compaction, in plain torch
         decode_to_due(server, calls)
     with on_triton():
-        expected = [alone.plan(call) for call in opened[1]]
-        for plan, other in zip(together.plans(opened[0]), expected, strict=True):
+        plans = servers[0].plans(together)
+        for plan, other in zip(plans, map(servers[1].plan, alone), strict=True):
             assert torch.equal(plan.selection.kept, other.selection.kept)
+            assert torch.equal(plan.positions, other.positions)
             statistics, others = plan.state.kv.statistics, other.state.kv.statistics
             assert statistics.keys() == others.keys()
             assert all(torch.equal(values, others[one]) for one, values in statistics.items())
-
-
-def test_calls_with_knobs_of_their_own_keep_what_they_keep_alone() -> None:
-    """Requests with the same parameters are scored as one; who else is due changes nothing."""
-    asked: list[tuple[str, dict[str, Any]]] = [
-        *(("skipkv+", {}), ("skipkv", {"tau": 0.1}), ("skipkv", {"sigma": 0.4}), ("skipkv+", {})),
-    ]
-    server = SyntheticServer(check_ledger=False)
-    calls = [
-        served(
-            server,
-            words(*(2 + (seed + i) % 7 for i in range(40))),
-            seed=seed,
-            kv_policy=name,
-            kv_params=one,
-            prompt=[3] * (5 + 3 * seed),
-        )
-        for seed, (name, one) in enumerate(asked)
-    ]
-    for _ in range(2):
-        decode_to_due(server, calls)
-        with on_triton():
-            together = server.plans(calls)
-            for call, plan in zip(calls, together, strict=True):
-                alone = server.plan(call)
-                assert torch.equal(plan.selection.kept, alone.selection.kept)
-                assert torch.equal(plan.positions, alone.positions)
-            server.decode(*calls)
-    assert all(len(call.compactions) == 2 for call in calls)
+    assert all(len(call.compactions) == 1 for call in together)

@@ -17,25 +17,20 @@ import pytest
 import torch
 from device_ops import NoHostRead
 from kernels_on_cpu import as_one_each, on_triton
-from synthetic import KNOBS, SyntheticServer, served
+from synthetic import SyntheticServer, served
 from triton_tools import DEVICES
 
 from sgl_skipkv import policy
 from sgl_skipkv.kernels import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("eviction", "offload", "policy", "recording", "request", "steering")
+ENGINE = ("backup", "batch", "forward", "kv_cache", "steering")
 DEVICE_PATH = sorted(
     [
         *(ROOT / "kernels").glob("*.py"),
-        *(
-            path
-            for room in ("eviction", "offload", "policy", "recording", "request", "steering")
-            for path in (ROOT / "sgl_skipkv" / room).glob("*.py")
-        ),
-        *(
-            ROOT / "patches" / "engine" / f"{name}.py"
-            for name in ("backup", "batch", "forward", "kv_cache", "steering")
-        ),
+        *(path for room in ROOMS for path in (ROOT / "sgl_skipkv" / room).glob("*.py")),
+        *(ROOT / "patches" / "engine" / f"{name}.py" for name in ENGINE),
     ]
 )
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchronize"}
@@ -70,9 +65,9 @@ def nothing_waits(way: str, launched: Counter[str]) -> Iterator[None]:
 def test_no_operation_of_a_compaction_reads_the_device(name: str, way: str) -> None:
     device = torch.device(WAYS[way])
     server = SyntheticServer(check_ledger=False, device=device)
-    calls = [served(server, seed=seed, kv_policy=name, kv_params=dict(KNOBS)) for seed in range(2)]
+    calls = [served(server, seed=seed, kv_policy=name, kv_budget=24) for seed in range(2)]
     compactions, launched = 0, Counter[str]()
-    steps, wanted = (80, 4) if way == "kernels" else (130, 8)
+    steps, wanted = (52, 4) if way == "kernels" else (102, 8)
     for _ in range(steps):
         server.decode(*calls)
         due = [call for call in calls if server.runtime.due(call.state, len(call.slots))]

@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import as_one_each, on_triton
-from synthetic import Call, SyntheticServer, served, words
+from synthetic import Call, SyntheticServer, decode_until_due, unlike
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_skipkv.policy import names
 from sgl_skipkv.recording.sentence_table import TableMoves
 
-SCORED = [name for name in names() if name != "full"]
+#: skipkv, rkv and snapkv allocate what skipkv+ allocates, or less
+SCORED = [name for name in names() if name not in ("full", "skipkv", "rkv", "snapkv")]
+#: policy, with kernels, and which allocations fail: the others share most of those of skipkv+
+WALKS = [(name, False, 1 if name == "skipkv+" else 4) for name in SCORED]
+WALKS += [("skipkv+", True, 11), ("h2o", True, 11)]
 REQUESTS = 3
 
 
@@ -59,27 +63,12 @@ def due_together(policy: str) -> tuple[SyntheticServer, list[Call]]:
     # Every world is copied many times; host memory for backups would be copied with it.
     small = {"max_sentences": 12, "retraction_backup_bytes": 0}
     server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, **small)
-    calls = [
-        served(
-            server,
-            words(*(2 + (seed + i) % 7 for i in range(40))),
-            rid=f"r{seed}",
-            seed=seed,
-            kv_policy=policy,
-            kv_params={"tau": 0.2} if policy.startswith("skipkv") else {},
-            prompt=[3] * (5 + 3 * seed),
-        )
-        for seed in range(REQUESTS)
-    ]
+    parameters = {"tau": 0.2} if policy.startswith("skipkv") else {}
+    calls = unlike(server, [(policy, parameters)] * REQUESTS)
     decode_until_due(server, calls)
     server.compact(calls)
     decode_until_due(server, calls)
     return server, calls
-
-
-def decode_until_due(server: SyntheticServer, calls: Sequence[Call]) -> None:
-    while not all(server.runtime.due(call.state, len(call.slots)) for call in calls):
-        server.decode(*calls)
 
 
 def compacted(
@@ -113,18 +102,14 @@ def copied(world: tuple[SyntheticServer, list[Call]]) -> tuple[SyntheticServer, 
     return copy.deepcopy(world)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
-@pytest.mark.parametrize("policy", SCORED)
-def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool) -> None:
+@pytest.mark.parametrize(("policy", "kernels", "stride"), WALKS)
+def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool, stride: int) -> None:
     """The requests were planned together; then each is planned alone, and keeps what it would."""
-    if kernels and policy not in ("skipkv+", "h2o"):
-        pytest.skip("interpreted kernels take their time")
     world = due_together(policy)
     expected, counted = copied(world), Scarce()
     compacted(*expected, counted, kernels=kernels)
     assert counted.allocations > 20
-    every = policy == "skipkv+" and not kernels  # the others share most of its allocations
-    for number in range(0, counted.allocations, 1 if every else 9 if kernels else 4):
+    for number in range(0, counted.allocations, stride):
         server, calls = copied(world)
         compacted(server, calls, Scarce(number), kernels=kernels)
         assert [call.state.failure for call in calls] == [None] * REQUESTS, number

@@ -50,23 +50,6 @@ def test_compaction_equals_the_list_model(
     assert device.tolist() == expected and device.dtype == torch.int32
 
 
-@REPEATABLE
-@given(tables(), st.lists(st.booleans(), min_size=WIDTH, max_size=WIDTH))
-def test_two_compactions_equal_one(
-    problem: tuple[list[list[int]], int, int, list[bool]], again: list[bool]
-) -> None:
-    """Positions follow: what survives twice is what one compaction with both masks keeps."""
-    table, row, used, stays = problem
-    twice, once = torch.tensor(table, dtype=torch.int32), torch.tensor(table, dtype=torch.int32)
-    freed = compact_row(twice, row, used, selection_of(stays)).tolist()
-    left = sum(stays)
-    freed += compact_row(twice, row, left, selection_of(again[:left])).tolist()
-    second = iter(again)
-    both = [stay and next(second) for stay in stays]
-    assert sorted(freed) == sorted(compact_row(once, row, used, selection_of(both)).tolist())
-    assert torch.equal(twice, once)
-
-
 OLD = [7, 3, 9, 4, 12]
 
 

@@ -1,4 +1,4 @@
-"""The recording buffers: rings, sentence tables, slots that come and go, replayed prompts."""
+"""The recording buffers: rings, sentence tables, tracks that come and go, replayed prompts."""
 
 from __future__ import annotations
 
@@ -40,14 +40,9 @@ def test_tracks_are_taken_once_and_never_track_zero() -> None:
 
 
 def query_rings(
-    layers: int,
-    tracks: int,
-    window: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype = torch.float32,
+    layers: int, tracks: int, window: int, *heads: int, dtype: torch.dtype = torch.float32
 ) -> QueryRings:
-    shape = ModelShape(layers, heads, head_dim, hidden_size=1)
+    shape = ModelShape(layers, *heads, hidden_size=1)
     return QueryRings(shape, tracks=tracks, window=window, dtype=dtype, device=CPU)
 
 
@@ -60,18 +55,17 @@ def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.Data
     queries = torch.randn(2, count, 2, 3, generator=draw)
     for position in range(count):
         for layer in range(2):
-            ring.write(
-                layer, torch.tensor([2]), torch.tensor([position]), queries[layer, position][None]
-            )
+            at = torch.tensor([2]), torch.tensor([position])
+            ring.write(layer, *at, queries[layer, position][None])
     asked = data.draw(st.integers(1, min(window, count)))
     found = ring.read(2, count - 1, asked)
     newest_first = queries[:, count - asked :].flip(1)
     assert torch.equal(found, newest_first)
-    assert not ring.data[:, [0, 1, 3]].any(), "other slots are untouched"
+    assert not ring.data[:, [0, 1, 3]].any(), "other tracks are untouched"
 
 
 def test_ring_keeps_the_cache_precision() -> None:
-    ring = query_rings(1, 1, 2, 1, 2, torch.bfloat16)
+    ring = query_rings(1, 1, 2, 1, 2, dtype=torch.bfloat16)
     ring.write(0, torch.tensor([1]), torch.tensor([0]), torch.tensor([[[1.0, 1 / 3]]]))
     assert ring.data.dtype == torch.bfloat16
     assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
@@ -79,8 +73,8 @@ def test_ring_keeps_the_cache_precision() -> None:
 
 def test_ring_takes_a_batch() -> None:
     ring = query_rings(1, 4, 3, 1, 1)
-    slots, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
-    ring.write(0, slots, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
+    tracks, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
+    ring.write(0, tracks, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
     assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
     assert not ring.data[0, [2, 4]].any()
 
@@ -93,33 +87,38 @@ def sentence_table(capacity: int = 8, tracks: int = 2) -> SentenceTable:
     return SentenceTable(tracks, capacity, 4, delimiters, torch.float32, CPU)
 
 
-def feed(table: SentenceTable, slot: int, tokens: list[int], hidden: Tensor) -> None:
+def feed(table: SentenceTable, track: int, tokens: list[int], hidden: Tensor) -> None:
     for token, row in zip(tokens, hidden, strict=True):
-        table.step(torch.tensor([slot]), torch.tensor([token]), row[None])
+        table.step(torch.tensor([track]), torch.tensor([token]), row[None])
 
 
 def rows(count: int, seed: int = 0, width: int = 4) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def test_each_slot_has_its_own_preset() -> None:
+def assert_vector(table: SentenceTable, entry: int, hidden: Tensor, track: int = 1) -> None:
+    """The mean of these hidden states."""
+    assert torch.allclose(table.vectors[track, entry].double(), unit(hidden), atol=1e-6)
+
+
+def test_each_track_has_its_own_preset() -> None:
     table, hidden = sentence_table(), rows(4)
     table.reset(1, PRESETS["paper"])
     table.reset(2, PRESETS["any-newline"])
-    for slot in (1, 2):
-        feed(table, slot, [WORD, 2, WORD, DELIMITER], hidden)
+    for track in (1, 2):
+        feed(table, track, [WORD, 2, WORD, DELIMITER], hidden)
     assert table.index[1:].tolist() == [0, 1]
-    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
-    assert torch.allclose(table.vectors[2, 0].double(), unit(hidden[:2]), atol=1e-6)
+    assert_vector(table, 0, hidden)
+    assert_vector(table, 0, hidden[:2], track=2)
 
 
-def test_a_slot_without_a_call_closes_nothing() -> None:
+def test_a_track_without_a_request_closes_nothing() -> None:
     table = sentence_table()
     feed(table, 0, [WORD, DELIMITER, DELIMITER], rows(3))
     assert int(table.index[0]) == 0 and not table.vectors[0].any()
 
 
-def test_reset_forgets_the_last_call() -> None:
+def test_reset_forgets_the_last_request() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2, 3)[:-1], rows(6))
@@ -129,7 +128,7 @@ def test_reset_forgets_the_last_call() -> None:
     assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
     hidden = rows(2, seed=5)
     feed(table, 1, [WORD, DELIMITER], hidden)
-    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden), atol=1e-6)
+    assert_vector(table, 0, hidden)
 
 
 @pytest.mark.parametrize("ends", ["open", "closed"])
@@ -141,16 +140,13 @@ def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
     table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
     keep_entries(table, [1], [[1, 3]], [ends == "closed"])
     for entry, first in ((0, 2), (1, 6)):
-        assert torch.allclose(
-            table.vectors[1, entry].double(), unit(hidden[first : first + 2]), atol=1e-6
-        )
+        assert_vector(table, entry, hidden[first : first + 2])
     assert table.redundancy[1].tolist()[:2] == pytest.approx([0.2, 0.4])
     assert (table.redundancy[1, 2:] == -1).all()
 
     feed(table, 1, [WORD, DELIMITER], hidden[10:12])
-    first = 10 if ends == "closed" else 8
     last = torch.cat([hidden[8 : len(tokens)], hidden[10:12]])
-    assert first and torch.allclose(table.vectors[1, 2].double(), unit(last), atol=1e-6)
+    assert_vector(table, 2, last)
 
 
 def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
@@ -173,10 +169,10 @@ def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -
         table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
         before = table.vectors.clone(), table.redundancy.clone()
         keep_entries(table, [4, 1, 2, 5], kept, [False] * 4)
-        for slot, entries in zip([4, 1, 2, 5], kept, strict=True):
-            assert torch.equal(table.vectors[slot, : len(entries)], before[0][slot, entries])
-            assert torch.equal(table.redundancy[slot, : len(entries)], before[1][slot, entries])
-            assert (table.redundancy[slot, len(entries) :] == -1).all()
+        for track, entries in zip([4, 1, 2, 5], kept, strict=True):
+            assert torch.equal(table.vectors[track, : len(entries)], before[0][track, entries])
+            assert torch.equal(table.redundancy[track, : len(entries)], before[1][track, entries])
+            assert (table.redundancy[track, len(entries) :] == -1).all()
         assert torch.equal(table.vectors[3], before[0][3])
         found.append(table.vectors)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -188,7 +184,7 @@ def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
     feed(table, 1, words(2, 2), hidden[:4])
     keep_entries(table, [1], [[1]], [True])
     feed(table, 1, [DELIMITER], hidden[4:])
-    assert torch.allclose(table.vectors[1, 0].double(), unit(hidden[2:5]), atol=1e-6)
+    assert_vector(table, 0, hidden[2:5])
     assert int(table.index[1]) == 0
 
 
@@ -225,7 +221,7 @@ def test_redundancy_never_falls() -> None:
 # -- whole requests
 
 
-def test_nothing_is_allocated_before_a_call_needs_it() -> None:
+def test_nothing_is_allocated_before_a_request_needs_it() -> None:
     """A server that nobody asked, or only for policies that score nothing, holds no memory."""
     server = SyntheticServer()
     for policy in ("streaming", "random", "full"):
@@ -236,12 +232,12 @@ def test_nothing_is_allocated_before_a_call_needs_it() -> None:
 
 
 def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
-    table, slot = server.recorder.sentences, call.state.held.track_id
+    table, track = server.recorder.sentences, call.state.held.track_id
     parts = {
-        name: getattr(table, name)[slot]
+        name: getattr(table, name)[track]
         for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
     }
-    return {**parts, "vectors": table.vectors[slot, : len(tracker_of(call).closed)]}
+    return {**parts, "vectors": table.vectors[track, : len(tracker_of(call).closed)]}
 
 
 def tracker_of(call: Call) -> SentenceTracker:
@@ -253,7 +249,7 @@ def tracker_of(call: Call) -> SentenceTracker:
 @pytest.mark.parametrize("chunk", [10**9, 7, 1])
 @pytest.mark.parametrize("cached", [0, 4, 10])
 @pytest.mark.parametrize("generated", [1, 25, 41])
-def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
+def test_a_recomputed_request_is_recorded_as_if_it_had_never_stopped(
     chunk: int, cached: int, generated: int
 ) -> None:
     """Sentence sums to the bit, and the queries that its next compaction asks for."""
@@ -270,7 +266,7 @@ def test_a_recomputed_call_is_recorded_as_if_it_had_never_stopped(
     stopped.prefill(again)
     stopped.run(again, generated)
     stopped.retract(again)
-    filler = stopped.open(words(2) * 9, seed=3, **keys)  # dirties the slot in between
+    filler = stopped.open(words(2) * 9, seed=3, **keys)  # dirties the track in between
     stopped.prefill(filler)
     stopped.run(filler, 10)
     stopped.finish(filler)
@@ -298,28 +294,26 @@ def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
     ring = server.recorder.queries.read(call.state.held.track_id, 19, 5)
     assert torch.equal(ring, call.queries[:, 15:20].flip(1))
     table = server.recorder.sentences
-    assert (
-        not table.length[call.state.held.track_id]
-        and not table.after_delimiter[call.state.held.track_id]
-    )
+    track_id = call.state.held.track_id
+    assert not table.length[track_id] and not table.after_delimiter[track_id]
 
 
-def test_a_row_of_a_closed_call_writes_to_scratch() -> None:
+def test_a_row_of_a_closed_request_writes_to_scratch() -> None:
     """The step that was in flight when the request ended, and whoever gets the row next."""
     server = SyntheticServer(slots=1)
     call = server.open(words(5, 5), kv_budget=64)
     server.prefill(call)
     server.run(call, 6)
-    slot, row = call.state.held.track_id, call.row
+    track, row = call.state.held.track_id, call.row
     server.finish(call)
-    before = server.recorder.queries.data[:, slot].clone()
-    sums = server.recorder.sentences.total[slot].clone()
+    before = server.recorder.queries.data[:, track].clone()
+    sums = server.recorder.sentences.total[track].clone()
     late = server.recorder.decode_recording(torch.tensor([row]), torch.tensor([16]))
     assert late.tokens is None and late.tracks.tolist() == [0]
     server.recorder.record_queries(late, 0, torch.ones(1, 4, 16))
     server.recorder.record_hidden(late, torch.tensor([WORD]), torch.ones(1, HIDDEN))
-    assert torch.equal(server.recorder.queries.data[:, slot], before)
-    assert torch.equal(server.recorder.sentences.total[slot], sums)
+    assert torch.equal(server.recorder.queries.data[:, track], before)
+    assert torch.equal(server.recorder.sentences.total[track], sums)
 
 
 def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:

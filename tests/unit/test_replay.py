@@ -15,7 +15,7 @@ from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.policy import make_policy
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
-    *(("h2o", {}), ("lazy", {"alpha": 0.02}), ("raas", {"alpha": 0.02}), ("h2o", {})),
+    *(("h2o", {}), ("lazy", {"alpha": 0.02}), ("raas", {"alpha": 0.02}), ("h2o", {}))
 ]
 
 

@@ -24,18 +24,9 @@ from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
-LLAMA_8B = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-}
-QWEN_7B = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "hidden_size": 3584,
-}
+SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+LLAMA_8B = dict(zip(SIZES, (32, 32, 8, 4096), strict=True))
+QWEN_7B = dict(zip(SIZES, (28, 28, 4, 3584), strict=True))
 # R-KV (arXiv 2505.24133), table 3: budget -> largest batch, one A100-80G, 8K and 16K outputs.
 RKV_8K = {1024: 402, 1536: 287, 3072: 150, 819: 479, 2785: 167, 4423: 105}
 RKV_16K = {1024: 402, 1536: 287, 3072: 150, 1638: 271, 5570: 82, 8847: 46}
@@ -97,8 +88,7 @@ def test_capacity_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recorded_bytes_are_those_of_the_buffers() -> None:
     """Every tensor that a recorder makes, but for the delimiters of the vocabulary."""
-    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"hidden_size": 40, "head_dim": 16}
+    config = {**dict(zip(SIZES, (3, 4, 2, 40), strict=True)), "head_dim": 16}
     for calls, settings in ((5, ServerConfig()), (130, ServerConfig(query_window=5))):
         recorder = Recorder(
             ModelShape(3, 4, 16, 40),
@@ -118,11 +108,8 @@ def test_recorded_bytes_are_those_of_the_buffers() -> None:
 
 @pytest.mark.parametrize(("name", "limit"), [("qwen", 0.033), ("llama", 0.04)])
 def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
-    """512 running requests of a 7B and an 8B model on an 80 GB device, at budgets that fill the
-    pool.
-
-    85% of it are for weights and pool.
-    """
+    """512 running requests of a 7B and an 8B model on an 80 GB device, 85% of it for weights and
+    pool, at budgets that fill the pool."""
     config, weights = {"qwen": (QWEN_7B, 15.2e9), "llama": (LLAMA_8B, 16.1e9)}[name]
     pool = 0.85 * 80 * 2**30 - weights
     kv_budget = int(pool) // kv_bytes_per_token(config, 2) // 512 - 128 - 1
@@ -134,13 +121,8 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "field"),
     [
-        ("a.json", '{"a": 1}', "file"),
-        ("a.json", "[1, true]", "file"),
-        ("a.json", "[", "file"),
-        ("a.json", "[]", "file"),
-        ("a.jsonl", '{"problem": "x"}', "tokenizer"),
-        ("none.json", None, "file"),
-        ("a.json", "\udcff", "file"),
+        *(("a.json", text, "file") for text in ('{"a": 1}', "[1, true]", "[", "[]", "\udcff")),
+        *(("a.jsonl", '{"problem": "x"}', "tokenizer"), ("none.json", None, "file")),
     ],
 )
 def test_wrong_files(

@@ -116,10 +116,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        (
-            {"kv_budget": 12},
-            ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"],
-        ),
+        ({"kv_budget": 12}, ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"]),
         ({"kv_budget": "128"}, ["an integer in [13, 4096]", "got '128'"]),
         ({**ASKED, "kv_policy": "h2"}, ["a policy name", "'h2'", ", ".join(names())]),
         ({**ASKED, "kv_params": {"taus": 1}}, ["a known name", "'taus'", "tau", "window"]),
@@ -183,7 +180,7 @@ def test_a_wrong_strength_is_refused_beside_a_vector(value: Any) -> None:
         resolve_request({"steering": value}, STEERED)
 
 
-def test_the_server_may_steer_calls_that_say_nothing() -> None:
+def test_the_server_may_steer_requests_that_say_nothing() -> None:
     server = ServerConfig(steering_vector="v.safetensors", steering=0.5)
     default, other = resolve_request({}, server), resolve_request({"steering": 0}, server)
     assert default is not None and (default.steering, default.policy.name) == (0.5, "full")
@@ -214,16 +211,16 @@ def test_false_and_zero_are_set() -> None:
     assert take_keys({"steering": False, "kv_budget": 0})[1] == {"steering": False, "kv_budget": 0}
 
 
-def test_server_default_budget_serves_calls_without_one() -> None:
+def test_server_default_budget_serves_requests_without_one() -> None:
     server = ServerConfig(kv_budget=100)
     default = resolve_request({}, server)
     own = resolve_request({"kv_budget": 50}, server)
-    knobs_only = resolve_request({"kv_params": {"tau": 0.5}}, server)
-    assert default is not None and own is not None and knobs_only is not None
-    assert (default.kv_budget, own.kv_budget, knobs_only.kv_budget) == (100, 50, 100)
+    parameters_only = resolve_request({"kv_params": {"tau": 0.5}}, server)
+    assert default is not None and own is not None and parameters_only is not None
+    assert (default.kv_budget, own.kv_budget, parameters_only.kv_budget) == (100, 50, 100)
 
 
-def test_server_settings_are_defaults_of_knobs_and_a_call_overrides_them() -> None:
+def test_server_settings_are_defaults_of_parameters_and_a_request_overrides_them() -> None:
     server = ServerConfig(
         kv_interval=32, protect_prompt=False, count_prompt=True, delimiters="paper"
     )
@@ -237,7 +234,7 @@ def test_server_settings_are_defaults_of_knobs_and_a_call_overrides_them() -> No
     assert settings is not None and own.items() <= settings.policy.params.model_dump().items()
 
 
-def test_server_knobs_belong_to_the_server_policy() -> None:
+def test_server_parameters_belong_to_the_server_policy() -> None:
     server = ServerConfig(kv_policy="skipkv", kv_params={"tau": 0.5, "window": 4})
     same = resolve_request({"kv_budget": 64, "kv_params": {"window": 6}}, server)
     other = resolve_request({"kv_budget": 64, "kv_policy": "rkv"}, server)
@@ -246,15 +243,15 @@ def test_server_knobs_belong_to_the_server_policy() -> None:
     assert other.policy.params.window == 8
 
 
-def test_full_never_evicts_and_needs_no_budget() -> None:
-    for keys in ({"kv_policy": "full"}, {"kv_policy": "full", "kv_budget": 64}):
-        settings = resolve_request(keys, SERVER)
+@pytest.mark.parametrize("keys", [{"kv_policy": "full"}, {"kv_policy": "full", "kv_budget": 64}])
+def test_full_never_evicts_and_needs_no_budget(keys: dict[str, Any]) -> None:
+    """It opts out of a default budget and of a counted prompt."""
+    defaults: tuple[dict[str, Any], ...] = ({}, {"kv_budget": 64}, {"count_prompt": True})
+    for default in (*defaults, {"kv_budget": 64, "count_prompt": True}):
+        settings = resolve_request(keys, ServerConfig(**default))
         assert settings is not None and not settings.evicts
-
-
-def test_full_opts_out_of_a_default_budget() -> None:
-    settings = resolve_request({"kv_policy": "full"}, ServerConfig(kv_budget=64))
-    assert settings is not None and not settings.evicts
+        settings.check_prompt(10**6)
+        assert settings.kv_budget == keys.get("kv_budget", default.get("kv_budget"))
 
 
 # -- what a budget counts
@@ -287,32 +284,11 @@ def test_counted_and_pinned_prompt_must_leave_room() -> None:
     assert "got 100" in message and "count_prompt: false" in message
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"count_prompt": True, "protect_prompt": False},
-        {"count_prompt": False, "protect_prompt": True},
-        {"count_prompt": False, "protect_prompt": False},
-    ],
-)
-def test_a_long_prompt_is_fine_otherwise(parameters: dict[str, bool]) -> None:
-    settings = settings_for(13, **parameters)
+@pytest.mark.parametrize(("count", "protect"), [(True, False), (False, True), (False, False)])
+def test_a_long_prompt_is_fine_otherwise(count: bool, protect: bool) -> None:
+    settings = settings_for(13, count_prompt=count, protect_prompt=protect)
     settings.check_prompt(10**6)
     assert settings.evicts
-
-
-def test_full_opts_out_of_a_counted_prompt() -> None:
-    server = ServerConfig(kv_budget=64, count_prompt=True)
-    settings = resolve_request({"kv_policy": "full"}, server)
-    assert settings is not None
-    settings.check_prompt(10_000)
-
-
-def test_full_ignores_the_prompt() -> None:
-    settings = resolve_request({"kv_policy": "full"}, ServerConfig(count_prompt=True))
-    assert settings is not None
-    settings.check_prompt(10**6)
-    assert settings.kv_budget is None
 
 
 @given(st.sampled_from(KEYS), st.integers(0, 10), st.characters(), st.sampled_from("+-~="))

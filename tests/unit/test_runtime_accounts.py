@@ -25,15 +25,9 @@ def test_summary_counts() -> None:
     # Before each of 100 steps: 0 to 52, three times 41 to 52, and up to 51 again at the end.
     held = [*range(53), *3 * [*range(41, 53)], *range(41, 52)]
     assert summary == {
-        "policy": "rkv",
-        "kv_budget": BUDGET,
-        "compactions": 4,
-        "evicted_tokens": 48,
-        "kv_tokens": 52,
-        "peak_kv_tokens": 52,
+        **{"policy": "rkv", "kv_budget": BUDGET, "compactions": 4, "evicted_tokens": 48},
+        **{"kv_tokens": 52, "peak_kv_tokens": 52, "full_kv_tokens": 100, "sentences": 20},
         "mean_kv_tokens": round(sum(held) / 100, 1),
-        "full_kv_tokens": 100,
-        "sentences": 20,
         "evicted_sentences": summary["evicted_sentences"],
     }
 
@@ -56,14 +50,6 @@ def test_summary_of_a_call_without_a_budget() -> None:
     summary = server.finish(call)
     assert "kv_budget" not in summary
     assert (summary["compactions"], summary["kv_tokens"], summary["full_kv_tokens"]) == (0, 30, 30)
-
-
-def test_summary_of_a_call_that_ends_at_its_prefill() -> None:
-    server = SyntheticServer()
-    call = served(server)
-    summary = server.finish(call)
-    assert (summary["kv_tokens"], summary["full_kv_tokens"], summary["peak_kv_tokens"]) == (0, 0, 0)
-    server.assert_idle()
 
 
 def traced(tmp_path: Path) -> tuple[SyntheticServer, Path]:
@@ -91,27 +77,15 @@ def test_trace_of_a_call(tmp_path: Path) -> None:
             and (any(s[0] <= p < s[1] for p in earlier) or s[0] > earlier[-1])
         ]
         assert event == {
-            "event": "compact",
-            "rid": "r-1",
-            "policy": "streaming",
-            "prompt_tokens": PROMPT,
-            "generated": 52 + 12 * i,
-            "before": 62,
-            "after": 50,
-            "kept": kept,
-            "evicted_sentences": gone,
+            **{"event": "compact", "rid": "r-1", "policy": "streaming", "prompt_tokens": PROMPT},
+            **{"generated": 52 + 12 * i, "before": 62, "after": 50},
+            **{"kept": kept, "evicted_sentences": gone},
         }
-    assert (
-        sum(len(event["evicted_sentences"]) for event in compactions)
-        == (summary["evicted_sentences"])
-    )
+    gone_in_all = sum(len(event["evicted_sentences"]) for event in compactions)
+    assert gone_in_all == summary["evicted_sentences"]
     assert finish == {
-        "event": "finish",
-        "rid": "r-1",
-        "prompt_tokens": PROMPT,
-        "output_ids": call.tokens[:101],
-        "finish_reason": "stop",
-        **summary,
+        **{"event": "finish", "rid": "r-1", "prompt_tokens": PROMPT, "finish_reason": "stop"},
+        **{"output_ids": call.tokens[:101], **summary},
     }
 
 
@@ -147,17 +121,9 @@ def test_retraction_starts_eviction_anew() -> None:
     assert call.state.kv.evicted_tokens == 24 and call.state.held.track_id
     server.retract(call)
     state = call.state
-    assert (state.kv.evicted_tokens, state.kv.last, state.held.track_id, state.held.row) == (
-        0,
-        None,
-        0,
-        None,
-    )
-    assert (state.sentences.live, state.sentences.table, state.sentences.tracker.closed) == (
-        [],
-        [],
-        [],
-    )
+    held, sentences = state.held, state.sentences
+    assert (state.kv.evicted_tokens, state.kv.last, held.track_id, held.row) == (0, None, 0, None)
+    assert (sentences.live, sentences.table, sentences.tracker.closed) == ([], [], [])
     server.assert_idle()
     server.prefill(call)
     assert call.positions == list(range(PROMPT + 71)) and state.held.track_id
@@ -183,7 +149,14 @@ def test_retraction_at_any_time_and_twice(generated: int) -> None:
     server.assert_idle()
 
 
-def test_a_call_that_never_got_a_row_holds_nothing() -> None:
+def test_a_request_that_ends_at_its_prefill() -> None:
+    server = SyntheticServer()
+    summary = server.finish(served(server))
+    assert (summary["kv_tokens"], summary["full_kv_tokens"], summary["peak_kv_tokens"]) == (0, 0, 0)
+    server.assert_idle()
+
+
+def test_a_request_that_never_got_a_row_holds_nothing() -> None:
     server = SyntheticServer()
     call = served(server, prefill=False)
     assert server.runtime.open_requests == 0 and server.runtime.opened_requests == 1
@@ -242,16 +215,14 @@ def test_policies_that_record_nothing_take_no_slot() -> None:
 # -- what admission reserves
 
 
-@pytest.mark.parametrize(("row", "left", "future"), [(10, 500, 53), (10, 20, 20), (62, 500, 1)])
+@pytest.mark.parametrize(
+    ("row", "left", "future"),
+    [(10, 500, 53), (10, 20, 20), (62, 500, 1), (PROMPT + 200, 500, 1), (PROMPT + 200, 0, 0)],
+)
 def test_future_tokens(row: int, left: int, future: int) -> None:
+    """The last two: of a recomputed request past its bound."""
     call = served(SyntheticServer())
     assert call.state.future_tokens(row, left) == future
-
-
-def test_future_tokens_of_a_recomputed_call_past_its_bound() -> None:
-    call = served(SyntheticServer())
-    assert call.state.future_tokens(PROMPT + 200, 500) == 1
-    assert call.state.future_tokens(PROMPT + 200, 0) == 0
 
 
 @settings(REPEATABLE, max_examples=30)
@@ -261,13 +232,8 @@ def test_no_call_ever_grows_past_what_was_reserved(
 ) -> None:
     """At any moment, row + reserve covers every later length of the row."""
     server = SyntheticServer()
-    call = served(
-        server,
-        words(5) * 51,
-        kv_budget=budget,
-        kv_params={"interval": interval},
-        kv_policy="random",
-    )
+    keys = {"kv_budget": budget, "kv_params": {"interval": interval}, "kv_policy": "random"}
+    call = served(server, words(5) * 51, **keys)
     at = min(at, steps)
     server.run(call, at)
     reserved = len(call.slots) + call.state.future_tokens(len(call.slots), steps - at)

@@ -67,49 +67,40 @@ def test_a_file_gets_marks_and_a_terminal_gets_styles(
     assert "4 of" in plain.getvalue() and "kv_budget 4" in plain.getvalue()
 
 
-def test_the_command(
-    events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture()
+def path(events: list[dict[str, Any]], tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(path), "--model-path", str(MODEL)]) == 0
     assert "~~" in capsys.readouterr().out
     assert main(["trace", str(path), "--model-path", str(MODEL), "--rid", "b"]) == 1
     assert "rid: expected a finished request, got b; choices: a" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "line", ["1", "{}", '{"event": "finish", "rid": "a"}', '{"event": [1], "rid": "a"}']
-)
-def test_a_line_that_is_none_of_ours(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+LINES = ("1", "{}", '{"event": "finish", "rid": "a"}', '{"event": [1], "rid": "a"}')
+WRONG: list[tuple[str | None, str]] = [
+    *((line + "\n", "file: expected lines of a trace, with event, rid") for line in LINES),
+    *(
+        (text, "file: expected a trace, JSON lines, got ")
+        for text in (None, '{"event": "compact", "ri')
+    ),
+    ("", "model-path: expected a folder or name of a model"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_a_file_that_is_no_trace_and_a_folder_without_a_tokenizer(
+    text: str | None, message: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "trace.jsonl").write_text(line + "\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", str(tmp_path / "trace.jsonl"), "--model-path", str(MODEL)])
-    assert ended.value.code == 2
-    assert "file: expected lines of a trace, with event, rid" in capsys.readouterr().err
-
-
-def test_a_folder_without_a_tokenizer(
-    events: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", str(path), "--model-path", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "model-path: expected a folder or name of a model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", [None, '{"event": "compact", "ri'], ids=["missing", "cut short"])
-def test_a_file_that_is_no_trace(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    if text is not None:
+    model = path.parent if text == "" else MODEL
+    if text is None:
+        path.unlink()
+    elif text:
         path.write_text(text)
     with pytest.raises(SystemExit) as ended:
-        main(["trace", str(path), "--model-path", str(MODEL)])
-    assert ended.value.code == 2
-    assert "file: expected a trace, JSON lines, got " in capsys.readouterr().err
+        main(["trace", str(path), "--model-path", str(model)])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

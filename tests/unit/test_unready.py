@@ -13,13 +13,13 @@ import pytest
 import torch
 from kernels_on_cpu import on_triton
 from pool_books import plugin_and_topology
-from pool_machine import KNOBS
+from pool_machine import PARAMETERS
 from pool_world import World
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.startup import bind
 
-KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": KNOBS}
+KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": PARAMETERS}
 SECONDS = 60  # far more than anything here takes
 
 

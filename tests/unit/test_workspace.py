@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pool_books import plugin_and_topology
-from pool_machine import KNOBS
+from pool_machine import PARAMETERS
 from pool_world import World
 
 from bench.kernels import workspace
@@ -118,7 +118,7 @@ def test_parts_change_nothing_but_the_memory(
 
         monkeypatch.setattr(world.runtime.planner, "plan", spied)
         calls = [
-            world.arrive([5, 6, 7, 20 + i], 50, kv_budget=8, kv_policy=name, kv_params=KNOBS)
+            world.arrive([5, 6, 7, 20 + i], 50, kv_budget=8, kv_policy=name, kv_params=PARAMETERS)
             for i, name in enumerate(("streaming", "random", "rkv"))
         ]
         while world.owners() or world.waiting_queue:
