@@ -153,12 +153,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "return True",
         ),
         (
-            "a row that a step saw otherwise is backed up",
-            life.can_back_up,
-            "if self.compacted_ahead(state, generated):",
-            "if False:",
-        ),
-        (
             "a backup comes back a token off",
             backup.restore_row,
             "saved.to(buffer.device, first_row=matched)",
