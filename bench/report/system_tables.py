@@ -63,7 +63,7 @@ def serve_compaction() -> str:
 def launches() -> str:
     found = recorded("launches")
     counts = [name for name in found[-1] if name.startswith("operations_")]
-    header = ["policy", *(f"calls due: {name.removeprefix('operations_')}" for name in counts)]
+    header = ["policy", *(f"requests due: {name.removeprefix('operations_')}" for name in counts)]
     lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in found]
     return table(header, lines, found, "launches")
 

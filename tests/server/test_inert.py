@@ -22,7 +22,7 @@ def plain_server(fleet: Fleet) -> Iterator[Server]:
 
 def test_the_plain_server_has_no_plugin(plain_server: Server) -> None:
     assert "skipkv" not in plain_server.get("/server_info")
-    assert "sgl_skipkv" not in plain_server.log
+    assert "sgl_skipkv: " not in plain_server.log  # a checkout may have that name
 
 
 def test_tokens_and_logprobs_are_the_same(server: Server, plain_server: Server) -> None:

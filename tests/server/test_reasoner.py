@@ -78,7 +78,9 @@ def test_a_conversation_keeps_its_prefix() -> None:
 
 @pytest.fixture(scope="module")
 def reasoner(fleet: Fleet) -> Iterator[Server]:
-    yield from fleet.lent("reasoner")
+    running = fleet.ready("reasoner")  # tests of the benchmarks use it afterwards
+    yield running
+    running.assert_clean()
 
 
 Replies = dict[str, list[dict[str, Any]]]
