@@ -213,7 +213,6 @@ _SWITCHES: tuple[tuple[str, str, str], ...] = (
 #: name, why, check
 _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("ROCm", "untested: unavailable", _rocm),
-    ("page size > 1", "a page can only be freed whole, with its kept tokens", _page_size),
     ("MLA", "one latent vector per token; no keys per head to score", _pool),
     ("sliding window", "the window counts row entries", _sliding_window),
     ("layers of different shapes", "one ring holds all queries", _uniform_layers),
@@ -259,6 +258,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
+    Capability(
+        "page size > 1", "no", "a page can only be freed whole, with kept tokens", _page_size
+    ),
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
