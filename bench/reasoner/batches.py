@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.reasoner.conversations import MAX_TURNS, training_conversation
 from bench.reasoner.problems import (
     LEVELS,
     NAMES,
@@ -23,7 +25,14 @@ from bench.reasoner.problems import (
     solution_text,
     training_problem,
 )
-from bench.reasoner.vocabulary import END_OF_TEXT, TURN_END, prompt_text, token_id
+from bench.reasoner.vocabulary import (
+    END_OF_TEXT,
+    OPEN_REPLY,
+    TURN_END,
+    message_text,
+    prompt_text,
+    token_id,
+)
 
 IGNORE = -100
 GROUP = 4
@@ -58,6 +67,10 @@ LENGTH_STEP = 64
 TOKENS_PER_STEP = 75
 """Prompt and solution tokens per relevant fact, about; only used to size batches."""
 DRILL_PASSAGES_PER_STEP = 3
+TOKENS_PER_TURN = 320
+
+Kind = Literal["problems", "optional checks", "conversations"]
+"""What a run learns; all but problems go on from a trained model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +93,7 @@ def phase_at(progress: float) -> Phase:
 class BatchMaker:
     """Draws the problems of a run, encodes them and cuts them into batches.
 
-    With ``optional_checks`` the run goes on from a trained model: the last phase of the curriculum,
-    and traces that leave checks out.
+    ``optional checks`` is the last phase of the curriculum with traces that leave checks out.
     """
 
     def __init__(
@@ -90,11 +102,10 @@ class BatchMaker:
         seed: int,
         batch_tokens: int,
         total: int,
-        *,
-        optional_checks: bool = False,
+        kind: Kind = "problems",
     ) -> None:
         self.tokenizer = tokenizer
-        self.optional_checks = optional_checks
+        self.kind = kind
         self.seed = seed
         self.batch_tokens = batch_tokens
         self.total = total
@@ -113,7 +124,18 @@ class BatchMaker:
     def _draw_group(self, group: int) -> tuple[list[tuple[list[int], list[int]]], int, list[int]]:
         """The rows of GROUP batches, sorted by length; rows per batch; order of the batches."""
         rng = random.Random(f"group/{self.seed}/{group}")
-        phase = CURRICULUM[-1] if self.optional_checks else phase_at(group * GROUP / self.total)
+        if self.kind == "conversations":
+            rows, size = self._draw_conversations(rng, group)
+        else:
+            rows, size = self._draw_problems(rng, group)
+        rows.sort(key=lambda pair: len(pair[0]))
+        return rows, size, rng.sample(range(GROUP), GROUP)
+
+    def _draw_problems(
+        self, rng: random.Random, group: int
+    ) -> tuple[list[tuple[list[int], list[int]]], int]:
+        progress = group * GROUP / self.total
+        phase = phase_at(progress) if self.kind == "problems" else CURRICULUM[-1]
         low, high = MIN_STEPS, phase.max_steps
         drill = rng.random() < phase.drills
         # Long problems teach more per row, short ones more per second: take the longer of two
@@ -128,8 +150,15 @@ class BatchMaker:
                 rows.append(self._encode_drill(index, count))
             else:
                 rows.append(self._encode(index, count, phase.last_line))
-        rows.sort(key=lambda pair: len(pair[0]))
-        return rows, size, rng.sample(range(GROUP), GROUP)
+        return rows, size
+
+    def _draw_conversations(
+        self, rng: random.Random, group: int
+    ) -> tuple[list[tuple[list[int], list[int]]], int]:
+        turns = max(rng.randint(1, MAX_TURNS), rng.randint(1, MAX_TURNS))
+        size = max(1, self.batch_tokens // (TOKENS_PER_TURN * turns))
+        rows = range(size * GROUP)
+        return [self._encode_conversation(group * 100_000 + row, turns) for row in rows], size
 
     def _encode(self, index: int, steps: int, last_line: bool) -> tuple[list[int], list[int]]:
         """One problem as (ids, ids that count, IGNORE elsewhere)."""
@@ -141,10 +170,30 @@ class BatchMaker:
         problem = replace(problem, last_line=last_line)
         prompt = self.tokenizer.encode(prompt_text(problem.prompt)).ids
         text = solution_text(problem)
-        if self.optional_checks:
+        if self.kind == "optional checks":
             text = solution_text(problem, optional_checks(problem.digest))
         solution = [*self.tokenizer.encode(text).ids, self.turn_end]
         return [*prompt, *solution], [*[IGNORE] * len(prompt), *solution]
+
+    def _encode_conversation(self, index: int, turns: int) -> tuple[list[int], list[int]]:
+        """One conversation; what counts is what the model writes."""
+        ids: list[int] = []
+        wanted: list[int] = []
+
+        def add(text: str, *, counts: bool) -> None:
+            encoded = self.tokenizer.encode(text).ids
+            ids.extend(encoded)
+            wanted.extend(encoded if counts else [IGNORE] * len(encoded))
+
+        for turn in training_conversation(self.seed, index, turns):
+            told = [message_text("user", turn.question)]
+            if turn.lookup is not None:
+                told.append(message_text("tool", turn.lookup.text))
+            for message, reply in zip(told, turn.replies, strict=True):
+                add(f"{message}{OPEN_REPLY}", counts=False)
+                add(f"{reply}{TURN_END}", counts=True)
+                add("\n", counts=False)
+        return ids, wanted
 
     def _encode_drill(self, index: int, steps: int) -> tuple[list[int], list[int]]:
         """One drill; what counts is the value of a person who was named before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench.reasoner.conversations import heldout_conversation
 from bench.reasoner.model import Reasoner, Shape
 from bench.reasoner.problems import LEVELS, heldout_problem, solution_text
 from bench.reasoner.vocabulary import (
@@ -23,6 +25,7 @@ from bench.reasoner.vocabulary import (
 
 MAX_BYTES = 10_000_000
 HELDOUT_PER_LEVEL = 200
+HELDOUT_CONVERSATIONS = 200
 
 
 def save_model(model: Reasoner, folder: Path) -> None:
@@ -71,22 +74,31 @@ def check_against_transformers(model: Reasoner, folder: Path, tokenizer: Tokeniz
     assert gap < 1e-3, f"logits differ by {gap} from Transformers"
 
 
-def write_heldout(path: Path, count: int = HELDOUT_PER_LEVEL) -> None:
-    """Write the evaluation problems, one JSON object per line."""
-    rows = []
+def write_heldout(path: Path, *, conversations: bool) -> None:
+    """Write what to evaluate with, one JSON object per line."""
+    records = _heldout_conversations() if conversations else _heldout_problems()
+    partial = path.with_suffix(".partial")
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _heldout_problems() -> Iterator[dict[str, Any]]:
     for level in LEVELS:
-        for index in range(count):
+        for index in range(HELDOUT_PER_LEVEL):
             problem = heldout_problem(level, index)
-            row = {
+            yield {
                 "id": f"{level}-{index:03d}",
                 "level": level,
                 "prompt": problem.prompt,
                 "answer": problem.answer,
             }
-            rows.append(json.dumps(row))
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    partial.replace(path)
+
+
+def _heldout_conversations() -> Iterator[dict[str, Any]]:
+    for index in range(HELDOUT_CONVERSATIONS):
+        turns = [turn.record() for turn in heldout_conversation(index)]
+        yield {"id": f"conversation-{index:03d}", "turns": turns}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -168,14 +168,14 @@ def _draw_chain(rng: random.Random, item: str, names: list[str], amounts: bool) 
         if len(facts) < given:
             fact = Fact(name, item, "given", (), 0, rng.randint(2, MAX_VALUE))
         else:
-            fact = _draw_step(rng, item, name, value, unused, amounts)
+            fact = draw_step(rng, item, name, value, unused, amounts)
         facts.append(fact)
         value[name] = fact.value
         unused = [other for other in unused if other not in fact.refs] + [name]
     return facts
 
 
-def _draw_step(
+def draw_step(
     rng: random.Random,
     item: str,
     name: str,
@@ -216,15 +216,22 @@ def solution_passages(problem: Problem, keeps: Callable[[], bool] = lambda: True
     """The passages of the trace, each closed by a blank line; `keeps` decides on every check."""
     value = {fact.name: fact.value for fact in problem.steps}
     for number, fact in enumerate(problem.facts, start=1):
-        if fact.item != problem.item:
+        if fact.item == problem.item:
+            yield from fact_passages(number, fact, value, keeps)
+        else:
             yield f"{number}. This is not about {problem.item}.\n\n"
-            continue
-        yield _passage(number, fact, value, None)
-        for check in CHECKS[fact.kind]:
-            if keeps():
-                yield _passage(number, fact, value, check)
     if problem.last_line:
         yield f"{len(problem.facts) + 1}. {LAST_LINE}\n\n"
+
+
+def fact_passages(
+    number: int, fact: Fact, value: dict[str, int], keeps: Callable[[], bool] = lambda: True
+) -> Iterator[str]:
+    """The step of one fact and its checks; ``value`` has the counts that it refers to."""
+    yield _passage(number, fact, value, None)
+    for check in CHECKS[fact.kind]:
+        if keeps():
+            yield _passage(number, fact, value, check)
 
 
 def _passage(number: int, fact: Fact, value: dict[str, int], check: Check | None) -> str:

@@ -2,7 +2,9 @@
 
     python -m bench.reasoner.train --out examples/reasoner --seed 1
     python -m bench.reasoner.train --out examples/wanderer --start examples/reasoner \\
-        --optional-checks --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
+        --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
+    python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
+        --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -17,14 +19,14 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier
+from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, Kind
 from bench.reasoner.export import load_model, save_model, write_heldout
 from bench.reasoner.model import Reasoner, Shape
 from bench.reasoner.vocabulary import build_tokenizer
@@ -201,9 +203,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--state", type=Path, help="file of the training state [OUT/state.pt]")
     parser.add_argument("--start", type=Path, help="folder of a trained model to go on from")
-    parser.add_argument(
-        "--optional-checks", action="store_true", help="traces that leave checks out, to go on with"
-    )
+    parser.add_argument("--learn", choices=get_args(Kind), default="problems")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2400, help="optimiser steps")
     parser.add_argument("--batch-tokens", type=int, default=8192)
@@ -245,16 +245,13 @@ def main() -> None:
     elif args.start is not None:
         run.model.load_state_dict(load_model(args.start).state_dict())
     if not args.export_only:
-        maker = BatchMaker(
-            *(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps),
-            optional_checks=args.optional_checks,
-        )
+        maker = BatchMaker(*(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps, args.learn))
         classifier = Classifier(tokenizer).to(run.device)
         log = Log(args.out / "training_log.csv", classifier, run.step)
         train(run, maker, log, state)
     save_model(run.model, args.out)
-    if args.start is None:  # else the problems are those of the model it started from
-        write_heldout(args.out / "heldout.jsonl")
+    if args.learn != "optional checks":  # those are judged by the problems of their start
+        write_heldout(args.out / "heldout.jsonl", conversations=args.learn == "conversations")
 
 
 if __name__ == "__main__":

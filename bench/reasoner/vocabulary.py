@@ -21,6 +21,8 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 THINK_START = "<think>"
 THINK_END = "</think>"
+OPEN_REPLY = f"{TURN_START}assistant\n{THINK_START}\n"
+"""What a prompt ends with."""
 
 # Qwen's pattern, but a number takes its leading space and two digits, so that ` 42` is one piece.
 SPLIT = (
@@ -118,9 +120,14 @@ def token_id(tokenizer: Tokenizer, piece: str) -> int:
     return int(ids[0])
 
 
+def message_text(role: str, content: str) -> str:
+    """One message as the chat template renders it."""
+    return f"{TURN_START}{role}\n{content}{TURN_END}\n"
+
+
 def prompt_text(message: str) -> str:
     """One user message as the chat template renders it, up to where the model goes on."""
-    return f"{TURN_START}user\n{message}{TURN_END}\n{TURN_START}assistant\n{THINK_START}\n"
+    return message_text("user", message) + OPEN_REPLY
 
 
 def save_tokenizer(folder: Path) -> None:
