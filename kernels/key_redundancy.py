@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
-from sgl_skipkv.kernels.on_device import register_limit
+from sgl_skipkv.kernels.on_device import TRITON_NAMES, register_limit
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 from sgl_skipkv.kernels.spared_columns import BOUND_TOKENS, bound_columns, spared_columns
 

@@ -1,4 +1,4 @@
-"""Where a tensor's formula runs, and how small lists of numbers get there.
+"""Where a tensor's formula runs, what Triton calls its dtype, and how small lists get there.
 
 On a GPU the Triton kernels, anywhere else the plain torch of ``reference``: same formula, same
 tables. Nothing here waits for a device.
@@ -11,6 +11,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+
+TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Float dtype -> how Triton's signatures call it."""
+KEY_NAMES = {**TRITON_NAMES, torch.float8_e4m3fn: "fp8e4m3", torch.float8_e5m2: "fp8e5m2"}
+"""Dtype of cached keys -> what its variants are called. float8 is loaded as bytes."""
 
 
 def uses_triton(device: torch.device) -> bool:

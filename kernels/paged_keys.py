@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.dtype_names import KEY_NAMES, TRITON_NAMES
-from sgl_skipkv.kernels.on_device import kernels_read
+from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES, kernels_read
 
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: float8 dtype -> its exponent bits. Loaded as bytes, because sm_80 knows no such type.

@@ -81,13 +81,8 @@ def sentence_step(
         token_ids: int64 or int32 [B], the token that each hidden state belongs to.
         bits: uint8 [vocabulary], the presets under which each token closes a sentence.
         preset: uint8 [slots], the preset of each slot as a bit.
-        total: float32 [slots, D], contiguous, running sums (changed in place, as are all below).
-            Slot 0 is scratch and is not touched.
-        length: float32 [slots], tokens in the running sum.
-        index: int64 [slots], sentence that the running sum belongs to.
-        after_delimiter: bool [slots], whether the last token was a delimiter.
-        vectors: float16, bfloat16 or float32 [slots, capacity, D], contiguous, stored means,
-            L2-normalised.
+        total, length, index, after_delimiter, vectors: as in ``reference.sentence_step`` (changed
+            in place, except slot 0); total and vectors contiguous, vectors in any of the three.
 
     Raises:
         ValueError: shapes or strides that do not fit.

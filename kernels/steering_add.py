@@ -86,13 +86,7 @@ def steering_add(
         rows: int64 or int32 [B], row of the page table; no steered row twice, any other at will.
         token_ids: int64 or int32 [B], the tokens fed.
         bits: uint8 [vocabulary], class of each token, as in ``reference.steering_step``.
-        gamma: added to the strength per non-execution sentence.
-        steered: bool [table rows].
-        alpha_0: float32 [table rows], strength at the start.
-        nonexecution: int32 [table rows], closed sentences with a keyword (changed in place, as are
-            the two below).
-        keyword_seen: bool [table rows], whether the open sentence has a keyword.
-        thinking: bool [table rows], whether the last token lay in the thinking part.
+        gamma, steered, alpha_0, nonexecution, keyword_seen, thinking: as there.
 
     Raises:
         ValueError: shapes or strides that do not fit.

@@ -186,11 +186,7 @@ def step_attention(
 
     Args:
         paged: requests of as many tokens as steps, or more.
-        queries: [L, query slots, R, Hq, d] in the dtype of the keys, float16, bfloat16 or float32
-            if those are float8: ring buffer of rotated queries, that of logical position p at
-            ``p % R``.
-        query_slots: int64 [B], where in it each request's queries are.
-        last_positions: int64 [B], logical position of each request's newest query.
+        queries, query_slots, last_positions: as ``window_attention.window_attention`` takes them.
         steps: T of each request, 1 to R.
         firsts: of each request the first column that its steps see; every step must see one.
         causal: each step sees its own token and those before it; otherwise no step sees the last T.

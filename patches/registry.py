@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 
+from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_skipkv.patches.api.hooks import API_HOOKS
@@ -23,8 +24,8 @@ HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
 _problems_before: list[str] = []
 
 
-def install(sglang_version: str) -> None:
-    """Register every hook whose target has the expected signature.
+def install(sglang_version: str) -> list[str]:
+    """Register every hook whose target has the expected signature; returns what is wrong.
 
     With any problem only ``ALWAYS`` is hooked: requests with a budget get 400, and the engine is
     unchanged.
@@ -39,17 +40,11 @@ def install(sglang_version: str) -> None:
         if problem_of[hook] is None and hook.hooked:
             function = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
             HookRegistry.register(hook.path, function, HookType(hook.kind))
-
-
-def problems_before() -> list[str]:
-    """Problems found before hooking: the SGLang version, a target, a signature."""
     return list(_problems_before)
 
 
 def load() -> None:
     """Let SGLang load its plugins, as it does when a server starts."""
-    from sglang.srt.plugins import load_plugins
-
     load_plugins()
 
 

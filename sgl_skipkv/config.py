@@ -12,7 +12,7 @@ import os
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -59,6 +59,10 @@ class Settings(BaseModel):
     )
 
 
+BudgetTokens = Annotated[int, Field(ge=1, le=BUDGET_LIMIT_TOKENS)]
+MemoryBytes = Annotated[int, Field(ge=0, le=1 << 60)]
+
+
 class ServerConfig(Settings):
     """The settings of one server, from flags, a JSON file or ``SGL_SKIPKV_CONFIG``.
 
@@ -66,25 +70,26 @@ class ServerConfig(Settings):
     cannot evict refuses to start (docs/design.md, "three states").
     """
 
-    kv_budget: int | None = Field(
-        None,
-        ge=1,
-        le=BUDGET_LIMIT_TOKENS,
-        description="KV tokens kept for what a request generates",
+    kv_budget: BudgetTokens | None = Field(
+        None, description="KV tokens kept for what a request generates"
     )
     kv_policy: str = Field("skipkv", description="default eviction policy")
     kv_params: dict[str, Any] = Field({}, description="default parameters of kv_policy")
     kv_interval: int = Field(
         128, ge=8, le=65536, description="generated tokens between two compactions of a request"
     )
-    kv_budget_max: int = Field(
-        BUDGET_LIMIT_TOKENS,
-        ge=1,
-        le=BUDGET_LIMIT_TOKENS,
-        description="largest kv_budget that a request may set",
+    kv_budget_max: BudgetTokens = Field(
+        BUDGET_LIMIT_TOKENS, description="largest kv_budget that a request may set"
     )
     protect_prompt: bool = Field(True, description="false: the prompt may be evicted too")
     count_prompt: bool = Field(False, description="true: the budget includes the prompt")
+    kv_reuse: Literal[False, "keep", "budget"] = Field(
+        False, description="default kv_reuse of a request with a budget"
+    )
+    kv_reuse_bytes: MemoryBytes = Field(
+        256 << 20,
+        description="host memory for what is known of finished requests, beside their KV",
+    )
     delimiters: str = Field("math", description="which tokens close a sentence")
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
@@ -109,16 +114,12 @@ class ServerConfig(Settings):
     max_tracked_requests: int = Field(
         256, ge=1, le=65536, description="requests with recording that can run at once; others wait"
     )
-    retraction_backup_bytes: int = Field(
+    retraction_backup_bytes: MemoryBytes = Field(
         1 << 30,
-        ge=0,
-        le=1 << 60,
         description="host memory for the KV of retracted requests, down to a power of two; 0: none",
     )
-    compaction_work_bytes: int = Field(
+    compaction_work_bytes: MemoryBytes = Field(
         96 << 20,
-        ge=0,
-        le=1 << 60,
         description="device memory of one compaction's workspace; larger batches are split",
     )
     check_ledger: bool = Field(
@@ -130,24 +131,15 @@ class ServerConfig(Settings):
     required: bool = Field(False, description="true: refuse to start unless eviction is ready")
 
     @model_validator(mode="after")
-    def _default_fits_limit(self) -> Self:
+    def _fit_together(self) -> Self:
         if self.kv_budget is not None and self.kv_budget > self.kv_budget_max:
-            raise SettingError(
-                "kv_budget",
-                f"an integer in [1, kv_budget_max = {self.kv_budget_max}]",
-                self.kv_budget,
-                "a smaller kv_budget or a larger kv_budget_max",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _steering_has_a_vector(self) -> Self:
-        if self.steering is None:
-            return self
-        if self.steering_vector is None:
+            expected = f"an integer in [1, kv_budget_max = {self.kv_budget_max}]"
+            choices = "a smaller kv_budget or a larger kv_budget_max"
+            raise SettingError("kv_budget", expected, self.kv_budget, choices)
+        if self.steering is not None and self.steering_vector is None:
             expected = "nothing, because no steering_vector is given"
             raise SettingError("steering", expected, self.steering, "name a steering_vector too")
-        if abs(self.steering) > self.steering_max:
+        if self.steering is not None and abs(self.steering) > self.steering_max:
             limit = self.steering_max
             expected = f"a number in [{-limit:g}, {limit:g}], within steering_max"
             choices = "a weaker steering or a larger steering_max"
@@ -279,11 +271,7 @@ def describe(model: type[Settings], name: str) -> tuple[str, str]:
         choices = ", ".join(str(value) for value in entry["enum"])
         return f"one of {choices}", choices
     expected = _TYPES.get(str(entry.get("type")), "a valid value")
-    low = entry.get("minimum", entry.get("exclusiveMinimum"))
-    high = entry.get("maximum", entry.get("exclusiveMaximum"))
-    if low is None or high is None:
+    if "minimum" not in entry or "maximum" not in entry:
         return expected, f"{expected}, or leave it out for the default"
-    left = "(" if "exclusiveMinimum" in entry else "["
-    right = ")" if "exclusiveMaximum" in entry else "]"
-    expected = f"{expected} in {left}{low}, {high}{right}"
+    expected = f"{expected} in [{entry['minimum']}, {entry['maximum']}]"
     return expected, "any value in that range, or leave it out for the default"

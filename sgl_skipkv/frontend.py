@@ -1,10 +1,14 @@
-"""``sgl.gen(..., kv_budget=)`` and ``program.run(..., kv_budget=)``: our four keys in SGLang's
-frontend language.
+"""``sgl.gen(..., kv_budget=)`` and ``program.run(..., kv_budget=)``: our keys in SGLang's frontend
+language.
 
 Importing this module installs them in the process that runs SGLang programs. As with SGLang's own
 sampling parameters, ``run`` and ``run_batch`` set the defaults of each ``gen``. The interpreter
 passes the keys with the sampling parameters and sends them as ``custom_params`` (native and
 ``Runtime`` backends) or ``extra_body`` (OpenAI backend).
+
+``fork`` sends the program's text to the server once, before the branches go on from it. With
+``kv_reuse`` this request carries the keys of the latest ``gen`` (before the first one, those of
+``run``), so that it continues the history that this ``gen`` left.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from typing import Any
 
 import sglang
 from sglang.lang import api, interpreter, ir
+from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.request.settings import KEYS
 
+_GENS = ("gen", "gen_string", "gen_int")
 # Backends for services that are not SGLang servers.
 _WITHOUT_KEYS = ("anthropic", "vertexai", "litellm")
 _installed = False
 
 
 def install() -> None:
-    """Let ``gen``, ``gen_string``, ``gen_int``, ``run`` and ``run_batch`` take the four keys.
+    """Let ``gen``, ``gen_string``, ``gen_int``, ``run`` and ``run_batch`` take the keys.
 
     Calling it again does nothing.
 
@@ -37,25 +43,23 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    _check_frontend()
-    for name in ("gen", "gen_string", "gen_int"):
-        _wrap(api, name, _gen)
+    for owner, name, _, expected in _WRAPPED:
+        parameters = list(inspect.signature(getattr(owner, name)).parameters)
+        if expected and parameters != expected.split():
+            raise RuntimeError(
+                f"sgl_skipkv: {name} takes {parameters}, expected {expected}; "
+                "this SGLang's frontend is not supported"
+            )
+    for owner, name, around, _ in _WRAPPED:
+        if around is not None:
+            _wrap(owner, name, around)
+    for name in _GENS:
         setattr(sglang, name, getattr(api, name))
-    params, program = ir.SglSamplingParams, ir.SglFunction
-    _wrap(params, "clone", _clone)
-    _wrap(params, "to_srt_kwargs", partial(_add_keys, "custom_params"))
-    _wrap(params, "to_openai_kwargs", partial(_add_keys, "extra_body"))
-    for backend in _WITHOUT_KEYS:
-        _wrap(params, f"to_{backend}_kwargs", partial(_refuse_keys, backend))
-    _wrap(program, "run", _run)
-    _wrap(program, "run_batch", _run)
-    _wrap(interpreter, "run_program", _run_program)
-    _wrap(interpreter.StreamExecutor, "_resolve_sampling_params", _resolve_sampling_params)
     _installed = True
 
 
 def _keys_of(holder: Any) -> dict[str, Any]:
-    """The keys set on one ``SglSamplingParams`` or ``SglFunction``; ``None`` counts as not set."""
+    """The keys that one of the frontend's objects carries; ``None`` counts as not set."""
     keys = getattr(holder, "skipkv", None) or {}
     return {name: value for name, value in keys.items() if value is not None}
 
@@ -99,20 +103,11 @@ def _run(run: Callable[..., Any], program: Any, /, *args: Any, **kwargs: Any) ->
     return run(program, *args, **kwargs)
 
 
-def _run_program(
-    run_program: Callable[..., Any],
-    program: Any,
-    backend: Any,
-    func_args: Any,
-    func_kwargs: Any,
-    default_sampling_para: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _run_program(run_program: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Copy the keys from the program to its default sampling parameters."""
-    default_sampling_para.skipkv = _keys_of(program)
-    own = (program, backend, func_args, func_kwargs, default_sampling_para)
-    return run_program(*own, *args, **kwargs)
+    given = inspect.signature(run_program).bind(*args, **kwargs).arguments
+    given["default_sampling_para"].skipkv = _keys_of(given["program"])
+    return run_program(*args, **kwargs)
 
 
 def _clone(clone: Callable[[Any], Any], params: Any) -> Any:
@@ -124,8 +119,32 @@ def _clone(clone: Callable[[Any], Any], params: Any) -> Any:
 def _resolve_sampling_params(resolve: Callable[..., Any], executor: Any, params: Any) -> Any:
     """The interpreter copies a fixed list of names from ``gen``; this adds our keys."""
     resolved = resolve(executor, params)
-    resolved.skipkv = {**_keys_of(executor.default_sampling_para), **_keys_of(params)}
+    keys = {**_keys_of(executor.default_sampling_para), **_keys_of(params)}
+    resolved.skipkv = executor.skipkv = keys
     return resolved
+
+
+def _fork(fork: Callable[..., Any], executor: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A branch goes on from the latest ``gen`` of the program, until it has one itself."""
+    branches = fork(executor, *args, **kwargs)
+    for branch in branches:
+        branch.skipkv = getattr(executor, "skipkv", None)
+    return branches
+
+
+def _commit(commit: Callable[..., None], endpoint: Any, /, s: Any) -> None:
+    """Compute the text of a program that forks as a request with ``kv_reuse``.
+
+    SGLang's own request would compute all of it and file it in full. It stays as it is without
+    ``kv_reuse``: it computes nothing that a budget could evict.
+    """
+    latest = getattr(s, "skipkv", None)
+    keys = _keys_of(s.default_sampling_para if latest is None else s)
+    if not keys.get("kv_reuse"):
+        commit(endpoint, s)
+        return
+    params = {"max_new_tokens": 0, "custom_params": keys}
+    endpoint._generate_http_request(s, {"text": s.text_, "sampling_params": params})
 
 
 def _add_keys(
@@ -142,34 +161,26 @@ def _refuse_keys(
 ) -> dict[str, Any]:
     """Refuse the keys for a service that would ignore them and answer without a budget."""
     for name, value in _keys_of(params).items():
-        raise SettingError(
-            name,
-            f"nothing on the {backend} backend",
-            value,
-            "leave it out, or an SGLang server (native or OpenAI backend)",
-        )
+        choices = "leave it out, or an SGLang server (native or OpenAI backend)"
+        raise SettingError(name, f"nothing on the {backend} backend", value, choices)
     return to_kwargs(params)
 
 
-def _check_frontend() -> None:
-    expected = {
-        ir.SglSamplingParams.clone: ["self"],
-        ir.SglSamplingParams.to_srt_kwargs: ["self"],
-        ir.SglSamplingParams.to_openai_kwargs: ["self"],
-        **{getattr(ir.SglSamplingParams, f"to_{name}_kwargs"): ["self"] for name in _WITHOUT_KEYS},
-        interpreter.StreamExecutor._resolve_sampling_params: ["self", "sampling_params"],
-        interpreter.run_program: [
-            *("program", "backend", "func_args", "func_kwargs", "default_sampling_para"),
-            *("stream", "sync", "use_thread"),
-        ],
-    }
-    for function, names in expected.items():
-        parameters = list(inspect.signature(function).parameters)
-        if parameters != names:
-            raise RuntimeError(
-                f"sgl_skipkv: {function.__qualname__} takes {parameters}, expected {names}; "
-                "this SGLang's frontend is not supported"
-            )
-
+_PARAMS, _EXECUTOR = ir.SglSamplingParams, interpreter.StreamExecutor
+_OF_RUN = "program backend func_args func_kwargs default_sampling_para stream sync use_thread"
+#: owner, function, what wraps it (None: ``_commit`` calls it), the parameters that it must have
+_WRAPPED: tuple[tuple[Any, str, Callable[..., Any] | None, str], ...] = (
+    *((api, name, _gen, "") for name in _GENS),
+    *((ir.SglFunction, name, _run, "") for name in ("run", "run_batch")),
+    (_PARAMS, "clone", _clone, "self"),
+    (_PARAMS, "to_srt_kwargs", partial(_add_keys, "custom_params"), "self"),
+    (_PARAMS, "to_openai_kwargs", partial(_add_keys, "extra_body"), "self"),
+    *((_PARAMS, f"to_{one}_kwargs", partial(_refuse_keys, one), "self") for one in _WITHOUT_KEYS),
+    (_EXECUTOR, "_resolve_sampling_params", _resolve_sampling_params, "self sampling_params"),
+    (_EXECUTOR, "fork", _fork, "self size position_ids_offset"),
+    (RuntimeEndpoint, "commit_lazy_operations", _commit, "self s"),
+    (RuntimeEndpoint, "_generate_http_request", None, "self s data"),
+    (interpreter, "run_program", _run_program, _OF_RUN),
+)
 
 install()

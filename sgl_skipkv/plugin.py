@@ -20,7 +20,7 @@ def register() -> None:
     from sgl_skipkv.patches.startup.flags import settings_or_exit
 
     config = settings_or_exit()
-    registry.install(sglang.__version__)
+    problems = registry.install(sglang.__version__)
     os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.api.worker_app:app")
-    if config.enabled and (problems := registry.problems_before()):
+    if config.enabled and problems:
         raise SystemExit("sgl_skipkv: refused: " + "; ".join(problems))

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.anthropic import protocol
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.api.gate import checked_keys
-from sgl_skipkv.patches.api.request_fields import OurFields
+from sgl_skipkv.patches.api.openai import OurFields
 from sgl_skipkv.patches.readiness import Unavailable
 
 
@@ -38,4 +38,5 @@ async def check_keys(
 
 def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
     """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
-    chat_request.copy_keys(request)
+    for name in (*OurFields.model_fields, "_misspelt"):
+        setattr(chat_request, name, getattr(request, name))

@@ -81,7 +81,3 @@ def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> dict[str, 
     if keys:
         gate_of(manager).check(keys)
     return keys
-
-
-def preferred_parameters(manager: Any) -> Mapping[str, Any]:
-    return manager.preferred_sampling_params or {}

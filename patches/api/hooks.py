@@ -20,20 +20,9 @@ API_HOOKS: tuple[Hook, ...] = (
         "api.generate:allow_keys",
         "/generate refuses unknown sampling parameters",
     ),
-    replace(
-        "entrypoints.openai.protocol.ChatCompletionRequest",
-        "api.openai:ChatCompletionRequest",
-        "top-level keys of a chat completion",
-    ),
-    replace(
-        "entrypoints.openai.protocol.CompletionRequest",
-        "api.openai:CompletionRequest",
-        "top-level keys of a completion",
-    ),
-    replace(
-        "entrypoints.openai.protocol.ResponsesRequest",
-        "api.openai:ResponsesRequest",
-        "top-level keys of a response",
+    *(
+        replace(f"entrypoints.openai.protocol.{name}", f"api.openai:{name}", "our top-level keys")
+        for name in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest")
     ),
     after(
         "entrypoints.openai.serving_completions.OpenAIServingCompletion._build_sampling_params("
@@ -44,7 +33,7 @@ API_HOOKS: tuple[Hook, ...] = (
     replace(
         "entrypoints.anthropic.protocol.AnthropicMessagesRequest",
         "api.anthropic:AnthropicMessagesRequest",
-        "top-level keys of a message",
+        "our top-level keys",
     ),
     around(
         "entrypoints.anthropic.serving.AnthropicServing.handle_messages(self, request, "
@@ -58,15 +47,13 @@ API_HOOKS: tuple[Hook, ...] = (
         "api.anthropic:carry_keys",
         "messages become chat completions here",
     ),
-    around(
-        "entrypoints.ollama.serving.OllamaServing.handle_chat(self, request, raw_request)",
-        "api.ollama:check_keys",
-        "a wrong key would get 500, or a stream that breaks off",
-    ),
-    around(
-        "entrypoints.ollama.serving.OllamaServing.handle_generate(self, request, raw_request)",
-        "api.ollama:check_keys",
-        "a wrong key would get 500, or a stream that breaks off",
+    *(
+        around(
+            f"entrypoints.ollama.serving.OllamaServing.{name}(self, request, raw_request)",
+            "api.ollama:check_keys",
+            "a wrong key would get 500, or a stream that breaks off",
+        )
+        for name in ("handle_chat", "handle_generate")
     ),
     after(
         "entrypoints.ollama.serving.OllamaServing._convert_options_to_sampling_params(self, "

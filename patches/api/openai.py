@@ -1,27 +1,57 @@
-"""The OpenAI API: our keys at the top level of a request, where ``extra_body`` puts them."""
+"""The OpenAI API: our keys at the top level of a request, where ``extra_body`` puts them.
+
+SGLang's request classes drop unknown fields silently. ``OurFields`` declares ours untyped, so that
+``sgl_skipkv`` writes the error message for a wrong value instead of pydantic. It also passes on
+misspelt keys, so that they are refused where the keys of every API are checked.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
+from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai import protocol
 
-from sgl_skipkv.patches.api.request_fields import OurFields
+from sgl_skipkv.request.settings import misspelt_keys, take_keys
+
+
+class OurFields(BaseModel):
+    """The keys of the plugin."""
+
+    kv_budget: Any = None
+    kv_policy: Any = None
+    kv_params: Any = None
+    kv_reuse: Any = None
+    steering: Any = None
+    _misspelt: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_misspelt(cls, body: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        request = build(body)
+        if isinstance(body, Mapping):
+            request._misspelt = {name: body[name] for name in misspelt_keys(body)}
+        return request
+
+    def our_keys(self) -> dict[str, Any]:
+        """The keys that are set, and misspelt ones, as sampling parameters."""
+        return {**take_keys(vars(self))[1], **self._misspelt}
 
 
 class ChatCompletionRequest(OurFields, protocol.ChatCompletionRequest):  # type: ignore[misc]  # untyped base
-    """REPLACE ``ChatCompletionRequest``: SGLang's, with our four fields."""
+    """REPLACE ``ChatCompletionRequest``: SGLang's, with our fields."""
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {**super().to_sampling_params(*args, **kwargs), **self.our_keys()}
 
 
 class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[misc]  # untyped base
-    """REPLACE ``CompletionRequest``: SGLang's, with our four fields."""
+    """REPLACE ``CompletionRequest``: SGLang's, with our fields."""
 
 
 class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
-    """REPLACE ``ResponsesRequest``: SGLang's, with our four fields."""
+    """REPLACE ``ResponsesRequest``: SGLang's, with our fields."""
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {**super().to_sampling_params(*args, **kwargs), **self.our_keys()}

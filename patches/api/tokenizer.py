@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_skipkv.patches.api.gate import collect_keys, gate_of, preferred_parameters
+from sgl_skipkv.patches.api.gate import collect_keys, gate_of
 
 
 def move_keys(
@@ -26,6 +26,7 @@ def move_keys(
         settings.check_prompt(len(input_ids or ()))
     if keys:
         # As SGLang merges them: the request's custom_params replace the preferred ones.
-        others = rest.get("custom_params", preferred_parameters(manager).get("custom_params"))
+        preferred = manager.preferred_sampling_params or {}
+        others = rest.get("custom_params", preferred.get("custom_params"))
         custom_params = {**(others or {}), **keys}
         obj.sampling_params = {**rest, "custom_params": custom_params}

@@ -57,10 +57,11 @@ class _BudgetedAdder:
         state = state_of(req)
         if state is None or not state.settings.evicts:
             return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
-        # Tokens restored from a backup need slots but no computation: SGLang sees them as a cached
-        # prefix, and their slots count as future tokens.
+        # Tokens restored from a backup and copied from a history need slots but no computation:
+        # SGLang sees them as a cached prefix, and their slots count as future tokens.
         matched, restored = req.prefix_len, _restored_tokens(state, req)
-        future = _future_tokens(state, req) + restored
+        loaded = restored + _copied_tokens(state)
+        future = _future_tokens(state, req) + loaded
         # SGLang counts at most CLIP_MAX_NEW_TOKENS future tokens; a budgeted request counts all.
         clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
@@ -72,11 +73,11 @@ class _BudgetedAdder:
             skip = self.last_untracked is not None
             return AddReqResult.CONTINUE if skip else AddReqResult.OTHER
         req.prefix_len = matched + restored
-        with _future_as_max_new_tokens(req, restored):
+        with _future_as_max_new_tokens(req, loaded):
             result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         if self.can_run_list and self.can_run_list[-1] is req:
             self.memory_budget.total_offset += clipped
-            self.memory_budget.current_offset += restored
+            self.memory_budget.current_offset += loaded
         else:
             req.prefix_len = matched
         return result
@@ -125,9 +126,19 @@ def must_not_retract(req: Any) -> bool:
     return not state.runtime.can_back_up(state, row_tokens, len(req.output_ids))
 
 
+def fits_alone(state: RequestState, req: Any) -> bool:
+    """Whether a request without a backup can be admitted when no other request holds KV."""
+    row_tokens = prefill_tokens(req) - state.kv.evicted_tokens
+    needed = row_tokens + _copied_tokens(state) + _future_tokens(state, req)
+    fits: bool = state.runtime.fits_pool(needed - 1)  # it counts one future token itself
+    return fits
+
+
 def prefill_tokens(req: Any) -> int:
-    """Tokens of a request without a row: its prompt, and those generated before a retraction."""
-    return len(req.origin_input_ids) + len(req.output_ids)
+    """Logical tokens of a request without a row: its prompt, and those generated before a
+    retraction."""
+    tokens: int = len(req.origin_input_ids) + req.skipkv.unsent_tokens + len(req.output_ids)
+    return tokens
 
 
 def _tokens_left(req: Any) -> int:
@@ -141,15 +152,24 @@ def _restored_tokens(state: RequestState, req: Any) -> int:
     )
 
 
+def _copied_tokens(state: RequestState) -> int:
+    """KV tokens copied from the history that the request continues."""
+    continued = state.reuse.continued
+    if continued is None or not continued.copies or state.offloaded.backup is not None:
+        return 0
+    return continued.row_tokens - state.prompt_tokens
+
+
 def _future_tokens(state: RequestState, req: Any) -> int:
     """KV tokens that a request may need after its next prefill."""
     backup = state.offloaded.backup
-    row_tokens = prefill_tokens(req) if backup is None else backup.row_tokens + 1
+    prefilled_tokens = prefill_tokens(req) - state.kv.evicted_tokens
+    row_tokens = prefilled_tokens if backup is None else backup.row_tokens + 1
     return state.future_tokens(row_tokens, _tokens_left(req))
 
 
 @contextmanager
-def _future_as_max_new_tokens(req: Any, restored: int = 0) -> Iterator[None]:
+def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
     """Let SGLang's admission read the request's future KV tokens as ``max_new_tokens``.
 
     It subtracts the tokens already generated, so they are added first. ``ignore_eos`` is cleared:
@@ -162,7 +182,7 @@ def _future_as_max_new_tokens(req: Any, restored: int = 0) -> Iterator[None]:
         return
     params = req.sampling_params
     saved = params.max_new_tokens, params.ignore_eos
-    params.max_new_tokens = _future_tokens(state, req) + restored + len(req.output_ids)
+    params.max_new_tokens = _future_tokens(state, req) + loaded + len(req.output_ids)
     params.ignore_eos = False
     try:
         yield

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers
+from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
+from sgl_skipkv.patches.engine.reuse import row_ids
 from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
 from sgl_skipkv.request.state import RequestState
 
@@ -35,7 +36,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     The newest token is left out, because it is computed again.
     """
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
-    newest = state.prompt_tokens + len(req.output_ids) - 1
+    newest = state.request_tokens + len(req.output_ids) - 1
     recorded_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     if req.input_embeds is not None:
         return  # SGLang drops its output and starts again, so there is nothing to continue
@@ -43,7 +44,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
         return  # the request is in its prefill: there is nothing worth saving
     if not runtime.can_back_up(state, kv.kv_allocated_len, len(req.output_ids)):
         return
-    _wait_for_forward(pool)
+    wait_for_forward(pool)
     row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
@@ -54,14 +55,14 @@ def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Req.init_next_round_input``: as many tokens as the restored row, and the newest."""
     state = state_of(req)
     if state is not None and state.offloaded.backup is not None:
-        tokens = req.origin_input_ids + req.output_ids
+        tokens = row_ids(req, state)
         row_tokens = state.offloaded.backup.row_tokens
         req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
 
 
 def _lengthen_input(req: Any) -> None:
     """Undo ``shorten_input``: SGLang appends to the input and uses its length."""
-    req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+    req.full_untruncated_fill_ids = row_ids(req, req.skipkv)
 
 
 def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
@@ -79,27 +80,27 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     shared = original(batch, req)
     req.prefix_len = backup.row_tokens
     slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
-    _wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
+    wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     buffers = kv_buffers(batch.token_to_kv_pool_allocator)
     for buffer, saved in zip(buffers, backup.kv, strict=True):
         buffer[slots] = saved.to(buffer.device, first_row=matched)
     return torch.cat([shared, slots]) if matched else slots
 
 
-def resume(req: Any, batch: Any, i: int) -> None:
-    """The restored row is in the page table: set the logical length and all tokens again."""
+def resume(req: Any) -> None:
+    """The restored row is in the page table: all tokens are its input again."""
     _lengthen_input(req)
-    batch.orig_seq_lens[i] = len(req.full_untruncated_fill_ids)
 
 
 def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
-    """AFTER ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed.
+    """AFTER ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed, and
+    the recordings of a history that it would have continued.
 
     SGLang may keep the request itself, as the chunked request of a finished batch.
     """
     state = state_of(req)
     if state is not None:
-        state.offloaded.backup = None
+        state.offloaded.backup = state.reuse.continued = None
 
 
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
@@ -122,10 +123,3 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
                     scheduler.waiting_queue.remove(req)
                     end_stranded(scheduler, req)
         original(scheduler, recv_req)
-
-
-def _wait_for_forward(req_to_token_pool: Any) -> None:
-    """Let the schedule stream wait for the running step; the CPU does not wait."""
-    binding = binding_of(req_to_token_pool)
-    if binding is not None:
-        binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)

@@ -19,7 +19,13 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import resume
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.kv_cache import due_of, paged_cache, poison
+from sgl_skipkv.patches.engine.kv_cache import (
+    check_lengths,
+    due_of,
+    free_evicted,
+    paged_cache,
+    shorten_row,
+)
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -74,44 +80,24 @@ def _shorten(
 ) -> None:
     """Free the evicted slots and shorten SGLang's lengths of the rewritten rows.
 
-    One slot holds the KV of one token, so all lengths shrink together; ``orig_seq_lens``, the
-    logical length, is unchanged.
+    All lengths shrink together; ``orig_seq_lens``, the logical length, is unchanged.
 
     Args:
         plans: index of the request in the batch -> its plan.
     """
     allocator, evicted = batch.token_to_kv_pool_allocator, [0] * len(batch.reqs)
-    if binding.config.poison_evicted:
-        poison(allocator, freed)
     allocator.free_group_begin()
-    for slots in freed:
-        allocator.free(slots)
+    free_evicted(binding, allocator, freed)
     allocator.free_group_end()
     for i, plan in plans.items():
         evicted[i] = plan.evicted_tokens
-        batch.reqs[i].kv.kv_committed_len -= plan.evicted_tokens
-        batch.reqs[i].kv.kv_allocated_len -= plan.evicted_tokens
+        shorten_row(batch.reqs[i], plan.evicted_tokens)
     binding.metrics.compacted(len(freed), sum(evicted))
     # New tensors, because the running step still uses the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     batch.seq_lens_sum = None
     batch.batch_is_full = False
-
-
-def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
-    """Assert what a rewrite of the row relies on."""
-    kv = req.kv
-    owned_from = 0 if state.keeps_prompt_private else state.prompt_tokens
-    assert kv.kv_committed_len == kv.kv_allocated_len == seq_len, (
-        f"committed = allocated = sequence length: {kv.kv_committed_len}, "
-        f"{kv.kv_allocated_len}, {seq_len} ({req.rid})"
-    )
-    assert kv.cache_protected_len <= owned_from, (
-        f"the tree owns at most the prompt: {kv.cache_protected_len} > {owned_from} ({req.rid})"
-    )
-    row = state.held.row
-    assert kv.req_pool_idx == row, f"row: expected {row}, got {kv.req_pool_idx} ({req.rid})"
 
 
 def end_request(req: Any, state: RequestState) -> None:
@@ -135,5 +121,7 @@ def admit_rows(result: None, batch: Any) -> None:
         state = state_of(req)
         if state is not None:
             if state.offloaded.backup is not None:
-                resume(req, batch, i)
+                resume(req)
+            if state.kv.evicted_tokens:  # the row is shorter than the sequence
+                batch.orig_seq_lens[i] = prefill_tokens(req)
             binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

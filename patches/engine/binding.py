@@ -29,6 +29,7 @@ class Binding:
     Attributes:
         key_scale: layer -> factor of its cached keys; None: keys are cached in the model's type.
         compilation: of the kernels, if eviction is not enabled at start.
+        without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
     """
 
     config: ServerConfig
@@ -39,6 +40,7 @@ class Binding:
     capture: HiddenCapture | None = None
     key_scale: KeyScale | None = None
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
+    without_reuse: tuple[str, ...] = ()
 
 
 def binding_of(holder: Any) -> Binding | None:

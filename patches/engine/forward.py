@@ -51,10 +51,8 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if not any(states):
         return
     if result.forward_mode.is_decode():
-        positions = result.orig_seq_lens - 1
-        result.positions = positions.to(
-            result.positions.dtype
-        )  # a new tensor: the old one is shared
+        positions = result.orig_seq_lens - 1  # a new tensor: the old one is shared
+        result.positions = positions.to(result.positions.dtype)
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
     elif result.forward_mode.is_extend():
         shifts = [0 if state is None else state.kv.evicted_tokens for state in states]

@@ -63,6 +63,37 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "a request with a backup is prefilled with the length of its row",
     ),
     around(
+        "managers.schedule_batch.Req.init_next_round_input(self, tree_cache=None, cow_mamba=None)",
+        "engine.reuse:continue_history",
+        "a prompt that begins with an earlier request's prompt and output continues its row",
+    ),
+    after(
+        "managers.schedule_batch.Req.refresh_fill_ids(self)",
+        "engine.reuse:fill_with_keys",
+        "the radix tree knows a history by its keys",
+    ),
+    around(
+        "mem_cache.allocation._prefix_kv_indices(batch, req)",
+        "engine.reuse:own_row",
+        "a request that may evict from a history gets a copy",
+    ),
+    around(
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree(self, req, *, "
+        "up_to, **kwargs)",
+        "engine.reuse:split_behind_row_prompt",
+        "the row of a history is split in the radix tree where its own prompt ends",
+    ),
+    after(
+        "managers.schedule_batch.Req.owned_kv_len(self)",
+        "engine.reuse:own_whole_row",
+        "a row that is left for a next turn is filed as a whole",
+    ),
+    after(
+        "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",
+        "engine.reuse:forget_histories",
+        "histories live as long as the tree",
+    ),
+    around(
         "mem_cache.allocation._prefix_kv_indices(batch, req)",
         "engine.backup:restore_row",
         "restore the row of a request from its backup in host memory",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from sgl_skipkv.patches.readiness import Readiness
-
-STATES = ("ready", "unavailable", "refused")
+from sgl_skipkv.patches.readiness import Readiness, State
 
 
 class Metrics:
@@ -31,7 +29,7 @@ class Metrics:
             [*names, "state"],
             multiprocess_mode="mostrecent",
         )
-        for name in STATES:
+        for name in get_args(State):
             state.labels(**self._labels, state=name).set(name == readiness.state)
         self._compactions = Counter(
             "sglang:skipkv_compactions_total", "Compactions of requests with a KV budget.", names
@@ -39,6 +37,22 @@ class Metrics:
         self._evicted = Counter(
             "sglang:skipkv_evicted_tokens_total", "KV tokens evicted and freed.", names
         )
+
+        self._reused = Counter(
+            "sglang:skipkv_reused_tokens_total", "Prompt tokens taken from a history.", names
+        )
+        self._misses = Counter(
+            "sglang:skipkv_reuse_misses_total",
+            "Requests that could not reuse a history, or not all of it.",
+            [*names, "reason"],
+        )
+
+    def reused(self, tokens: int, miss: str) -> None:
+        """Count what one finished request reused."""
+        if self._labels is not None:
+            self._reused.labels(**self._labels).inc(tokens)
+            if miss != "none":
+                self._misses.labels(**self._labels, reason=miss).inc()
 
     def compacted(self, requests: int, evicted_tokens: int) -> None:
         """Count the compactions of one scheduler step."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
+from sgl_skipkv.kernels.on_device import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KeyScale
 from sgl_skipkv.patches.engine.forward import attach
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
@@ -139,7 +139,7 @@ def _build_steerer(
     """The operator's vector, checked against the model and attached to its layer."""
     runner = scheduler.tp_worker.model_runner
     vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
-    preset, keywords = vector.origin.delimiters, vector.keywords
+    preset, keywords = vector.origin.delimiters, vector.origin.keywords.split(",")
     classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
     steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
     attach_steering(runner.model, steerer)

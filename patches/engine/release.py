@@ -1,9 +1,8 @@
 """The release of a row: what is inserted into the radix tree, and when a request is closed.
 
 The tree keys a row by the request's tokens, so it takes entry i for token i. For a compacted row
-that is wrong: it would silently store wrong KV under a valid key. So a request with evictions
-inserts nothing at its end; its prompt was inserted by its prefill. Generated KV of a steered
-request differs from what other requests compute for the same tokens: only its prompt is inserted.
+that is wrong: it would silently store wrong KV under a valid key. Generated KV of a steered request
+differs from what other requests compute for the same tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_skipkv.patches.engine.backup import back_up
-from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.reuse import leaving_history
 
 
 def limit_insert(
@@ -22,16 +22,19 @@ def limit_insert(
 
     While the request runs, at most its prompt, the beginning of every row: otherwise a recomputed
     request would give its generated tokens to the tree and could not evict them. At its end,
-    nothing if tokens were evicted, and the prompt if it was steered.
+    nothing if tokens were evicted (its prefill inserted the prompt), the prompt if it was steered.
     """
     state = state_of(req)
     if state is None or not state.settings.changes_kv:
         return None
+    if state.reuse.row_key is not None:
+        return None  # filed under its own keys
     if kwargs["is_finished"] and state.kv.evicted_tokens:
         return 0
     if kwargs["is_finished"] and not state.settings.steers:
         return None
-    return state.prompt_tokens if result is None else min(result, state.prompt_tokens)
+    shared = state.shared_row_tokens
+    return shared if result is None else min(result, shared)
 
 
 def close_request(
@@ -41,7 +44,13 @@ def close_request(
     state, row_tokens = state_of(req), req.kv.kv_allocated_len
     if state is not None and not req.finished():
         back_up(state, req, tree_cache)
-    original(req, tree_cache, checkpoint=checkpoint)
+    with leaving_history(req, state, tree_cache):
+        original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished():
         reason = (req.finished_reason.to_json() or {}).get("type")
         state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)
+        binding = binding_of(tree_cache.req_to_token_pool)
+        if state.settings.kv_reuse is not None and binding is not None:
+            continued = state.reuse.continued
+            reused_tokens = 0 if continued is None else continued.sent_tokens
+            binding.metrics.reused(reused_tokens, state.reuse.miss)

@@ -1,9 +1,7 @@
 """Retraction: which request is retracted when the pool is full, and what happens to its state.
 
 A retracted request is restored from its backup (``backup.py``) or, without one, prefilled again
-from prompt + generated tokens. That prefill uses full attention, so eviction starts again from
-zero. Only its prompt may be inserted into the radix tree: the tree would own the generated tokens,
-and they could not be evicted again.
+from prompt + generated tokens. That prefill uses full attention, so eviction starts anew.
 """
 
 from __future__ import annotations
@@ -49,5 +47,9 @@ def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | N
     state = state_of(req)
     if state is None or not state.settings.changes_kv:
         return None
-    shareable = 0 if state.keeps_prompt_private else state.prompt_tokens
+    shareable, continued = state.shared_row_tokens, state.reuse.continued
+    if continued is not None and state.offloaded.backup is None:
+        # Recordings of the new text exist only if the request computes it.
+        counts = state.settings.kv_reuse == "budget"
+        shareable = continued.row_tokens if counts else shareable
     return min(max_prefix_len, shareable)

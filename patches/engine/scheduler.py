@@ -22,6 +22,7 @@ from sgl_skipkv.request.settings import (
     resolve_request,
     take_keys,
 )
+from sgl_skipkv.reuse.thoughts import NO_THOUGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,12 @@ def _open(
             return
         settings.check_prompt(len(req.origin_input_ids))
         _check_request_kind(settings, recv_req)
+        if settings.kv_reuse is not None and binding.without_reuse:
+            expected = f"false on this server ({'; '.join(binding.without_reuse)})"
+            raise SettingError("kv_reuse", expected, settings.kv_reuse, "false, or leave it out")
+        if settings.drops_thoughts and binding.runtime.thoughts is None:
+            expected = f"false on this server ({NO_THOUGHTS})"
+            raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")
         if settings.changes_kv:
             binding.compilation.check()
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
@@ -74,8 +81,8 @@ def _open(
         _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
         return
     except MemoryError as error:
-        message = f"kv_budget: no host memory for backups of retracted requests: {error}; "
-        _refuse_for_now(req, message + "lower retraction_backup_bytes (0: no backups)")
+        message = f"kv_budget: no host memory for copies of KV and recordings: {error}; "
+        _refuse_for_now(req, message + "lower retraction_backup_bytes or kv_reuse_bytes (0: none)")
         return
     if req.skipkv.keeps_prompt_private:
         req.skip_radix_cache_insert = True
@@ -124,11 +131,17 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     )
     if not state.runtime.fits_pool(peak_row_tokens):
         return
-    limit = scheduler.model_config.context_len - 1 - prompt_tokens - 1
+    limit = room = context_tokens(scheduler) - prompt_tokens
     for bound in (requested, scheduler.max_new_tokens_limit or None):
         limit = min(limit, bound) if bound is not None else limit
     params.max_new_tokens = max(limit, 0)
+    state.reuse.runs_to_context_end = limit == room
     params.min_new_tokens = min(requested_min, params.max_new_tokens)
+
+
+def context_tokens(scheduler: Any) -> int:
+    """The most tokens of prompt and output together: SGLang's own bound."""
+    return int(scheduler.model_config.context_len) - 2
 
 
 def refuse_unrecomputable(
@@ -168,7 +181,7 @@ def end_stranded(scheduler: Any, req: Any) -> None:
         remedy = "Pause with mode in_place, or raise"
     reason = FINISH_ABORT(
         f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
-        f"{state.prompt_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+        f"{state.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
         f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static.",
         status_code=HTTPStatus.INTERNAL_SERVER_ERROR,

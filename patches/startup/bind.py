@@ -19,17 +19,17 @@ from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.engine.model_side import (
-    ModelSide,
     attention_layers,
     build_model_side,
     key_scale_of,
     model_side_of,
 )
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.patches.startup.capabilities import missing_capabilities
+from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
+from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
 from sgl_skipkv.steering.vector import SteeringVector
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,26 @@ def _can_record(scheduler: Any) -> bool:
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
-    _free_workspace(scheduler)
+    if getattr(scheduler, "skipkv_workspace", None) is not None:
+        # The pool has its final size, so compactions may have the memory. The cache is emptied too:
+        # the allocator would keep it for the stream it was allocated on.
+        scheduler.skipkv_workspace = None
+        torch.cuda.empty_cache()
     config, runner = config_of(scheduler.server_args), scheduler.tp_worker.model_runner
     # The checks read attributes that another SGLang version may not have.
     reasons = registry.problems() or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
+    # As above: where eviction is not supported, nothing more is read.
+    without_reuse, thoughts = list[str](), None
+    if not reasons:
+        without_reuse, thoughts = (
+            missing_for_reuse(scheduler),
+            ThoughtTokens.of(scheduler.tokenizer),
+        )
+        if config.kv_reuse:
+            reasons += without_reuse
+        if config.kv_params.get("drop_thoughts") and thoughts is None:
+            reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     runtime = capture = key_scale = None
     try:
         check_server_defaults(config)
@@ -102,37 +117,36 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
-            runtime, capture = _build_runtime(config, scheduler, side, trace), side.capture
-            key_scale = key_scale_of(runner)
+            buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
+            runtime = Runtime(
+                config,
+                recorder=side.recorder,
+                scale=side.scale,
+                pool_tokens=scheduler.max_total_num_tokens,
+                kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
+                steerer=side.steerer,
+                trace=trace,
+                thoughts=thoughts,
+            )
+            capture, key_scale = side.capture, key_scale_of(runner)
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.enabled)
-    if readiness.state == "refused" and _has_no_gate(scheduler.server_args):
+    # SMG's gRPC servicer starts no ``Engine`` that would receive this report and refuse to start.
+    modes = ("smg_grpc_mode", "grpc_mode")
+    has_no_gate = any(getattr(scheduler.server_args, mode, False) for mode in modes)
+    if readiness.state == "refused" and has_no_gate:
         raise SystemExit(readiness.message())
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
-    binding = Binding(*(config, readiness, runtime, scheduler, metrics, capture, key_scale))
+    binding = Binding(
+        *(config, readiness, runtime, scheduler, metrics, capture, key_scale),
+        without_reuse=tuple(without_reuse),
+    )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if runtime is not None:
         _warm_up(binding, runtime)
     logger.info(readiness.message())
-
-
-def _free_workspace(scheduler: Any) -> None:
-    """The pool has its final size: free the reserved workspace, so that compactions can allocate.
-
-    The cache is emptied too: the allocator would keep the memory for the stream it was allocated
-    on.
-    """
-    if getattr(scheduler, "skipkv_workspace", None) is not None:
-        scheduler.skipkv_workspace = None
-        torch.cuda.empty_cache()
-
-
-def _has_no_gate(server_args: Any) -> bool:
-    """Whether no main process receives the scheduler's report, so only the scheduler can refuse to
-    start: SMG's gRPC servicer does not start SGLang's ``Engine``."""
-    return any(getattr(server_args, name, False) for name in ("smg_grpc_mode", "grpc_mode"))
 
 
 def _warm_up(binding: Binding, runtime: Runtime) -> None:
@@ -153,21 +167,6 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         launch(recorder, cache, *options)
     else:
         binding.compilation.start(compile_kernels)
-
-
-def _build_runtime(
-    config: ServerConfig, scheduler: Any, side: ModelSide, trace: TraceWriter | None
-) -> Runtime:
-    buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
-    return Runtime(
-        config,
-        recorder=side.recorder,
-        scale=side.scale,
-        pool_tokens=scheduler.max_total_num_tokens,
-        kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of all layers of this rank
-        steerer=side.steerer,
-        trace=trace,
-    )
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

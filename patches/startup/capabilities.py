@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.kernels.dtype_names import KEY_NAMES
+from sgl_skipkv.kernels.on_device import KEY_NAMES
 from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
 
 Check = Callable[[Any], str | None]
@@ -127,80 +128,68 @@ class Setting:
     def __call__(self, scheduler: Any) -> str | None:
         from sglang.srt import runtime_context
 
-        bag, *names = self.path.split(".")
-        value = getattr(runtime_context, f"get_{bag}")()
-        for name in names:
-            value = getattr(value, name)
-        return None if value in self.off else f"{self.reason} ({names[-1]}={value})"
+        bag, _, path = self.path.partition(".")
+        value = attrgetter(path)(getattr(runtime_context, f"get_{bag}")())
+        name = path.rpartition(".")[2]
+        return None if value in self.off else f"{self.reason} ({name}={value})"
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A check on one boolean attribute of the scheduler."""
+    """A check on one attribute of the scheduler that must be false or None."""
 
     attribute: str
     reason: str
 
     def __call__(self, scheduler: Any) -> str | None:
-        return f"{self.reason} ({self.attribute})" if getattr(scheduler, self.attribute) else None
+        is_on = attrgetter(self.attribute)(scheduler)
+        return f"{self.reason} ({self.attribute})" if is_on else None
 
 
-_OFF: tuple[object, ...] = (False, None, 0)
-_ONE: tuple[object, ...] = (1,)
+_OFF = (False, None, 0, "none", "null")
 _REUSED = "the next turn reuses the row as a token prefix"
 _STORED = "rows are stored by logical length"
+Rows = tuple[tuple[str, str, str], ...]
 
-#: name, why, path, off values: settings that eviction does not work with
-_SETTINGS: tuple[tuple[str, str, str, tuple[object, ...]], ...] = (
-    ("torch.compile", "it would trace the recording", "exec.graph.enable_torch_compile", _OFF),
+#: name, why, path: settings that must be off
+_SETTINGS: Rows = (
+    ("torch.compile", "it would trace the recording", "exec.graph.enable_torch_compile"),
     (
         "megakernel",
         "a decode step bypasses SGLang's attention layers",
         "exec.kernel.enable_nvidia_megakernel",
-        _OFF,
     ),
-    ("tensor parallel", "scores are not reduced over the ranks", "parallel.tp_size", _ONE),
-    ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size", _ONE),
-    ("data parallel", "the controller drops the schedulers' report", "parallel.dp_size", _ONE),
-    ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size", _ONE),
     (
         "two-batch overlap",
         "a batch is split after positions are set",
         "exec.overlap.enable_two_batch_overlap",
-        _OFF,
     ),
-    (
-        "PD disaggregation",
-        "rows are copied by logical length",
-        "disagg.disaggregation_mode",
-        ("null",),
-    ),
-    ("PD multiplexing", "decode steps run inside a prefill", "disagg.enable_pdmux", _OFF),
-    ("FlexKV", _STORED, "memory.enable_flexkv", _OFF),
-    ("unified cache linker", _STORED, "memory.enable_unified_cache_external_linker", _OFF),
+    ("PD disaggregation", "rows are copied by logical length", "disagg.disaggregation_mode"),
+    ("PD multiplexing", "decode steps run inside a prefill", "disagg.enable_pdmux"),
+    ("FlexKV", _STORED, "memory.enable_flexkv"),
+    ("unified cache linker", _STORED, "memory.enable_unified_cache_external_linker"),
     (
         "other radix backends",
         "only the default cache is known to respect insert limits",
         "memory.radix_cache_backend",
-        (None,),
     ),
-    ("streaming sessions", _REUSED, "serving.enable_streaming_session", _OFF),
-    (
-        "strip thinking cache",
-        "it computes the slots a request owns from its token count",
-        "serving.strip_thinking_cache",
-        _OFF,
-    ),
-    ("kv canary", "it expects token i in row entry i", "observability.kv_canary", ("none", None)),
+    ("streaming sessions", _REUSED, "serving.enable_streaming_session"),
+    ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
+)
+#: name, why, path: settings that must be 1
+_COUNTS: Rows = (
+    ("tensor parallel", "scores are not reduced over the ranks", "parallel.tp_size"),
+    ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
+    ("data parallel", "the controller drops the schedulers' report", "parallel.dp_size"),
+    ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
     (
         "several tokenizer workers",
         "workers do not receive the schedulers' report",
         "serving.tokenizer_worker_num",
-        _ONE,
     ),
 )
 #: name, why, attribute of the scheduler
-_SWITCHES: tuple[tuple[str, str, str], ...] = (
+_SWITCHES: Rows = (
     ("hybrid / mamba", "state is tied to the number of tokens", "is_hybrid_ssm"),
     ("mixed chunk", "positions of decode rows come from row lengths", "is_mixed_chunk"),
     ("DP attention", "decode batches become extend batches", "attn_dp_enabled"),
@@ -209,6 +198,10 @@ _SWITCHES: tuple[tuple[str, str, str], ...] = (
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
     ("session radix cache", _REUSED, "enable_session_radix_cache"),
+    ("diffusion LLM", "blocks are rewritten in place", "dllm_config"),
+    ("multimodal rotary positions", "positions have three axes", "model_config.model_is_mrope"),
+    ("encoder-decoder", "rows begin with encoder tokens", "model_config.is_encoder_decoder"),
+    ("Rust server", "requests bypass SGLang's Python tokenizer manager", "rust_server"),
 )
 #: name, why, check
 _OTHERS: tuple[tuple[str, str, Check], ...] = (
@@ -222,21 +215,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         lambda s: None if s.spec_algorithm.is_none() else "speculative decoding",
     ),
     (
-        "diffusion LLM",
-        "blocks are rewritten in place",
-        lambda s: None if s.dllm_config is None else "diffusion LLM",
-    ),
-    (
-        "multimodal rotary positions",
-        "positions have three axes",
-        lambda s: "mrope model" if s.model_config.model_is_mrope else None,
-    ),
-    (
-        "encoder-decoder",
-        "rows begin with encoder tokens",
-        lambda s: "encoder-decoder model" if s.model_config.is_encoder_decoder else None,
-    ),
-    (
         "embedding models",
         "nothing is generated",
         lambda s: None if s.is_generation else "not a generation model",
@@ -245,11 +223,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         "no tokenizer",
         "sentence delimiters are compiled from it",
         lambda s: "--skip-tokenizer-init" if s.tokenizer is None else None,
-    ),
-    (
-        "Rust server",
-        "requests bypass SGLang's Python tokenizer manager",
-        lambda s: "the Rust server" if s.rust_server is not None else None,
     ),
 )
 
@@ -271,7 +244,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),
-    *(Capability(name, "no", why, Setting(path, off, name)) for name, why, path, off in _SETTINGS),
+    Capability("kv_reuse", "per request", "400 without a radix cache and with --kv-events-config"),
+    *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
+    *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
     *(Capability(name, "no", why, Switch(attribute, name)) for name, why, attribute in _SWITCHES),
     *(Capability(name, "no", why, check) for name, why, check in _OTHERS),
 )
@@ -283,15 +258,26 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
     Args:
         settings_only: check only settings, before pools and graphs exist.
     """
-    reasons: list[str] = []
-    for capability in CAPABILITIES:
-        check = capability.check
-        if check is None or (settings_only and not isinstance(check, Setting)):
-            continue
-        reason = check(scheduler)
-        if reason is not None:
-            reasons.append(reason)
-    return reasons
+    checks = [row.check for row in CAPABILITIES if row.check is not None]
+    if settings_only:
+        checks = [check for check in checks if isinstance(check, Setting)]
+    return [reason for check in checks if (reason := check(scheduler)) is not None]
+
+
+#: beside these no request may have kv_reuse
+_WITHOUT_REUSE: tuple[Check, ...] = (
+    Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
+    Setting(
+        "observability.kv_events_config",
+        (None, ""),
+        "kv_reuse with KV events, which would publish private keys as token ids",
+    ),
+)
+
+
+def missing_for_reuse(scheduler: Any) -> list[str]:
+    """Every reason why a scheduler that can evict cannot serve requests with ``kv_reuse``."""
+    return [reason for check in _WITHOUT_REUSE if (reason := check(scheduler)) is not None]
 
 
 def platform_name() -> str:

@@ -12,20 +12,17 @@ from typing import Any
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
 from sgl_skipkv.steering.vector import SteeringVector
 
-# Flag -> (name in ServerConfig, type, help).
-FLAGS: dict[str, tuple[str, type, str]] = {
-    "--kv-budget": ("kv_budget", int, "Default kv_budget: generated KV tokens kept per request."),
-    "--kv-policy": ("kv_policy", str, "Default eviction policy."),
-    "--kv-interval": ("kv_interval", int, "Generated tokens between two compactions of a request."),
-    "--kv-budget-max": ("kv_budget_max", int, "Largest kv_budget that a request may set."),
-    "--steering-vector": ("steering_vector", str, "A safetensors file with a steering vector."),
-    "--steering": ("steering", float, "Default steering strength (alpha_0)."),
-    "--steering-gamma": (
-        "steering_gamma",
-        float,
-        "Steering strength added per non-execution sentence.",
-    ),
-    "--skipkv-trace": ("trace", str, "Append one JSON line per compaction to this file."),
+# Flag -> (name in ServerConfig, type).
+FLAGS: dict[str, tuple[str, type]] = {
+    "--kv-budget": ("kv_budget", int),
+    "--kv-policy": ("kv_policy", str),
+    "--kv-interval": ("kv_interval", int),
+    "--kv-reuse": ("kv_reuse", str),
+    "--kv-budget-max": ("kv_budget_max", int),
+    "--steering-vector": ("steering_vector", str),
+    "--steering": ("steering", float),
+    "--steering-gamma": ("steering_gamma", float),
+    "--skipkv-trace": ("trace", str),
 }
 CONFIG_FLAG = "--skipkv-config"
 
@@ -33,7 +30,8 @@ CONFIG_FLAG = "--skipkv-config"
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``."""
     group = parser.add_argument_group("sgl_skipkv", "A KV budget for every request.")
-    for flag, (_, kind, text) in FLAGS.items():
+    for flag, (name, kind) in FLAGS.items():
+        text = ServerConfig.model_fields[name].description
         group.add_argument(flag, type=kind, default=None, help=text)
     group.add_argument(CONFIG_FLAG, default=None, help="A JSON file with sgl_skipkv's settings.")
 
@@ -46,7 +44,7 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     """
     given = {
         name: getattr(args, _dest(flag))
-        for flag, (name, _, _) in FLAGS.items()
+        for flag, (name, _) in FLAGS.items()
         if getattr(args, _dest(flag), None) is not None
     }
     config = settings_or_exit(given, getattr(args, _dest(CONFIG_FLAG), None))

@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches import registry
-from sgl_skipkv.patches.api.gate import Gate, collect_keys, preferred_parameters
+from sgl_skipkv.patches.api.gate import Gate, collect_keys
 from sgl_skipkv.patches.api.routes import bind_routes
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
@@ -38,7 +38,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
 def _wrong_preferred(manager: Any) -> str | None:
     """Refuse keys in ``--preferred-sampling-params``: SGLang merges those after our checks."""
     try:
-        _, keys = collect_keys(preferred_parameters(manager))
+        _, keys = collect_keys(manager.preferred_sampling_params or {})
         for name in keys:
             expected = f"no {name}, whose server default is a setting of sgl_skipkv"
             choices = "--kv-budget, --kv-policy, --steering or --skipkv-config"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from sgl_skipkv.cli.files import read_json, read_lines
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
@@ -46,24 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
     capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
     steering = commands.add_parser("steering", help="create steering vectors")
-    _add_extract_arguments(steering.add_subparsers(dest="kind", required=True))
-    arguments = parser.parse_args(argv)
-    console = Console(soft_wrap=False)
-    if arguments.command == "doctor":
-        return doctor(console)
-    shown = {"padding": report_padding, "capacity": report_capacity, "extract": extract_steering}
-    try:
-        if arguments.command == "trace":
-            from sgl_skipkv.cli.trace_view import show_trace
-
-            return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
-        console.print(shown[arguments.kind](arguments))
-    except SettingError as error:
-        parser.error(str(error))
-    return 0
-
-
-def _add_extract_arguments(kinds: Any) -> None:
+    kinds = steering.add_subparsers(dest="kind", required=True)
     extract = kinds.add_parser("extract", help="extract a steering vector from traces")
     extract.add_argument("--model-path", required=True, help="folder or name")
     source = extract.add_mutually_exclusive_group(required=True)
@@ -82,6 +64,20 @@ def _add_extract_arguments(kinds: Any) -> None:
         "--work", type=Path, help="folder for results and resume; default: OUT.work"
     )
     extract.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
+    arguments = parser.parse_args(argv)
+    console = Console(soft_wrap=False)
+    if arguments.command == "doctor":
+        return doctor(console)
+    shown = {"padding": report_padding, "capacity": report_capacity, "extract": extract_steering}
+    try:
+        if arguments.command == "trace":
+            from sgl_skipkv.cli.trace_view import show_trace
+
+            return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
+        console.print(shown[arguments.kind](arguments))
+    except SettingError as error:
+        parser.error(str(error))
+    return 0
 
 
 def extract_steering(arguments: argparse.Namespace) -> Table:
@@ -132,22 +128,6 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
     return table
 
 
-def read_lines(path: Path, *fields: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, each with these fields."""
-    example = json.dumps(dict.fromkeys(fields or ("prompt",), "..."))
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:  # not there, no JSON, or no UTF-8
-        raise SettingError("file", "readable JSONL", f"{path} ({error})", example) from error
-    for line in lines:
-        if not isinstance(line, dict) or not all(isinstance(line.get(f), str) for f in fields):
-            expected = f"objects with {', '.join(fields) or 'names'}"
-            raise SettingError("file", expected, line, example)
-    if not lines:
-        raise SettingError("file", "at least one line", str(path), example)
-    return lines
-
-
 def report_padding(arguments: argparse.Namespace) -> Table:
     """Valid budgets of static batches, in file order and sorted by length."""
     from sgl_skipkv.cli import report
@@ -167,11 +147,15 @@ def report_padding(arguments: argparse.Namespace) -> Table:
 
 
 def report_capacity(arguments: argparse.Namespace) -> Table:
-    """Requests that fit in a KV pool at once, for each budget and without one."""
+    """Requests that fit in a KV pool at once, for each budget and without one: ``pool / row``.
+
+    A row is the most that a request ever holds: its prompt, unless it is shared in the radix cache,
+    and ``kv_budget + interval + 1``, or its full output without a budget.
+    """
     from sgl_skipkv.cli import report
 
     path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
-    config = read_config(path)
+    config = read_json("model", path, dict, "a model's config.json")
     token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)
     pool_tokens = 0
     if 0 < arguments.kv_memory_gib < math.inf:
@@ -195,7 +179,7 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
     )
     for kv_budget in arguments.kv_budget:
         row_tokens = prompt + kv_budget + arguments.interval + 1
-        fit = report.capacity(pool_tokens, row_tokens)
+        fit = pool_tokens // row_tokens
         # With a one-byte KV cache, queries and sentence vectors have the model's type.
         sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
         recorded = sum(report.recorded_bytes(config, *sizes).values())
@@ -203,21 +187,8 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
         cells = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
         table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *cells)
     row_tokens = prompt + arguments.output_tokens
-    fit = report.capacity(pool_tokens, row_tokens)
-    table.add_row("none", f"{row_tokens:,}", f"{fit:,}", "0", "0.0%")
+    table.add_row("none", f"{row_tokens:,}", f"{pool_tokens // row_tokens:,}", "0", "0.0%")
     return table
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A model's ``config.json``."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not there, no JSON, or no UTF-8
-        expected, choices = "a readable config.json", "the folder of a model"
-        raise SettingError("model", expected, f"{path} ({error})", choices) from error
-    if not isinstance(config, dict):
-        raise SettingError("model", "a JSON object", config, "a model's config.json")
-    return config
 
 
 def doctor(console: Console) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sgl_skipkv.cli.tokenizer_files import load_tokenizer
+from sgl_skipkv.cli.files import load_tokenizer, read_json, read_lines
 from sgl_skipkv.config import ServerConfig, SettingError
 
 
@@ -62,27 +61,16 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
     Raises:
         SettingError: neither kind of file, a missing field, or no tokenizer for text.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            counts = json.loads(text)
-            if not isinstance(counts, list) or any(type(count) is not int for count in counts):
-                raise SettingError("file", "a JSON list of token counts", counts, "a .jsonl file")
-            return counts
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except OSError as error:
-        got = f"{path} ({error.strerror})"
-        raise SettingError("file", "a readable file", got, ".json or .jsonl") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SettingError("file", "JSON", f"{path} ({error})", ".json or .jsonl") from error
+    if path.suffix == ".json":
+        counts: list[int] = read_json("file", path, list, "a JSON list of token counts")
+        if any(type(count) is not int for count in counts):
+            raise SettingError("file", "a JSON list of token counts", counts, "a .jsonl file")
+        return counts
+    lines = read_lines(path, field)
     if tokenizer is None:
         choices = "a folder or name that Transformers loads"
         raise SettingError("tokenizer", "a tokenizer, because the file holds text", None, choices)
     encode = load_tokenizer("tokenizer", tokenizer).encode
-    for line in lines:
-        if not isinstance(line, dict) or not isinstance(line.get(field), str):
-            known = ", ".join(line) if isinstance(line, dict) else "JSON objects"
-            raise SettingError("field", "the name of a text field in every line", field, known)
     return [len(encode(line[field])) for line in lines]
 
 
@@ -96,8 +84,8 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
     Raises:
         SettingError: the configuration lacks a size.
     """
-    sizes = _sizes(config)
-    return 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * value_bytes
+    layers, _, kv_heads, head_dim, _ = _sizes(config)
+    return 2 * layers * kv_heads * head_dim * value_bytes
 
 
 def recorded_bytes(
@@ -118,47 +106,25 @@ def recorded_bytes(
     Raises:
         SettingError: the configuration lacks a size.
     """
-    sizes, tracks = _sizes(config), requests + 1
-    ring = sizes.layers * settings.query_window * sizes.heads * sizes.head_dim * value_bytes
-    stored = settings.max_sentences * (sizes.hidden_size * value_bytes + 4)
+    (layers, heads, _, head_dim, hidden), tracks = _sizes(config), requests + 1
+    ring = layers * settings.query_window * heads * head_dim * value_bytes
+    stored = settings.max_sentences * (hidden * value_bytes + 4)
     return {
         "queries": tracks * ring,
         # 14: index, length, flag and preset of the open sentence.
-        "sentences": tracks * (stored + 4 * sizes.hidden_size + 14),
+        "sentences": tracks * (stored + 4 * hidden + 14),
         "workspace": settings.compaction_work_bytes,
     }
 
 
-class _Sizes(NamedTuple):
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden_size: int
-
-
-def _sizes(config: dict[str, Any]) -> _Sizes:
+def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    """Layers, query heads, KV heads, head size and hidden size."""
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return _Sizes(
-            int(config["num_hidden_layers"]),
-            heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config.get("head_dim") or hidden // heads),
-            hidden,
-        )
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        return int(config["num_hidden_layers"]), heads, kv_heads, head_dim, hidden
     except KeyError as error:
         raise SettingError(
             "model", "a config.json of a decoder", f"one without {error.args[0]}", "another model"
         ) from error
-
-
-def capacity(pool_tokens: int, row_tokens: int) -> int:
-    """Requests that a KV pool holds at once: ``pool / row``.
-
-    Args:
-        pool_tokens: KV tokens of the pool.
-        row_tokens: the most that a request ever holds: its prompt, unless it is shared in the radix
-            cache, and ``kv_budget + interval + 1``, or its full output without a budget.
-    """
-    return pool_tokens // row_tokens

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,7 +76,7 @@ def device_arguments(*, captures: bool = False) -> list[str]:
     return ["--attention-backend", "triton", "--page-size", "1", *([] if captures else off)]
 
 
-class ServerProcess:
+class ServerProcess(AbstractContextManager["ServerProcess"]):
     """``python -m sglang.launch_server`` as a context manager.
 
     Args:
@@ -102,6 +103,7 @@ class ServerProcess:
         self.log_path = folder / "server.log"
         self._port_claim = claimed_port()
         self.port: int = self._port_claim.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
         device = device_arguments(captures=captures)
         platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
@@ -119,10 +121,6 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
@@ -180,9 +178,6 @@ class ServerProcess:
         except ProcessLookupError:
             return False
         return True
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()

@@ -15,22 +15,24 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.progress import track
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cosine_similarity
 from transformers import AutoConfig
 
+from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.server_process import ServerProcess
-from sgl_skipkv.cli.tokenizer_files import load_tokenizer
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.steering.class_statistics import ClassStatistics, class_statistics_of
 from sgl_skipkv.steering.steerer import TokenClasses
-from sgl_skipkv.steering.vector import Origin, SteeringVector, cosine
+from sgl_skipkv.steering.vector import Origin, SteeringVector
 
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: the command warns if a class has fewer thoughts
@@ -85,6 +87,7 @@ class Extraction:
         self._server_flags = list(server_flags)
         self.tokenizer = load_tokenizer("model-path", model_path)
         self._config = AutoConfig.from_pretrained(model_path)
+        self.layers: int = self._config.num_hidden_layers
         newlines = newline_tokens(self.tokenizer)
         self._delimiters = Delimiters(newlines, self._config.vocab_size)
         ends = newlines
@@ -95,11 +98,6 @@ class Extraction:
         self._traces, self._sums = work / "traces.jsonl", work / "sums"
         self._captured = work / "captured"
         self._writing = threading.Lock()
-
-    @property
-    def layers(self) -> int:
-        layers: int = self._config.num_hidden_layers
-        return layers
 
     def from_prompts(self, prompts: Sequence[str], max_new_tokens: int) -> ClassStatistics:
         """Generate missing traces, capture missing hidden states, return the sums.
@@ -112,19 +110,12 @@ class Extraction:
         longest = _longest("prompts", ids, limit_tokens - 1)
         self._begin({"prompts": ids, "max_new_tokens": max_new_tokens})
         traces = self._read_traces()
-
-        def work(server: ServerProcess) -> None:
-            todo = [number for number in range(len(ids)) if number not in traces]
-
-            def generate(number: int) -> None:
-                new_tokens = min(max_new_tokens, limit_tokens - len(ids[number]))
-                traces[number] = self._generate(server, number, ids[number], new_tokens)
-
-            self._each(todo, "traces", generate)
-            self._capture_all(server, traces)
-
-        most_tokens = min(longest + max_new_tokens, limit_tokens)
-        return self._finish(len(ids), traces, most_tokens, work)
+        missing = [
+            (number, own, min(max_new_tokens, limit_tokens - len(own)))
+            for number, own in enumerate(ids)
+            if number not in traces
+        ]
+        return self._finish(traces, min(longest + max_new_tokens, limit_tokens), missing)
 
     def from_traces(self, given: Sequence[Mapping[str, str]]) -> ClassStatistics:
         """Like ``from_prompts``, for given traces: ``prompt`` (as sent to the model), ``output``.
@@ -133,16 +124,14 @@ class Extraction:
             SettingError: the work folder belongs to other traces, or one is longer than the model's
                 context.
         """
-        traces: dict[int, dict[str, Any]] = {
-            number: {"number": number, **self._trace_ids(trace)}
-            for number, trace in enumerate(given)
-        }
+        traces: dict[int, dict[str, Any]] = {}
+        for number, trace in enumerate(given):
+            prompt, output = self._ids(trace["prompt"]), self._ids(trace["output"])
+            traces[number] = {"number": number, "prompt_ids": prompt, "output_ids": output}
         whole = [[*trace["prompt_ids"], *trace["output_ids"]] for trace in traces.values()]
         most_tokens = _longest("traces", whole, self._config.max_position_embeddings - 2)
         self._begin({"traces": list(traces.values())})
-        return self._finish(
-            len(traces), traces, most_tokens, lambda server: self._capture_all(server, traces)
-        )
+        return self._finish(traces, most_tokens)
 
     def statistics(self, part: int | None = None) -> ClassStatistics:
         """The sums of all traces, or of the even (0) or odd (1) ones."""
@@ -157,17 +146,11 @@ class Extraction:
     def report(self) -> list[LayerReport]:
         """Separation and stability of every layer's vector."""
         statistics = self.statistics()
-        difference, separation = statistics.difference(), statistics.separation()
+        norms = statistics.difference().norm(dim=1).tolist()
         even, odd = (self.statistics(part).difference() for part in (0, 1))
-        return [
-            LayerReport(
-                layer,
-                float(separation[layer]),
-                cosine(even[layer], odd[layer]),
-                float(difference[layer].norm()),
-            )
-            for layer in range(len(separation))
-        ]
+        cosines = cosine_similarity(even.float(), odd.float(), dim=1).tolist()
+        columns = zip(statistics.separation().tolist(), cosines, norms, strict=True)
+        return [LayerReport(layer, *column) for layer, column in enumerate(columns)]
 
     def vector(self, chosen: LayerReport) -> SteeringVector:
         """The vector of one layer, with its metadata.
@@ -209,12 +192,9 @@ class Extraction:
         path = self.work / "settings.json"
         saved = json.loads(path.read_text()) if path.exists() else {"traces": traces}
         if saved["traces"] != traces:
-            raise SettingError(
-                "work",
-                "a folder of the same model, traces or prompts, and max-new-tokens",
-                str(self.work),
-                "another folder, an empty one, or the arguments of its first run",
-            )
+            expected = "a folder of the same model, traces or prompts, and max-new-tokens"
+            choices = "another folder, an empty one, or the arguments of its first run"
+            raise SettingError("work", expected, str(self.work), choices)
         if saved.get("labels") != labels:  # the traces remain valid
             shutil.rmtree(self._sums)
             self._sums.mkdir()
@@ -223,15 +203,23 @@ class Extraction:
 
     def _finish(
         self,
-        count: int,
-        traces: Mapping[int, Mapping[str, Any]],
+        traces: dict[int, dict[str, Any]],
         most_tokens: int,
-        work: Callable[[ServerProcess], None],
+        missing: Sequence[tuple[int, list[int], int]] = (),
     ) -> ClassStatistics:
-        """The sums of all traces; starts a server if results are missing."""
-        if len(self._done()) < count or len(traces) < count:
+        """The sums of all traces; starts a server if results are missing.
+
+        Args:
+            missing: number, prompt and most new tokens of each trace that must be generated.
+        """
+        if missing or len(self._done()) < len(traces):
             with self._server(most_tokens) as server:
-                work(server.wait_ready(600))
+                server.wait_ready(600)
+                for trace in self._each(missing, "traces", partial(self._generate, server)):
+                    traces[trace["number"]] = trace
+                done = self._done()
+                todo = [traces[number] for number in sorted(traces) if number not in done]
+                self._each(todo, "hidden states", partial(self._capture, server))
         return self.statistics()
 
     def _done(self) -> set[int]:
@@ -250,19 +238,15 @@ class Extraction:
         return ServerProcess(self.model_path, self.work / "server", [*flags, *self._server_flags])
 
     def _generate(
-        self, server: ServerProcess, number: int, ids: list[int], max_new_tokens: int
+        self, server: ServerProcess, missing: tuple[int, list[int], int]
     ) -> dict[str, Any]:
+        number, ids, max_new_tokens = missing
         params = {"temperature": 0, "max_new_tokens": max_new_tokens}
         answer = server.post("/generate", {"input_ids": ids, "sampling_params": params})
         trace = {"number": number, "prompt_ids": ids, "output_ids": answer["output_ids"]}
         with self._writing, self._traces.open("a") as file:
             file.write(json.dumps(trace) + "\n")
         return trace
-
-    def _capture_all(self, server: ServerProcess, traces: Mapping[int, Mapping[str, Any]]) -> None:
-        done = self._done()
-        todo = [traces[number] for number in sorted(traces) if number not in done]
-        self._each(todo, "hidden states", lambda trace: self._capture(server, trace))
 
     def _capture(self, server: ServerProcess, trace: Mapping[str, Any]) -> None:
         number = trace["number"]
@@ -304,10 +288,9 @@ class Extraction:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _each(self, items: Sequence[Any], what: str, work: Any) -> None:
+    def _each(self, items: Sequence[Any], what: str, work: Callable[[Any], Any]) -> list[Any]:
         with ThreadPoolExecutor(self.parallel) as pool:
-            for _ in track(pool.map(work, items), what, total=len(items)):
-                pass
+            return list(track(pool.map(work, items), what, total=len(items)))
 
     def _read_traces(self) -> dict[int, dict[str, Any]]:
         if not self._traces.exists():
@@ -315,12 +298,6 @@ class Extraction:
         whole, end, _ = self._traces.read_text().rpartition("\n")
         self._traces.write_text(whole + end)  # a stopped run may have cut the last line
         return {trace["number"]: trace for trace in map(json.loads, whole.splitlines())}
-
-    def _trace_ids(self, trace: Mapping[str, str]) -> dict[str, list[int]]:
-        return {
-            name: self._ids(trace[key])
-            for name, key in (("prompt_ids", "prompt"), ("output_ids", "output"))
-        }
 
 
 def _longest(field: str, sequences: Sequence[Sequence[int]], limit_tokens: int) -> int:

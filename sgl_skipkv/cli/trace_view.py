@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from sgl_skipkv.cli.tokenizer_files import load_tokenizer
+from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.request.trace import read_trace
 
 
@@ -31,8 +31,15 @@ def show_trace(console: Console, path: str, model_path: str, rid: str | None) ->
 def show(console: Console, events: Sequence[dict[str, Any]], tokenizer: Any) -> None:
     """Print a request's text and its eviction summary."""
     styled = console.is_terminal and not console.no_color
-    console.print(render(events, tokenizer, marks=("", "") if styled else ("~~", "~~")))
-    console.print(legend(events[-1]))
+    console.print(render(events, tokenizer, mark="" if styled else "~~"))
+    finish = events[-1]
+    legend = (
+        f"[{finish['policy']}, kv_budget {finish.get('kv_budget')}: "
+        f"{finish['evicted_tokens']} of {finish['full_kv_tokens']} tokens evicted, struck through; "
+        f"{finish['evicted_sentences']} of {finish['sentences']} sentences whole, "
+        f"peak {finish['peak_kv_tokens']} KV tokens]"
+    )
+    console.print(Text(legend, style="italic"))
 
 
 def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
@@ -47,13 +54,11 @@ def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
     return evicted
 
 
-def render(
-    events: Sequence[dict[str, Any]], tokenizer: Any, *, marks: tuple[str, str] = ("", "")
-) -> Text:
+def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") -> Text:
     """The generated text of one request: evicted tokens dim and struck through.
 
     Args:
-        marks: before and after each run of evicted tokens, for output without styles.
+        mark: before and after each run of evicted tokens, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     evicted = evicted_positions(events)
@@ -62,17 +67,7 @@ def render(
         # Token by token: the text of a run may depend on the tokens around it.
         words = "".join(tokenizer.decode([token_id]) for _, token_id in run)
         if is_evicted:
-            text.append(marks[0] + words + marks[1], style="dim strike")
+            text.append(mark + words + mark, style="dim strike")
         else:
             text.append(words)
     return text
-
-
-def legend(finish: dict[str, Any]) -> Text:
-    return Text(
-        f"[{finish['policy']}, kv_budget {finish.get('kv_budget')}: "
-        f"{finish['evicted_tokens']} of {finish['full_kv_tokens']} tokens evicted, struck through; "
-        f"{finish['evicted_sentences']} of {finish['sentences']} sentences whole, "
-        f"peak {finish['peak_kv_tokens']} KV tokens]",
-        style="italic",
-    )

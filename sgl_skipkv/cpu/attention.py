@@ -31,15 +31,10 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         encoder_lens: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of one query per request over its page-table row.
+        """Attention of one query per request over its page-table row, written to ``output``.
 
-        Args:
-            query: ``[batch, query heads, head_dim]``.
-            output: like ``query``, with the values' head size; written in place.
-            k_cache: ``[slots, KV heads, head_dim]``; likewise ``v_cache``.
-            req_to_token: ``[rows, columns]`` slot ids.
-            req_pool_indices: ``[batch]`` rows.
-            seq_lens: ``[batch]`` tokens in each row.
+        query, output: [B, Hq, d]; k_cache, v_cache: [slots, Hkv, d]; req_to_token: [rows, width];
+        req_pool_indices, seq_lens: [B], row and tokens of each request.
         """
         windowed = options.get("sliding_window_size") is not None
         if encoder_lens is not None or windowed or query.dtype != k_cache.dtype:

@@ -17,7 +17,7 @@ class Due(NamedTuple):
 
     Attributes:
         row_tokens: entries of its row in use.
-        output_ids: generated token ids; at least those whose KV is in the row.
+        output_ids: token ids behind ``state.prompt_tokens``; at least those with KV in the row.
         keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
         cache: where they lie, for kernels that read them in place; None where none run.
     """

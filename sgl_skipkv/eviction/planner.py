@@ -16,7 +16,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
-from sgl_skipkv.eviction.select import select_together
+from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.recording.recorder import Recorder
@@ -40,7 +40,8 @@ class Planner:
             due: whose last compaction is read back, so that ``live`` is true.
         """
         for one in due:
-            _feed(one)
+            generated = one.logical_tokens - one.state.prompt_tokens
+            one.state.sentences.feed(one.output_ids[:generated])
         self.track([one for one in due if one.state.settings.policy.needs_attention])
         tables = [self._table(one.state) for one in due]
         policies = [one.state.settings.policy for one in due]
@@ -64,6 +65,23 @@ class Planner:
             )
             for one, selection, seen, is_finite, table in parts
         ]
+
+    def plan_without(self, due: Due, first: int, stop: int) -> Plan:
+        """Keep all but these row entries, half-open, whatever their scores.
+
+        Args:
+            due: whose last compaction is read back.
+        """
+        state, device = due.state, self._recorder.device
+        state.sentences.feed(due.output_ids[: due.logical_tokens - state.prompt_tokens])
+        rows, table = torch.arange(due.row_tokens, device=device), self._table(state)
+        (positions,) = self._positions([due])
+        return Plan(
+            *(state, Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])),
+            *(positions, torch.ones((), dtype=torch.bool, device=device)),
+            *(due.row_tokens, due.logical_tokens),
+            *(() if table is None else (table.kept, table.entries)),
+        )
 
     def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
         """Whether the request's statistics must be brought up to date in this step.
@@ -104,9 +122,8 @@ class Planner:
         parts = []
         for one in due:
             last = one.state.kv.last
-            old, first_new = (
-                (every[:0], 0) if last is None else (last.positions, last.logical_tokens)
-            )
+            old = every[:0] if last is None else last.positions
+            first_new = 0 if last is None else last.logical_tokens
             new = every[first_new : one.logical_tokens]
             assert len(old) + len(new) == one.row_tokens, "row + evicted = logical length"
             parts += [old, new]
@@ -120,10 +137,10 @@ class Planner:
             location = due.location(self._recorder.queries.data)
         elif policy.needs_queries:
             queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
-        seed = zlib.crc32(f"{state.prompt_seed}:{state.report.compactions}".encode())
+        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
-            prompt_tokens=state.prompt_tokens,
+            prompt_tokens=state.prompt_row_tokens,
             layers=self._recorder.shape.layers,
             keys=due.keys,
             queries=queries,
@@ -138,25 +155,12 @@ class Planner:
         """Which entries of the request's table are of sentences not known to be evicted."""
         if not state.settings.policy.needs_sentences:
             return None
-        sentences, capacity = state.sentences, self._recorder.sentences.capacity
-        closed = range(sentences.table_closed, len(sentences.tracker.closed))
-        known = [*sentences.table, *closed]
-        if len(known) > capacity:  # a full table kept overwriting its last entry
-            known = [*known[: capacity - 1], known[-1]]
-        live = set(sentences.live)
+        capacity = self._recorder.sentences.capacity
+        known, live = state.sentences.entries(capacity), set(state.sentences.live)
         # A quarter of the table stays free for the sentences of the next interval.
         most = capacity - capacity // 4
         entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
         return _Table(len(known), entries, [known[i] for i in entries])
-
-
-def _feed(due: Due) -> None:
-    """The request's sentences know every cached token."""
-    sentences = due.state.sentences
-    tracker, generated = sentences.tracker, due.logical_tokens - due.state.prompt_tokens
-    tracker.feed(due.output_ids[tracker.seen_tokens : generated])
-    sentences.live.extend(range(sentences.seen, len(tracker.closed)))
-    sentences.seen = len(tracker.closed)
 
 
 class _Table(NamedTuple):
@@ -174,10 +178,10 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     until the next one.
     """
     policy, params = state.settings.policy, state.settings.policy.params
-    prompt = state.prompt_tokens if params.protect_prompt else 0
+    prompt = state.prompt_row_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
     keep = state.keep_tokens
-    tail = policy.protected_tail(state.settings.budget_after(state.report.compactions + 1))
+    tail = policy.protected_tail(state.settings.budget_after(state.compactions + 1))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose

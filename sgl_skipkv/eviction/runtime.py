@@ -1,9 +1,7 @@
 """The owner of per-request state: opens, admits, compacts and closes requests.
 
-The CPU decides how many tokens are kept, the device which ones. All counts (when a compaction is
-due, how many tokens are kept, which sentences exist) follow from integers that the scheduler has.
-The kept positions are copied to the CPU asynchronously and read back at the request's next
-compaction, many steps later, so nothing waits for the device.
+All counts follow from integers that the scheduler has, and the kept positions are read back at the
+request's next compaction, many steps later, so nothing waits for the device (docs/design.md).
 """
 
 from __future__ import annotations
@@ -11,11 +9,12 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
@@ -32,6 +31,10 @@ from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
 from sgl_skipkv.request.trace import TraceWriter
+from sgl_skipkv.reuse.continuation import Left, continue_history, history_of
+from sgl_skipkv.reuse.histories import Found, Histories
+from sgl_skipkv.reuse.history import History
+from sgl_skipkv.reuse.thoughts import ThoughtTokens
 from sgl_skipkv.steering.steerer import Steerer
 
 T = TypeVar("T")
@@ -43,6 +46,8 @@ class Runtime:
     Attributes:
         planner: chooses the tokens that are kept.
         host_memory: for backups of retracted requests.
+        histories: rows that finished requests left (``kv_reuse``).
+        thoughts: the tokens around thoughts; None: ``</think>`` is not one token.
     """
 
     def __init__(
@@ -55,15 +60,18 @@ class Runtime:
         kv_token_bytes: int,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
+        thoughts: ThoughtTokens | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
         self.steerer = steerer
+        self.thoughts = thoughts
         self.pool_tokens = pool_tokens
         self._trace = trace
         self.planner = Planner(recorder, scale=scale)
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
+        self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
         self._kv_token_bytes, self.backs_up = kv_token_bytes, True
         self._open: set[RequestState] = set()
         self.opened_requests = 0
@@ -85,7 +93,9 @@ class Runtime:
             self,
             rid,
             settings,
-            prompt_tokens,
+            sent_tokens=prompt_tokens,
+            request_tokens=prompt_tokens,
+            prompt_tokens=prompt_tokens,
             prompt_seed=zlib.crc32(array("q", prompt_ids).tobytes()),
             kv=KVState(tracked_tokens=prompt_tokens),
             sentences=self._no_sentences(settings),
@@ -96,6 +106,8 @@ class Runtime:
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
         if settings.evicts:
             self.host_memory.reserve()
+        if settings.kv_reuse == "budget" and state.needs_track:
+            self.histories.memory.reserve()
         if state.needs_track:
             self.recorder.reserve()
         return state
@@ -110,7 +122,7 @@ class Runtime:
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens."""
-        return self.fits_pool(state.prompt_tokens + generated)
+        return self.fits_pool(state.sent_tokens + generated)
 
     def has_track(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
         """Whether a track is free, after those that are admitted before it in this step."""
@@ -130,8 +142,11 @@ class Runtime:
         offloaded = state.offloaded
         state.held = Held(row, self.recorder.tracks.take() if state.needs_track else 0)
         if offloaded.backup is None:
-            # Until the first decode step the prefill may still be running.
-            state.kv.not_before = prefill_tokens + 1
+            # Until the first decode step the prefill may still be running, and the queries of a
+            # history's last tokens, which may be left out, are overwritten by those of others.
+            continued = state.reuse.continued
+            recorded_tokens = 0 if continued is None else continued.recorded_tokens
+            state.kv.not_before = max(prefill_tokens + 1, recorded_tokens)
         if offloaded.waiting_with is not None and self._trace is not None:
             event = "recompute" if offloaded.backup is None else "restore"
             self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
@@ -146,8 +161,14 @@ class Runtime:
         if held.track_id and not held.started:
             bit = PRESETS[state.settings.policy.params.delimiters]
             self.recorder.start(state.row, held.track_id, bit)
+            continued = state.reuse.continued
             if backup is not None and backup.recorded is not None:
                 self.recorder.restore(held.track_id, backup.recorded)
+            elif continued is not None and continued.recorded is not None:
+                self.recorder.restore(held.track_id, continued.recorded)
+                entries = len(state.sentences.table)
+                self.recorder.sentences.open_next(held.track_id, entries)
+                continued.recorded = None
         held.started, state.offloaded.backup = True, None
 
     def observe(self, state: RequestState, row_tokens: int) -> None:
@@ -225,7 +246,7 @@ class Runtime:
         backup its token would be recomputed from the compacted row.
         """
         last = state.kv.last
-        return last is not None and last.logical_tokens > state.prompt_tokens + generated - 1
+        return last is not None and last.logical_tokens > state.request_tokens + generated - 1
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """Copy the KV and recordings of a request that is about to lose its row to host memory.
@@ -276,19 +297,80 @@ class Runtime:
         state.report.peak_budgeted_tokens = peak_tokens
         self._read_back(state)
         self._release(state)
-        generated = max(len(output_ids) - 1, 0)  # the last token has no KV
+        earlier_tokens = state.request_tokens - state.prompt_tokens
+        generated = earlier_tokens + max(len(output_ids) - 1, 0)  # the last token has no KV
         tracker = state.sentences.tracker
-        tracker.feed(output_ids[tracker.seen_tokens :])
+        tracker.feed(output_ids[max(tracker.seen_tokens - earlier_tokens, 0) :])
         state.report.summary = summarise(state, generated, output_ids)
         if self._trace is not None:
             self._trace.write(
                 "finish",
                 rid=state.rid,
-                prompt_tokens=state.prompt_tokens,
+                prompt_tokens=state.request_tokens,
                 output_ids=list(output_ids),
                 finish_reason=reason,
                 **state.report.summary,
             )
+
+    def continue_history(
+        self, state: RequestState, found: Found | None, max_new_tokens: int
+    ) -> None:
+        """A request without a row and without a backup continues this history, or none."""
+        self._start_anew(state)
+        if found is not None:
+            continue_history(state, found, state.sentences.tracker, max_new_tokens)
+
+    def drop(self, due: Due, span: tuple[int, int], req_to_token: Tensor) -> Compaction | None:
+        """Evict a span of logical positions from the row of a finished request. None: that failed,
+        the row is as it was, and the request's ``failure`` is set.
+
+        Args:
+            due: with a token behind the span that its statistics include.
+        """
+        prepared = next(_attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
+        if prepared is None:
+            return None
+        compaction, kept, statistics = prepared
+        compaction.apply()
+        due.state.kv.statistics, last = statistics, due.state.kv.last
+        assert last is not None
+        # Known without reading them back, so nothing waits for the device.
+        due.state.kv.last = last._replace(kept=kept, finite=torch.tensor(True), copied=None)
+        return compaction
+
+    def _prepare_drop(
+        self, span: tuple[int, int], req_to_token: Tensor, due: Sequence[Due]
+    ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
+        """The compaction, the logical positions that it keeps, and their statistics."""
+        (one,) = due
+        state = one.state
+        self._read_back(state)
+        positions = state.row_positions(one.row_tokens)
+        first, stop = (bisect_left(positions, bound) for bound in span)
+        plan, statistics = self.planner.plan_without(one, first, stop), {}
+        if state.settings.kv_reuse == "budget":
+            for name, values in state.kv.statistics.items():
+                statistics[name] = torch.cat([values[:first], values[stop:]])
+        state.kv.statistics = {}  # they may lack the newest token
+        check = self.config.check_ledger
+        compaction = Compaction([plan], req_to_token, self.recorder, check=check)
+        return compaction, torch.tensor(positions[:first] + positions[stop:]), statistics
+
+    def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
+        """What a request leaves that has finished and has not been closed yet; None: nothing."""
+        self._read_back(state)
+        last, tokens = state.kv.last, left.tokens
+        if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
+            return None
+        state.sentences.feed(tokens[state.prompt_tokens :])
+        recorded = None
+        if state.held.track_id and state.settings.kv_reuse == "budget":
+            if not self.histories.make_room(self.recorder.request_bytes()):
+                return None
+            copies = HostCopies(self.histories.memory)
+            recorded = self.recorder.save(state.held.track_id, copies)
+        capacity = self.recorder.sentences.capacity if state.held.track_id else 0
+        return history_of(state, namespace, left, recorded, table_capacity=capacity)
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
         return SentenceState(
@@ -297,9 +379,12 @@ class Runtime:
 
     def _start_anew(self, state: RequestState) -> None:
         """Reset what eviction knows: the next prefill recomputes every token."""
-        assert state.offloaded.waiting_with is not None
-        state.kv = KVState(tracked_tokens=state.prompt_tokens + state.offloaded.waiting_with)
+        generated = state.offloaded.waiting_with or 0
+        state.request_tokens = state.sent_tokens
+        state.kv = KVState(tracked_tokens=state.request_tokens + generated)
         state.sentences = self._no_sentences(state.settings)
+        state.prompt_tokens, state.earlier_compactions = state.request_tokens, 0
+        state.reuse.continued = None
 
     def _read_back(self, state: RequestState) -> None:
         """Read back the last compaction: count evicted sentences, write the trace line."""
@@ -319,8 +404,8 @@ class Runtime:
                 "compact",
                 rid=state.rid,
                 policy=state.settings.policy.name,
-                prompt_tokens=state.prompt_tokens,
-                generated=last.logical_tokens - state.prompt_tokens,
+                prompt_tokens=state.request_tokens,
+                generated=last.logical_tokens - state.request_tokens,
                 before=last.row_tokens,
                 after=len(kept),
                 kept=kept,

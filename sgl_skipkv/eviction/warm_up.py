@@ -8,6 +8,7 @@ compaction of dummy rows per window and one step of dummy rows compile everythin
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.base import KeyLocation, PagedCache
+from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.steering.steerer import Steerer
 
@@ -71,27 +72,22 @@ def warm_up(
 def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[int]) -> None:
     """Score rows of this page table."""
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
     from sgl_skipkv.kernels.sentence_scores import sentence_scores
     from sgl_skipkv.kernels.step_attention import step_attention
     from sgl_skipkv.kernels.window_attention import window_attention
 
     device, tokens = table.device, _KEEP_TOKENS + _NEW_TOKENS
-    rows, thresholds = torch.arange(_REQUESTS, device=device), torch.ones(_REQUESTS, device=device)
-    scratch, last = torch.zeros_like(rows), torch.full_like(rows, max(windows, default=0))
-    ones, widths = [1] * _REQUESTS, torch.full_like(rows, 7, dtype=torch.int32)
-
-    def paged(tokens: int) -> PagedKeys:
-        offsets = device_tensor([i * tokens for i in range(_REQUESTS + 1)], device)
-        counts = [tokens] * _REQUESTS
-        return PagedKeys(cache.layer, cache.k_ptrs, table, rows, counts, offsets, cache.k_scales)
-
+    thresholds = torch.ones(_REQUESTS, device=device)
+    scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
+    ones, widths = [1] * _REQUESTS, torch.full_like(scratch, 7, dtype=torch.int32)
+    cache, last = replace(cache, req_to_token=table), max(windows, default=0)
+    locations = [KeyLocation(cache, row, ring, 0, last) for row in range(_REQUESTS)]
     for window in windows:
-        keys = paged(window + _NEW_TOKENS)
-        window_attention(keys, ring, scratch, last, widths, window=window, scale=1.0)
-    keys = paged(tokens)
-    key_redundancy(keys, thresholds)
-    step_attention(keys, ring, scratch, last, ones, [0] * _REQUESTS, causal=True, scale=1.0)
+        paged = paged_at(locations, [window + _NEW_TOKENS] * _REQUESTS)
+        window_attention(*paged, widths, window=window, scale=1.0)
+    paged = paged_at(locations, [tokens] * _REQUESTS)
+    key_redundancy(paged[0], thresholds)
+    step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0)
     scores = torch.zeros(tokens * _REQUESTS, device=device)
     positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
     sentence_scores(

@@ -73,7 +73,7 @@ class HostMemory:
         return nbytes <= len(self._free) * self.chunk_bytes
 
     def take_chunk(self) -> Tensor:
-        """uint8 [chunk_bytes], a free chunk, in use until ``return_chunks``.
+        """uint8 [chunk_bytes], a free chunk, which ``HostCopies`` returns.
 
         Raises:
             MemoryError: all chunks are in use; ``fits`` checks that.
@@ -84,10 +84,6 @@ class HostMemory:
                 f"{self.used_bytes} of {self.slab_bytes} in use"
             )
         return self._free.pop()
-
-    def return_chunks(self, chunks: list[Tensor]) -> None:
-        """Return chunks that are no longer in use."""
-        self._free += chunks
 
 
 class HostCopies:
@@ -100,7 +96,7 @@ class HostCopies:
         self._memory = memory
         self._chunks: list[Tensor] = []
         self._rest = torch.empty(0, dtype=torch.uint8)  # unused rest of the last chunk
-        weakref.finalize(self, memory.return_chunks, self._chunks)
+        weakref.finalize(self, memory._free.extend, self._chunks)
 
     def add(self, tensor: Tensor) -> HostCopy:
         """Copy the tensor asynchronously, on the current stream.
@@ -137,6 +133,10 @@ class HostCopy:
         self._pieces = pieces
         self._copies = copies  # keeps the chunks in use as long as this copy exists
 
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.numel() for piece in self._pieces)
+
     def to(self, device: torch.device, *, first_row: int = 0) -> Tensor:
         """dtype [rows - first_row, ...], a new tensor, by copies on the current stream.
 
@@ -147,7 +147,7 @@ class HostCopy:
         if first_row:  # a 0-dimensional tensor cannot be sliced
             tensor = tensor[first_row:]
         data = _bytes_of(tensor)
-        at = data.numel() - sum(piece.numel() for piece in self._pieces)  # negative: left out
+        at = data.numel() - self.nbytes  # negative: left out
         for piece in self._pieces:
             stop = at + piece.numel()
             if stop > 0:

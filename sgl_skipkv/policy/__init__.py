@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -41,8 +41,7 @@ def policy_class(name: object) -> type[Policy]:
     if not isinstance(name, str) or name not in _POLICIES:
         choices = ", ".join(_POLICIES)
         raise SettingError("kv_policy", "a policy name", name, choices)
-    module, _, attribute = _POLICIES[name].partition(":")
-    found: type[Policy] = getattr(importlib.import_module(module), attribute)
+    found: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
     return found
 
 

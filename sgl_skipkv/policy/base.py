@@ -23,9 +23,8 @@ from sgl_skipkv.kernels import on_device
 
 def _odd(tokens: int) -> int:
     if tokens % 2 == 0:
-        raise SettingError(
-            "kv_params.kernel", "an odd integer in [1, 255]", tokens, "1, 3, 5, 7, ..."
-        )
+        expected = "an odd integer in [1, 255]"
+        raise SettingError("kv_params.kernel", expected, tokens, "1, 3, 5, 7, ...")
     return tokens
 
 
@@ -54,6 +53,9 @@ class PolicyParams(Settings):
     )
     delimiters: Literal["paper", "math", "code", "any-newline"] = Field(
         "math", description="which tokens close a sentence"
+    )
+    drop_thoughts: bool = Field(
+        False, description="true: with `kv_reuse`, the next turn's prompt is without thoughts"
     )
 
 
@@ -140,7 +142,7 @@ class ScoreInput:
 
     Attributes:
         positions: int64 [n], logical position of each cached token, ascending, prompt included.
-        prompt_tokens: length of the prompt.
+        prompt_tokens: how many of the cached tokens are of the prompt.
         layers: number of attention layers.
         keys: layer -> float [n, Hkv, d], the cached rotated keys of that layer.
         queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest

@@ -39,32 +39,27 @@ def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
             by_window[policy.params.window].append(i)
         if one.location is not None and "redundancy" in policy.kernel_scores:
             repeating.append(i)
-    for window, chosen in by_window.items():
-        found = _importance([requests[i] for i in chosen], window)
-        for i, importance in zip(chosen, found, strict=True):
-            inputs[i] = replace(inputs[i], importance=importance)
-    if repeating:
-        found = _redundancy([requests[i] for i in repeating])
-        for i, redundancy in zip(repeating, found, strict=True):
-            inputs[i] = replace(inputs[i], redundancy=redundancy)
-    return inputs
-
-
-def _importance(requests: Sequence[Scored], window: int) -> Sequence[Tensor]:
+    if not by_window and not repeating:
+        return inputs
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.window_attention import window_attention
 
-    paged, scale = _paged_requests([one for _, one in requests]), requests[0][1].scale
-    widths = _parameters(requests, "kernel", torch.int32)
-    found: Tensor = window_attention(*paged, widths, window=window, scale=scale)
-    return torch.split(found, [tokens - window for tokens in paged[0].row_tokens])
-
-
-def _redundancy(requests: Sequence[Scored]) -> Sequence[Tensor]:
-    from sgl_skipkv.kernels.key_redundancy import key_redundancy
-
-    keys, *_ = _paged_requests([one for _, one in requests])
-    found: Tensor = key_redundancy(keys, _parameters(requests, "threshold", torch.float32))
-    return torch.split(found, list(keys.row_tokens))
+    for window, chosen in by_window.items():
+        together = [requests[i] for i in chosen]
+        paged, scale = _paged_requests([one for _, one in together]), together[0][1].scale
+        widths = _parameters(together, "kernel", torch.int32)
+        found: Tensor = window_attention(*paged, widths, window=window, scale=scale)
+        parts = torch.split(found, [tokens - window for tokens in paged[0].row_tokens])
+        for i, importance in zip(chosen, parts, strict=True):
+            inputs[i] = replace(inputs[i], importance=importance)
+    if repeating:
+        together = [requests[i] for i in repeating]
+        keys, *_ = _paged_requests([one for _, one in together])
+        found = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
+        parts = torch.split(found, list(keys.row_tokens))
+        for i, redundancy in zip(repeating, parts, strict=True):
+            inputs[i] = replace(inputs[i], redundancy=redundancy)
+    return inputs
 
 
 def _parameters(requests: Sequence[Scored], name: str, dtype: torch.dtype) -> Tensor:

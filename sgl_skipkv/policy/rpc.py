@@ -39,12 +39,8 @@ class RPCParams(PolicyParams):
     @classmethod
     def _generated_only(cls, count_prompt: bool) -> bool:
         if count_prompt:
-            raise SettingError(
-                "kv_params.count_prompt",
-                "false, because the budget of rpc grows with the generated tokens",
-                count_prompt,
-                "false",
-            )
+            expected = "false, because the budget of rpc grows with the generated tokens"
+            raise SettingError("kv_params.count_prompt", expected, count_prompt, "false")
         return count_prompt
 
 

@@ -7,6 +7,7 @@ row in the page table. Track 0 is scratch: untracked rows write to it, and it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
-from sgl_skipkv.offload.backup import Recorded
 from sgl_skipkv.offload.host_memory import HostCopies, HostCopy
 from sgl_skipkv.recording.sentence_table import SentenceTable
 from sgl_skipkv.recording.sentences import Delimiters
@@ -83,14 +83,6 @@ class QueryRings:
             ring_write(q, tracks, positions, self.data[layer])
         else:
             self.data[layer][tracks, positions % self.window] = q.to(self.data.dtype)
-
-    def save(self, track_id: int, copies: HostCopies) -> HostCopy:
-        """float [layers, window, Hq, d], the whole ring, added to the copies."""
-        return copies.add(self.data[:, track_id])
-
-    def restore(self, track_id: int, saved: HostCopy) -> None:
-        """Write what ``save`` returned into the ring of any track, at the same entries."""
-        self.data[:, track_id] = saved.to(self.data.device)
 
     def read(self, track_id: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
@@ -180,20 +172,23 @@ class Recorder:
         self.tracks.of_row[row] = track_id
         self.sentences.reset(track_id, preset_bit)
 
+    def _recorded(self, track_id: int) -> dict[str, Tensor]:
+        """Views of what the track holds: its rows of the sentence tables, and its ring."""
+        rows = {name: table[track_id] for name, table in self.sentences.tables().items()}
+        return {**rows, "queries": self.queries.data[:, track_id]}
+
     def request_bytes(self) -> int:
         """How many bytes ``save`` copies for one request."""
-        tables = self.sentences.tables().values()
-        return self.queries.data[:, 0].nbytes + sum(table[0].nbytes for table in tables)
+        return sum(part.nbytes for part in self._recorded(0).values())
 
-    def save(self, track_id: int, copies: HostCopies) -> Recorded:
+    def save(self, track_id: int, copies: HostCopies) -> dict[str, HostCopy]:
         """Copy the recordings of a request."""
-        queries = self.queries.save(track_id, copies)
-        return Recorded(self.sentences.save(track_id, copies), queries)
+        return {name: copies.add(part) for name, part in self._recorded(track_id).items()}
 
-    def restore(self, track_id: int, recorded: Recorded) -> None:
-        """Write what ``save`` returned to a track, after ``start`` and on the same stream."""
-        self.sentences.restore(track_id, recorded.sentences)
-        self.queries.restore(track_id, recorded.queries)
+    def restore(self, track_id: int, saved: Mapping[str, HostCopy]) -> None:
+        """Write what ``save`` returned to any track, after ``start`` and on the same stream."""
+        for name, part in self._recorded(track_id).items():
+            part.copy_(saved[name].to(self.device))
 
     def decode_recording(self, rows: Tensor, positions: Tensor) -> Recording:
         """Where a decode step writes. Graph-safe.

@@ -1,13 +1,11 @@
 """Sentence vectors of every tracked request: summed in decode steps, compared in compactions.
 
-The buffers are fixed, with one row per track id; track 0 is scratch and never read. A decode step
-writes with tensor indices only, so a CUDA graph captures it. A compaction processes all due
-requests at once.
+The buffers have one row per track id (``recorder.py``); a compaction takes all due requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
-from sgl_skipkv.offload.host_memory import HostCopies, HostCopy
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.recording.sentences import Delimiters
 
@@ -55,19 +52,16 @@ class SentenceTable:
             table[track] = 0
         self.redundancy[track] = -1.0
 
-    def save(self, track: int, copies: HostCopies) -> dict[str, HostCopy]:
-        """Copy the track's rows of all tables."""
-        return {name: copies.add(table[track]) for name, table in self.tables().items()}
-
-    def restore(self, track: int, saved: Mapping[str, HostCopy]) -> None:
-        """Write what ``save`` returned into a track, after ``reset``."""
-        for name, table in self.tables().items():
-            table[track] = saved[name].to(table.device)
-
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
         names = ("total", "length", "index", "after_delimiter", "vectors", "redundancy")
         return {name: getattr(self, name) for name in names}
+
+    def open_next(self, track: int, entries: int) -> None:
+        """The next token opens a sentence; its vector comes behind this many."""
+        for table in (self.total, self.length, self.after_delimiter):
+            table[track] = 0
+        self.index[track] = entries
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""

@@ -59,7 +59,7 @@ class Delimiters:
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that ``newline_tokens`` needs."""
+    """The methods of a Hugging Face tokenizer that delimiters and token classes need."""
 
     def get_vocab(self) -> Mapping[str, int]: ...
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -98,6 +98,11 @@ class SentenceTracker:
     def open_tokens(self) -> int:
         """Length of the open sentence."""
         return self.seen_tokens - self.open_start
+
+    def resume(self, closed: Iterable[tuple[int, int]], seen_tokens: int) -> None:
+        """Go on behind another tracker's sentences; the next token opens one."""
+        self.closed = list(closed)
+        self.seen_tokens = self.open_start = seen_tokens
 
     def feed(self, token_ids: Iterable[int]) -> None:
         """Process the next generated tokens, in order."""

@@ -24,6 +24,17 @@ class LastCompaction(NamedTuple):
     finite: Tensor
     copied: Any
 
+    def cut_back(self, logical_tokens: int) -> LastCompaction:
+        """The same as if it had come at this length. It evicted nothing behind that."""
+        behind = self.logical_tokens - logical_tokens
+        kept = len(self.kept) - behind
+        return self._replace(
+            positions=self.positions[:kept],
+            row_tokens=self.row_tokens - behind,
+            logical_tokens=logical_tokens,
+            kept=self.kept[:kept],
+        )
+
     def read(self) -> tuple[list[int], bool]:
         """Kept positions and whether all scores were finite; the copies have usually finished."""
         if self.copied is not None:

@@ -1,4 +1,4 @@
-"""The settings of one request: the four keys of the API, validated against the server's settings.
+"""The settings of one request: the five keys of the API, validated against the server's settings.
 
 The keys mean the same in every API. All APIs pass them on as ``custom_params`` of SGLang's sampling
 parameters, which only ``take_keys`` and ``RequestSettings`` read.
@@ -14,9 +14,8 @@ from typing import Any, Final
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief, build
 from sgl_skipkv.policy import Policy, policy_class
 
-KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "steering")
-#: policy of a steered request without a budget
-FULL: Final = "full"
+KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "kv_reuse", "steering")
+REUSE_MODES: Final = ("keep", "budget")
 
 # Policy parameters whose default is a server setting: parameter -> setting.
 _SERVER_DEFAULTS: Final = {
@@ -35,11 +34,14 @@ class RequestSettings:
         policy: with its parameters.
         kv_budget: KV tokens kept after each compaction; None only if the policy never evicts.
         steering: ``alpha_0``; None for a request that is not steered.
+        kv_reuse: "keep" or "budget"; None for a request that neither continues nor leaves a
+            history.
     """
 
     policy: Policy
     kv_budget: int | None
     steering: float | None = None
+    kv_reuse: str | None = None
 
     @property
     def evicts(self) -> bool:
@@ -48,6 +50,11 @@ class RequestSettings:
     @property
     def steers(self) -> bool:
         return self.steering is not None
+
+    @property
+    def drops_thoughts(self) -> bool:
+        """Whether the history that it leaves is without its thoughts."""
+        return self.kv_reuse is not None and self.policy.params.drop_thoughts
 
     @property
     def changes_kv(self) -> bool:
@@ -83,10 +90,11 @@ class RequestSettings:
             SettingError: no room is left for generated tokens.
         """
         params = self.policy.params
-        if self.kv_budget is None or not (params.count_prompt and params.protect_prompt):
+        # With a policy that does not evict, the budget is only the server's default.
+        if self.kv_budget is None or not self.policy.evicts:
             return
-        if not self.policy.evicts:
-            return  # the budget is the server's default, and the request's policy does not evict
+        if not (params.count_prompt and params.protect_prompt):
+            return
         least = prompt_tokens + self.policy.min_budget_tokens
         if self.kv_budget < least:
             raise SettingError(
@@ -116,11 +124,7 @@ def misspelt_keys(names: Iterable[object]) -> list[str]:
 
 
 def refuse_misspelt(names: Iterable[object]) -> None:
-    """Refuse the first of ``misspelt_keys``.
-
-    Raises:
-        SettingError: with its name.
-    """
+    """Refuse the first of ``misspelt_keys``, by a ``SettingError`` with its name."""
     for name in misspelt_keys(names):
         raise SettingError(brief(name)[1:-1], "a key of a request", name, ", ".join(KEYS))
 
@@ -156,21 +160,23 @@ def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSet
     steering = _resolve_steering(keys.get("steering"), server)
     kv_budget = keys.get("kv_budget", server.kv_budget)
     policy = _resolve_policy(keys, server)
-    if kv_budget is None:
-        if not {"kv_policy", "kv_params"} & keys.keys():
-            if steering is None:
-                return None
-            return RequestSettings(_resolve_policy({"kv_policy": FULL}, server), None, steering)
-        if policy.evicts:
-            raise SettingError(
-                "kv_budget",
-                "an integer, because kv_policy and kv_params need a budget",
-                None,
-                "add kv_budget, or start the server with --kv-budget",
-            )
-        return RequestSettings(policy, None, steering)
-    _check_budget(kv_budget, policy, server)
-    return RequestSettings(policy, kv_budget, steering)
+    asks_for_policy = bool({"kv_policy", "kv_params"} & keys.keys())
+    if kv_budget is not None:
+        _check_budget(kv_budget, policy, server)
+    elif not asks_for_policy:
+        policy = _resolve_policy({"kv_policy": "full"}, server)
+    elif policy.evicts:
+        expected = "an integer, because kv_policy and kv_params need a budget"
+        choices = "add kv_budget, or start the server with --kv-budget"
+        raise SettingError("kv_budget", expected, None, choices)
+    kv_reuse = _resolve_reuse(keys.get("kv_reuse"), policy, kv_budget is not None, server)
+    # As the server's default it is for the requests with kv_reuse among all.
+    if kv_reuse is None and (keys.get("kv_params") or {}).get("drop_thoughts"):
+        expected, choices = "false without kv_reuse", 'false, or kv_reuse "keep" or "budget"'
+        raise SettingError("kv_params.drop_thoughts", expected, True, choices)
+    if kv_budget is None and steering is None and not asks_for_policy:
+        return None
+    return RequestSettings(policy, kv_budget, steering, kv_reuse)
 
 
 def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
@@ -196,19 +202,13 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         detail = f" for policy {policy.name} (sink {params.sink} + window {params.window} + 1)"
     # type(), not isinstance(): True is an instance of int.
     if type(kv_budget) is not int or not least <= kv_budget <= server.kv_budget_max:
-        raise SettingError(
-            "kv_budget",
-            f"an integer in [{least}, {server.kv_budget_max}]{detail}",
-            kv_budget,
-            "any integer in that range, or leave it out for the server default",
-        )
+        expected = f"an integer in [{least}, {server.kv_budget_max}]{detail}"
+        choices = "any integer in that range, or leave it out for the server default"
+        raise SettingError("kv_budget", expected, kv_budget, choices)
     if policy.needs_queries and params.window > server.query_window:
-        raise SettingError(
-            "kv_params.window",
-            f"an integer in [1, {server.query_window}], the server's query_window",
-            params.window,
-            "a smaller window, or a server with a larger query_window",
-        )
+        expected = f"an integer in [1, {server.query_window}], the server's query_window"
+        choices = "a smaller window, or a server with a larger query_window"
+        raise SettingError("kv_params.window", expected, params.window, choices)
 
 
 def check_server_defaults(server: ServerConfig) -> None:
@@ -227,16 +227,32 @@ def check_server_defaults(server: ServerConfig) -> None:
         # Report the server setting that the operator wrote.
         raise SettingError(setting, error.expected, error.got, error.choices) from None
     if policy.evicts and server.kv_budget_max < policy.min_budget_tokens:
-        raise SettingError(
-            "kv_budget_max",
-            f"an integer in [{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}], at least the "
-            f"smallest budget of policy {policy.name}",
-            server.kv_budget_max,
-            "any integer in that range, or leave it out",
-        )
-    resolve_request(
-        {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}, server
-    )
+        bounds = f"[{policy.min_budget_tokens}, {BUDGET_LIMIT_TOKENS}]"
+        expected = f"an integer in {bounds}, at least the smallest budget of policy {policy.name}"
+        choices = "any integer in that range, or leave it out"
+        raise SettingError("kv_budget_max", expected, server.kv_budget_max, choices)
+    keys = {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}
+    resolve_request(keys, server)
+
+
+def _resolve_reuse(
+    value: object, policy: Policy, has_budget: bool, server: ServerConfig
+) -> str | None:
+    """The request's ``kv_reuse``, or else the server's for a request that evicts; None: false."""
+    asked = server.kv_reuse if value is None else value
+    if asked is not False and not (isinstance(asked, str) and asked in REUSE_MODES):
+        choices = ", ".join(["false", *REUSE_MODES])
+        raise SettingError("kv_reuse", f"one of {choices}", asked, choices)
+    evicts = has_budget and policy.evicts
+    if asked is False or (value is None and not evicts):
+        return None
+    if not evicts:
+        expected, choices = "false without a kv_budget", "a kv_budget and a policy that evicts"
+        raise SettingError("kv_reuse", expected, asked, f"false, or {choices}")
+    if policy.params.count_prompt or not policy.params.protect_prompt:
+        expected = "false with count_prompt: true or protect_prompt: false"
+        raise SettingError("kv_reuse", expected, asked, "false, or the defaults of these two")
+    return str(asked)
 
 
 def _resolve_steering(value: object, server: ServerConfig) -> float | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from sgl_skipkv.offload.backup import Backup
+from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.recording.sentences import SentenceTracker
 from sgl_skipkv.request.last_compaction import LastCompaction
 from sgl_skipkv.request.settings import RequestSettings
@@ -71,6 +74,78 @@ class SentenceState:
     table: list[int] = field(default_factory=list)
     table_closed: int = 0
 
+    def feed(self, generated: Sequence[int]) -> None:
+        """Find the sentences of these tokens, which begin with those that were fed before."""
+        self.tracker.feed(generated[self.tracker.seen_tokens :])
+        self.live.extend(range(self.seen, len(self.tracker.closed)))
+        self.seen = len(self.tracker.closed)
+
+    def entries(self, capacity: int) -> list[int]:
+        """Sentence index of each entry in use of the device's table, whose size is ``capacity``."""
+        closed = range(self.table_closed, len(self.tracker.closed))
+        known = [*self.table, *closed]
+        if len(known) > capacity:  # a full table kept overwriting its last entry
+            known = [*known[: capacity - 1], known[-1]]
+        return known
+
+
+@dataclass
+class Continued:
+    """The history that the request continues. Written by ``reuse.continuation``; ``copied_tokens``
+    by ``patches.engine.reuse``.
+
+    Attributes:
+        key: the radix tree's key of each row entry of the history.
+        tokens: of the history; those before ``cut`` are the request's.
+        cut: logical tokens of the history.
+        unsent_tokens: of these, dropped thoughts, which the prompt does not contain.
+        recorded_tokens: logical tokens whose queries may be among the recordings, those included
+            that the prompt leaves out.
+        recorded: recordings in host memory, until they are restored.
+        copies: whether the request may evict from the history, so it gets a copy of the row.
+        copied_tokens: KV tokens that were copied.
+    """
+
+    key: array[int]
+    tokens: array[int]
+    cut: int
+    unsent_tokens: int
+    recorded_tokens: int
+    recorded: Mapping[str, HostCopy] | None = None
+    copies: bool = False
+    copied_tokens: int = 0
+
+    @property
+    def row_tokens(self) -> int:
+        return len(self.key)
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.cut - len(self.key)
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens of the prompt that the history stands for."""
+        return self.cut - self.unsent_tokens
+
+
+@dataclass
+class Reuse:
+    """What the request reuses and leaves (``kv_reuse``). Written by ``patches.engine.reuse``.
+
+    Attributes:
+        continued: None: it computes its whole prompt, as far as the radix tree has not got it.
+        miss: why a history was not reused, or not all of it.
+        row_key: the radix tree's keys of the row that a finished request leaves.
+        runs_to_context_end: whether it may generate until the model's context is full. Written by
+            ``patches.engine.scheduler``.
+    """
+
+    continued: Continued | None = None
+    miss: str = "none"
+    runs_to_context_end: bool = False
+    row_key: array[int] | None = None
+
 
 @dataclass
 class Offloaded:
@@ -110,7 +185,13 @@ class RequestState:
 
     Attributes:
         runtime: the ``Runtime`` that opened it.
+        sent_tokens: length of the prompt that it came with.
+        request_tokens: its logical length: with the thoughts that were dropped from the history
+            that the request continues.
+        prompt_tokens: of these, how many do not count as generated: all, or with ``kv_reuse:
+            "budget"`` the prompt of the conversation's first request.
         prompt_seed: checksum of the prompt, used as a random seed.
+        earlier_compactions: of the history that counts as generated.
         schedule: of steering, before the first generated token; None: not steered.
         failure: why the request must end; None: no error.
     """
@@ -118,6 +199,8 @@ class RequestState:
     runtime: Any
     rid: str
     settings: RequestSettings
+    sent_tokens: int
+    request_tokens: int
     prompt_tokens: int
     prompt_seed: int
     kv: KVState
@@ -125,7 +208,9 @@ class RequestState:
     schedule: Schedule | None = None
     held: Held = field(default_factory=Held)
     offloaded: Offloaded = field(default_factory=Offloaded)
+    reuse: Reuse = field(default_factory=Reuse)
     report: Report = field(default_factory=Report)
+    earlier_compactions: int = 0
     failure: str | None = None
 
     @property
@@ -133,6 +218,24 @@ class RequestState:
         """Of the page table; only while the request runs."""
         assert self.held.row is not None
         return self.held.row
+
+    @property
+    def unsent_tokens(self) -> int:
+        """Dropped thoughts in front of its output."""
+        return self.request_tokens - self.sent_tokens
+
+    def logical_prompt(self, prompt: array[int]) -> array[int]:
+        """The prompt that it came with, and the dropped thoughts of its history."""
+        continued = self.reuse.continued
+        if continued is None or not continued.unsent_tokens:
+            return prompt
+        return continued.tokens[: continued.cut] + prompt[continued.sent_tokens :]
+
+    def row_positions(self, row_tokens: int) -> list[int]:
+        """Logical position of each entry of a row of this length. Waits for the last compaction."""
+        last = self.kv.last
+        kept, newer = ([], 0) if last is None else (last.read()[0], last.logical_tokens)
+        return [*kept, *range(newer, row_tokens + self.kv.evicted_tokens)]
 
     def span(self, sentence: int) -> tuple[int, int]:
         """Logical positions of a closed sentence, half-open."""
@@ -147,15 +250,47 @@ class RequestState:
         return self.settings.evicts and needs
 
     @property
+    def compactions(self) -> int:
+        """Of what counts as generated."""
+        return self.earlier_compactions + self.report.compactions
+
+    @property
+    def prompt_row_tokens(self) -> int:
+        """Row entries of the first ``prompt_tokens``: fewer where they contain a history."""
+        continued = self.reuse.continued
+        if continued is None or self.settings.kv_reuse == "budget":
+            return self.prompt_tokens
+        return self.prompt_tokens - continued.evicted_tokens
+
+    @property
+    def prompt_evicted_tokens(self) -> int:
+        """Tokens of the prompt that earlier requests evicted."""
+        return self.prompt_tokens - self.prompt_row_tokens
+
+    @property
+    def shared_row_tokens(self) -> int:
+        """Row entries that the radix tree may own while the request runs."""
+        continued = self.reuse.continued
+        if self.keeps_prompt_private:
+            return 0
+        if continued is None:
+            return self.request_tokens
+        return (
+            self.prompt_tokens
+            if continued.copies
+            else self.request_tokens - continued.evicted_tokens
+        )
+
+    @property
     def due_tokens(self) -> int:
         """Budgeted tokens at which the next compaction is due: ``budget_after(k) + interval``."""
         interval = self.settings.policy.params.interval
-        return self.settings.budget_after(self.report.compactions) + interval
+        return self.settings.budget_after(self.compactions) + interval
 
     @property
     def keep_tokens(self) -> int:
         """Cached tokens after the next compaction, prompt included."""
-        return self.settings.keep_tokens(self.prompt_tokens, self.report.compactions + 1)
+        return self.settings.keep_tokens(self.prompt_row_tokens, self.compactions + 1)
 
     @property
     def records_from(self) -> int:
@@ -163,8 +298,11 @@ class RequestState:
         policy = self.settings.policy
         if policy.needs_attention:
             return self.kv.tracked_tokens
-        due = self.due_tokens + self.settings.prompt_on_top(self.prompt_tokens)
-        return max(self.kv.not_before, due + self.kv.evicted_tokens) - policy.params.window
+        due = self.due_tokens + self.settings.prompt_on_top(self.prompt_row_tokens)
+        first = max(self.kv.not_before, due + self.kv.evicted_tokens) - policy.params.window
+        if self.settings.kv_reuse == "budget":  # the next turn may evict before it has as many
+            first = min(first, self.request_tokens - policy.params.window)
+        return first
 
     @property
     def keeps_prompt_private(self) -> bool:
@@ -173,7 +311,7 @@ class RequestState:
 
     def budgeted_tokens(self, row_tokens: int) -> int:
         """Tokens of a row with this length that count against the budget."""
-        return self.settings.budgeted_tokens(row_tokens, self.prompt_tokens)
+        return self.settings.budgeted_tokens(row_tokens, self.prompt_row_tokens)
 
     def future_tokens(self, row_tokens: int, tokens_left: int) -> int:
         """KV tokens that the request may still need beyond this row length, for admission."""

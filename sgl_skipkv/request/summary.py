@@ -26,7 +26,7 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
         "kv_budget": state.settings.kv_budget,
         "compactions": report.compactions,
         "evicted_tokens": report.evicted_tokens,
-        "kv_tokens": max(full - state.kv.evicted_tokens, 0),
+        "kv_tokens": max(full - state.kv.evicted_tokens + state.prompt_evicted_tokens, 0),
         "peak_kv_tokens": report.peak_budgeted_tokens,
         "mean_kv_tokens": round(report.budgeted_token_steps / max(report.observed_steps, 1), 1),
         "full_kv_tokens": full,
@@ -38,4 +38,10 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
         steered.feed(output_ids)
         summary["nonexecution_sentences"] = steered.nonexecution_sentences
         summary["steering_alpha"] = round(steered.alpha, 6)
+    if state.settings.kv_reuse is not None:
+        continued = state.reuse.continued
+        summary["reused_tokens"] = 0 if continued is None else continued.sent_tokens
+        summary["reused_kv_tokens"] = 0 if continued is None else continued.row_tokens
+        summary["copied_kv_tokens"] = 0 if continued is None else continued.copied_tokens
+        summary["kv_reuse_miss"] = state.reuse.miss
     return {name: value for name, value in summary.items() if value is not None}

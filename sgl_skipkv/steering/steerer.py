@@ -11,8 +11,8 @@ generated tokens, and for the request's summary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -20,18 +20,12 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.kernels.reference import DELIMITER, KEYWORD, THINK_END, THINK_START, steering_step
-from sgl_skipkv.recording.sentences import PRESETS, Delimiters
+from sgl_skipkv.recording.sentences import PRESETS, Delimiters, Tokenizer
 from sgl_skipkv.steering.vector import SteeringVector
 
 #: a leading space in the vocabularies of byte-level BPE and SentencePiece
 _SPACES: Final = "Ġ▁ "
 _THINK: Final = {"<think>": THINK_START, "</think>": THINK_END}
-
-
-class Vocabulary(Protocol):
-    """The method of a Hugging Face tokenizer that token classes need."""
-
-    def get_vocab(self) -> Mapping[str, int]: ...
 
 
 class TokenClasses:
@@ -49,7 +43,7 @@ class TokenClasses:
     """
 
     def __init__(
-        self, tokenizer: Vocabulary, delimiters: Delimiters, preset: str, keywords: Sequence[str]
+        self, tokenizer: Tokenizer, delimiters: Delimiters, preset: str, keywords: Sequence[str]
     ) -> None:
         size = len(delimiters.bits)
         vocabulary = {raw: i for raw, i in tokenizer.get_vocab().items() if i < size}
@@ -62,12 +56,9 @@ class TokenClasses:
                 self.bits[token_id] |= KEYWORD
                 matched.add(raw.lstrip(_SPACES))
         if missing := [word for word in keywords if word not in matched]:
-            raise SettingError(
-                "keywords",
-                "words that are single tokens of this model's vocabulary",
-                ",".join(missing),
-                "other keywords, or a vector with other keywords",
-            )
+            expected = "words that are single tokens of this model's vocabulary"
+            choices = "other keywords, or a vector with other keywords"
+            raise SettingError("keywords", expected, ",".join(missing), choices)
         self.has_thinking = vocabulary.keys() >= _THINK.keys()
         if self.has_thinking:
             for name, bit in _THINK.items():
@@ -160,10 +151,6 @@ class Steerer:
     def stop(self, row: int) -> None:
         """Stop steering the row: its request has lost it."""
         self._tables["steered"][row] = False
-
-    def nonexecution_sentences(self, row: int) -> int:
-        """The device's count, for tests; waits for the device."""
-        return int(self._tables["nonexecution"][row])
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """Steer one decode step. residual: float [B, D]; rows, token_ids: int [B]."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-import torch
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -112,10 +111,6 @@ class SteeringVector:
         metadata = {key: str(value) for key, value in self.origin.model_dump().items()}
         save_file({"vector": self.values.contiguous()}, path, metadata)
 
-    @property
-    def keywords(self) -> tuple[str, ...]:
-        return tuple(self.origin.keywords.split(","))
-
     def check_model(self, hidden_size: int, layers: int) -> None:
         """Refuse a vector that does not fit the model.
 
@@ -129,10 +124,6 @@ class SteeringVector:
         if origin.layer >= layers:
             expected = f"a layer in [0, {layers - 1}], the model's"
             raise _error(expected, f"a vector of layer {origin.layer}")
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=0))
 
 
 def _error(expected: str, got: str) -> SettingError:

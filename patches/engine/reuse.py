@@ -1,0 +1,288 @@
+"""A request starts from the KV that an earlier one kept (``kv_reuse``).
+
+To SGLang a row that continues a history looks like one whose prefix is cached under other token
+ids: the input of the request is the history's key, then the tokens behind the history. SGLang
+matches it in the radix tree, locks what it matched and computes the rest. The row is shorter than
+the prompt; ``forward.prepare_forward`` sets the logical positions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.patches.engine.admission import fits_alone
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.kv_cache import (
+    check_lengths,
+    copy_slots,
+    due_at,
+    free_evicted,
+    shorten_row,
+    wait_for_forward,
+)
+from sgl_skipkv.patches.engine.scheduler import context_tokens
+from sgl_skipkv.request.state import RequestState
+from sgl_skipkv.reuse.continuation import Left, namespace_of
+from sgl_skipkv.reuse.histories import Found
+from sgl_skipkv.reuse.history import History
+
+
+def continue_history(
+    original: Callable[..., None], req: Any, tree_cache: Any = None, cow_mamba: bool | None = None
+) -> None:
+    """AROUND ``Req.init_next_round_input``: a request that is about to be scheduled looks for the
+    history that its prompt begins with.
+
+    The tree decides whether it still exists: a history of which the tree has lost a part is
+    forgotten, and the next best is tried.
+    """
+    state = state_of(req)
+    begins = tree_cache is not None and not req.kv.holds_kv
+    if state is not None and state.offloaded.backup is not None:
+        begins = False  # it continues where it was
+    if state is None or state.settings.kv_reuse is None or not begins:
+        original(req, tree_cache, cow_mamba)
+        return
+    runtime, prompt = state.runtime, req.origin_input_ids
+    binding = binding_of(tree_cache.req_to_token_pool)
+    assert binding is not None
+    positions = context_tokens(binding.scheduler)
+    lost = state.reuse.miss == "evicted"  # in an earlier round
+    # Row entries are not prompt positions, by which SGLang picks the log-probabilities.
+    wants_logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(prompt)
+    while True:
+        found, left = runtime.histories.find(_namespace(state, req), prompt)
+        state.reuse.miss = "evicted" if lost else "diverged" if left else "none"
+        if found is not None and wants_logprobs:
+            found, state.reuse.miss = None, "logprobs"
+        if found is not None and not _fits_context(req, state, found, positions):
+            found, state.reuse.miss = None, "context"
+        _continue(req, state, found, positions)
+        if found is not None and not fits_alone(state, req):
+            # The pool cannot hold history and copy together: the request would wait for ever.
+            found, state.reuse.miss = None, "evicted"
+            _continue(req, state, None, positions)
+        original(req, tree_cache, cow_mamba)
+        if found is None or req.prefix_len >= found.cut - found.history.evicted_tokens:
+            return
+        runtime.histories.drop(found.history)
+        lost = True
+
+
+def _continue(req: Any, state: RequestState, found: Found | None, positions: int) -> None:
+    """The request continues the history, or none.
+
+    Args:
+        positions: that a request may take.
+    """
+    unsent_tokens, params = 0 if found is None else found.history.unsent_tokens, req.sampling_params
+    if state.reuse.runs_to_context_end:
+        params.max_new_tokens = positions - len(req.origin_input_ids) - unsent_tokens
+    state.runtime.continue_history(state, found, int(params.max_new_tokens))
+    if found is not None and req.logprob_start_len >= 0:
+        # The row may be longer than the prompt: dropped thoughts leave what opened them. SGLang
+        # would take what is behind the prompt for tokens whose log-probabilities are asked for.
+        row_tokens = len(row_ids(req, state))
+        req.logprob_start_len = max(req.logprob_start_len, row_tokens)
+
+
+def _fits_context(req: Any, state: RequestState, found: Found, positions: int) -> bool:
+    """Whether the model has positions for the prompt, the thoughts that it does not contain, and
+    the output: a request without a limit of its own needs half of them."""
+    if not found.history.unsent_tokens:
+        return True
+    prompt_tokens = len(req.origin_input_ids) + found.history.unsent_tokens
+    if state.reuse.runs_to_context_end:
+        return prompt_tokens <= positions // 2
+    return prompt_tokens + int(req.sampling_params.max_new_tokens) <= positions
+
+
+def fill_with_keys(result: None, req: Any) -> None:
+    """AFTER ``Req.refresh_fill_ids``: the row's keys instead of the history's tokens.
+
+    SGLang would append to the keys of a history that the request does not continue any more.
+    """
+    state = state_of(req)
+    if state is None or state.settings.kv_reuse is None:
+        return
+    if state.reuse.row_key is not None:
+        req.full_untruncated_fill_ids = state.reuse.row_key[:]
+    else:
+        req.full_untruncated_fill_ids = row_ids(req, state)
+
+
+def row_ids(req: Any, state: RequestState) -> array[int]:
+    """What SGLang takes for the request's tokens: the key of its history, and what follows it."""
+    tokens: array[int] = req.origin_input_ids + req.output_ids
+    continued = state.reuse.continued
+    return tokens if continued is None else continued.key + tokens[continued.sent_tokens :]
+
+
+def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
+    """AROUND ``allocation._prefix_kv_indices``: slots of the history's row.
+
+    A request that may evict from the history gets a copy in slots of its own, because the tree's
+    may be read by other branches. From then on it locks only its first prompt in the tree.
+    """
+    from sglang.srt.mem_cache.allocation import alloc_token_slots
+
+    slots, state = original(batch, req), state_of(req)
+    continued = None if state is None else state.reuse.continued
+    if state is None or continued is None or not continued.copies or req.kv.holds_kv:
+        return slots
+    if state.offloaded.backup is not None:  # a restored row is its own
+        return slots
+    shared, history = slots[: state.prompt_tokens], slots[state.prompt_tokens :]
+    continued.copied_tokens = len(history)
+    if len(history):
+        copy: Tensor = alloc_token_slots(batch.tree_cache, len(history))
+        wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
+        copy_slots(batch.token_to_kv_pool_allocator, history, copy)
+        slots = torch.cat([shared, copy])
+    _lock_prompt(batch.tree_cache, req, state)
+    return slots
+
+
+def _lock_prompt(tree_cache: Any, req: Any, state: RequestState) -> None:
+    """Lock the first prompt of the request's conversation instead of its history."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    tokens, prompt_tokens = state.logical_prompt(req.origin_input_ids), state.prompt_tokens
+    key = _req_radix_key(tree_cache, req, tokens, prompt_tokens)
+    match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+    assert match.device_prefix_len == prompt_tokens, (
+        f"the locked history begins with its prompt: expected {prompt_tokens} tokens, got "
+        f"{match.device_prefix_len} ({req.rid})"
+    )
+    lock = tree_cache.lock(match.last_device_node)
+    tree_cache.unlock(req.lock)
+    req.lock, req.last_node = lock, match.last_device_node
+    req.kv.cache_protected_len = prompt_tokens
+
+
+@contextmanager
+def leaving_history(req: Any, state: RequestState | None, tree_cache: Any) -> Iterator[None]:
+    """While SGLang releases the row of a finished request, it files the row under its keys."""
+    if state is None or state.settings.kv_reuse is None or not req.finished():
+        yield
+        return
+    history = _history_of(req, state, tree_cache)
+    if history is not None:
+        state.reuse.row_key = history.key
+    try:
+        yield
+    finally:
+        state.reuse.row_key = None
+    if history is not None:
+        state.runtime.histories.add(history)
+
+
+def split_behind_row_prompt(
+    original: Callable[..., None], tree_cache: Any, req: Any, **kwargs: Any
+) -> None:
+    """AROUND ``UnifiedRadixCache.checkpoint_into_tree``: SGLang also inserts the prompt by itself,
+    to split the row there, so it needs the prompt as the row has it."""
+    state = state_of(req)
+    if state is None or state.reuse.continued is None:
+        original(tree_cache, req, **kwargs)
+        return
+    prompt = req.origin_input_ids
+    req.origin_input_ids = row_ids(req, state)[: state.shared_row_tokens]
+    try:
+        original(tree_cache, req, **kwargs)
+    finally:
+        req.origin_input_ids = prompt
+
+
+def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | None:
+    """What the request leaves: nothing if it was aborted or has no KV beyond its prompt."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    runtime, kv, prompt = state.runtime, req.kv, req.origin_input_ids
+    logical_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
+    output: array[int] = req.output_ids_through_stop
+    tokens = (state.logical_prompt(prompt) + output)[:logical_tokens]
+    new_tokens = len(tokens) - state.request_tokens
+    if isinstance(req.finished_reason, FINISH_ABORT) or len(tokens) < logical_tokens:
+        return None
+    if new_tokens <= 0 and state.reuse.continued is None:
+        return None
+    wait_for_forward(tree_cache.req_to_token_pool)
+    if state.settings.policy.needs_attention and state.settings.kv_reuse == "budget":
+        # A next prompt may leave out the token that ended the output.
+        known_tokens = logical_tokens - int(new_tokens >= len(output))
+        if known_tokens > state.kv.tracked_tokens:
+            pools = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
+            runtime.track([due_at(req, state, known_tokens - state.kv.evicted_tokens, *pools)])
+    thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
+    if thought is not None and thought.tokens >= new_tokens:
+        thought = None  # no KV of an answer
+    first_cut = 0
+    if thought is not None:
+        answer_at = state.request_tokens + thought.tokens
+        last = state.kv.last
+        first_cut = max(answer_at + 1, 0 if last is None else last.logical_tokens)
+        if state.failure is not None or not _drop(req, state, tree_cache, tokens, answer_at):
+            return None
+    key = row_ids(req, state)[: kv.kv_allocated_len]
+    left = Left(prompt, tokens, key, thought, first_cut)
+    history: History | None = runtime.leave_history(state, _namespace(state, req), left)
+    return history
+
+
+def _drop(
+    req: Any, state: RequestState, tree_cache: Any, tokens: array[int], answer_at: int
+) -> bool:
+    """Evict what a finished request generated in front of this logical position; whether that
+    worked.
+
+    Args:
+        tokens: all that are or were in the row.
+    """
+    pool, allocator = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
+    row_tokens, binding = req.kv.kv_allocated_len, binding_of(pool)
+    assert binding is not None
+    check_lengths(req, state, row_tokens)
+    due = due_at(req, state, row_tokens, pool, allocator)
+    due = due._replace(output_ids=tokens[state.prompt_tokens :])
+    span = (state.request_tokens, answer_at)
+    compaction: Compaction | None = state.runtime.drop(due, span, pool.req_to_token)
+    if compaction is None:
+        return False
+    free_evicted(binding, allocator, compaction.freed)
+    evicted_tokens = sum(plan.evicted_tokens for plan in compaction.plans)
+    shorten_row(req, evicted_tokens)
+    binding.metrics.compacted(1, evicted_tokens)
+    return True
+
+
+def own_whole_row(result: int, req: Any) -> int | None:
+    """AFTER ``Req.owned_kv_len``: a row that is filed, or that continues a history, belongs to the
+    request as a whole.
+
+    SGLang computes the length from token counts, and from the prompt's alone with
+    ``--strip-thinking-cache``. Of any other row of ours, the prompt comes first.
+    """
+    state = state_of(req)
+    if state is None or (state.reuse.row_key is None and state.reuse.continued is None):
+        return None
+    return int(req.kv.kv_committed_len)
+
+
+def forget_histories(result: bool, scheduler: Any, empty_cache: bool = True) -> None:
+    """AFTER ``Scheduler.flush_cache``: the tree is empty."""
+    binding = binding_of(scheduler)
+    if result and binding is not None and binding.runtime is not None:
+        binding.runtime.histories.clear()
+
+
+def _namespace(state: RequestState, req: Any) -> Hashable:
+    return namespace_of(state, req.extra_key, req.cache_salt, req.lora_id)

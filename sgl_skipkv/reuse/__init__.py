@@ -1,0 +1,1 @@
+"""What a finished request leaves for the next turn of its conversation."""

@@ -1,0 +1,157 @@
+"""A request continues a history, and leaves one.
+
+With ``kv_reuse: "keep"`` the history is part of the prompt: it stays as it is, and the budget is
+for what the request generates. With ``"budget"`` the request goes on where the earlier one ended:
+its protected prompt is the first prompt of the conversation, and everything behind it counts as
+generated, the new text included.
+
+A sentence ends with its turn: what a request adds begins a new one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
+
+from sgl_skipkv.offload.host_memory import HostCopy
+from sgl_skipkv.recording.sentences import SentenceTracker
+from sgl_skipkv.request.state import Continued, KVState, RequestState, SentenceState
+from sgl_skipkv.reuse.histories import Found
+from sgl_skipkv.reuse.history import History, Recordings, private_keys
+from sgl_skipkv.reuse.thoughts import Thought
+
+
+class Left(NamedTuple):
+    """What is in a finished request's row.
+
+    Attributes:
+        prompt: that it came with.
+        tokens: all that are or were in the row.
+        key: of the row so far, in the radix tree: token ids behind those of its own history.
+        thought: what was dropped from its output; None: nothing.
+        first_cut: logical length from which on the row was contiguous when that was dropped.
+    """
+
+    prompt: array[int]
+    tokens: array[int]
+    key: array[int]
+    thought: Thought | None = None
+    first_cut: int = 0
+
+
+def namespace_of(state: RequestState, *of_cache: Hashable) -> Hashable:
+    """Requests with the same namespace may continue each other's histories.
+
+    Args:
+        of_cache: what separates requests in the radix tree.
+    """
+    settings, policy = state.settings, state.settings.policy
+    # Recordings are of one policy with one set of parameters.
+    counted = (policy.name, policy.params) if settings.kv_reuse == "budget" else ()
+    return (settings.kv_reuse, settings.steering, *counted, *of_cache)
+
+
+def continue_history(
+    state: RequestState, found: Found, tracker: SentenceTracker, max_new_tokens: int
+) -> None:
+    """Set the state of a request without a row to the end of the history.
+
+    Args:
+        tracker: without sentences.
+        max_new_tokens: that the request may generate.
+    """
+    history, cut = found
+    row_tokens, recordings = cut - history.evicted_tokens, history.recordings
+    continued = state.reuse.continued = Continued(
+        history.key[:row_tokens],
+        history.tokens,
+        cut,
+        unsent_tokens=history.unsent_tokens,
+        recorded_tokens=0 if recordings is None else recordings.recorded_tokens,
+    )
+    state.request_tokens = state.prompt_tokens = state.sent_tokens + history.unsent_tokens
+    state.kv = KVState(
+        tracked_tokens=state.kv.tracked_tokens + history.unsent_tokens,
+        evicted_tokens=history.evicted_tokens,
+        last=history.last,
+        last_is_read=True,
+    )
+    if recordings is None:
+        return
+    state.prompt_tokens, state.earlier_compactions = history.prompt_tokens, recordings.compactions
+    state.kv.statistics, state.kv.recorded_tokens = dict(recordings.statistics), cut
+    generated = cut - history.prompt_tokens
+    tracker.resume([span for span in recordings.closed if span[1] <= generated], generated)
+    closed = len(tracker.closed)
+    state.sentences = SentenceState(
+        tracker,
+        live=[sentence for sentence in recordings.live if sentence < closed],
+        seen=closed,
+        table=[sentence for sentence in recordings.table if sentence < closed],
+        table_closed=closed,
+    )
+    continued.recorded = recordings.recorded
+    # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
+    # steps evict, and the first generated token comes from the prefill.
+    last_row_tokens = state.request_tokens - history.evicted_tokens + max_new_tokens
+    is_ever_due = state.budgeted_tokens(last_row_tokens) >= state.due_tokens
+    continued.copies = max_new_tokens > 1 and is_ever_due
+
+
+def history_of(
+    state: RequestState,
+    namespace: Hashable,
+    left: Left,
+    recorded: Mapping[str, HostCopy] | None,
+    *,
+    table_capacity: int,
+) -> History:
+    """What a finished request leaves. Its last compaction is read back, its sentences are fed.
+
+    Args:
+        recorded: its recordings; None where nothing needs them.
+    """
+    continued, key, last = state.reuse.continued, left.key, state.kv.last
+    has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
+    if has_evicted or state.settings.steers:
+        shared = state.shared_row_tokens
+        key = key[:shared] + private_keys(len(key) - shared)
+    recordings = None
+    if state.settings.kv_reuse == "budget":
+        recordings = Recordings(
+            closed=tuple(state.sentences.tracker.closed),
+            live=tuple(state.sentences.live),
+            table=tuple(state.sentences.entries(table_capacity)),
+            recorded=recorded,
+            recorded_tokens=max(
+                len(left.tokens), 0 if continued is None else continued.recorded_tokens
+            ),
+            statistics=dict(state.kv.statistics),
+            tracked_tokens=state.kv.tracked_tokens,
+            # What is dropped follows no score, so the budget of a later compaction ignores it.
+            compactions=state.compactions - (left.thought is not None),
+        )
+    if left.thought is not None:
+        assert last is not None
+        last = last.cut_back(left.first_cut)
+    return History(
+        namespace,
+        left.tokens,
+        sent_tokens(state, left),
+        key,
+        own_prompt_tokens=state.sent_tokens,
+        edge_tokens=0 if left.thought is None else left.thought.edge_tokens,
+        prompt_tokens=state.prompt_tokens,
+        last=last,
+        recordings=recordings,
+    )
+
+
+def sent_tokens(state: RequestState, left: Left) -> array[int]:
+    """Prompt and output as the next prompt has them."""
+    thought_tokens, opener_tokens, _ = left.thought or (0, 0, 0)
+    if not state.unsent_tokens + thought_tokens:
+        return left.tokens
+    prompt = left.prompt[: len(left.prompt) - opener_tokens]
+    return prompt + left.tokens[state.request_tokens + thought_tokens :]

@@ -1,0 +1,111 @@
+"""What one finished request leaves: where its row is in the radix tree, and what eviction knows.
+
+The radix tree wants one key per slot. The first prompt keeps its token ids, so other requests share
+it. Behind an eviction a token id would be a lie: a slot there has seen only what was kept. So each
+of these slots gets a private key that no token id can equal. Text that a later turn adds is keyed
+by its token ids again, below the private keys, so the branches of one conversation share it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from torch import Tensor
+
+from sgl_skipkv.offload.host_memory import HostCopy
+from sgl_skipkv.request.last_compaction import LastCompaction
+
+_lineages = count()
+
+
+def private_keys(slots: int) -> array[int]:
+    """New keys for the radix tree, one per slot; no token id and no earlier key equals one."""
+    first = 1 << 62 | next(_lineages) << 32
+    return array("q", range(first, first + slots))
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """What planning knows about the generated tokens of a history (``kv_reuse: "budget"``).
+
+    Attributes:
+        closed: spans of its closed sentences, from its first prompt on.
+        live: indices of those that are not known to be evicted.
+        table: sentence index of each entry of the sentence table.
+        recorded: query ring and sentence table in host memory; None: its policy uses neither.
+        recorded_tokens: logical tokens whose queries may be in the ring: those of its own history
+            included that its prompt left out.
+        statistics: of the policy, name -> one value per row entry that has a statistic.
+        tracked_tokens: logical tokens whose queries are included in the statistics.
+        compactions: of the whole conversation.
+    """
+
+    closed: Sequence[tuple[int, int]]
+    live: Sequence[int]
+    table: Sequence[int]
+    recorded: Mapping[str, HostCopy] | None
+    recorded_tokens: int
+    statistics: Mapping[str, Tensor]
+    tracked_tokens: int
+    compactions: int
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """A row that a finished request left in the radix tree.
+
+    Attributes:
+        namespace: of the requests that may continue it.
+        tokens: the tokens of prompt and output that have KV or had it, in order.
+        sent: the same as the next prompt has them, without thoughts that were dropped; ``tokens``
+            itself if none were.
+        key: the radix tree's key of each row entry.
+        own_prompt_tokens: length of the prompt that the request came with.
+        edge_tokens: of these, how many at its end the next prompt may have otherwise.
+        prompt_tokens: length of the prompt of its conversation's first request.
+        last: the last compaction; None: nothing is evicted.
+        recordings: None unless the history counts against the budget of the next turn.
+    """
+
+    namespace: Hashable
+    tokens: array[int]
+    sent: array[int]
+    key: array[int]
+    own_prompt_tokens: int
+    edge_tokens: int
+    prompt_tokens: int
+    last: LastCompaction | None
+    recordings: Recordings | None
+
+    @property
+    def evicted_tokens(self) -> int:
+        return len(self.tokens) - len(self.key)
+
+    @property
+    def unsent_tokens(self) -> int:
+        """Tokens that the next prompt does not have. All are in front of ``first_cut``."""
+        return len(self.tokens) - len(self.sent)
+
+    @property
+    def first_cut(self) -> int:
+        """Logical length from which on the row is contiguous, so that its end may be left out."""
+        compacted = self.own_prompt_tokens if self.last is None else self.last.logical_tokens
+        if self.recordings is None:
+            return compacted
+        tracked = self.recordings.tracked_tokens if self.recordings.statistics else 0
+        return max(compacted, tracked, self.prompt_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it uses beside its KV."""
+        sent = 0 if self.sent is self.tokens else len(self.sent)
+        total = self.tokens.itemsize * (len(self.tokens) + sent + len(self.key))
+        if self.last is not None:
+            total += self.last.positions.nbytes
+        if self.recordings is not None:
+            total += sum(one.nbytes for one in self.recordings.statistics.values())
+            total += sum(one.nbytes for one in (self.recordings.recorded or {}).values())
+        return total
