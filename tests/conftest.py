@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What tests start imports SGLang again and again; rare collections make that a quarter cheaper.
 RARE_GC = str(Path(__file__).resolve().parent / "helpers" / "rare_gc")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [RARE_GC, os.environ.get("PYTHONPATH")]))
+# So is a start that imports only the models which tests load, of SGLang's two hundred.
+MODELS = ("llama", "qwen2", "qwen3", "registry")
+_FOUND = find_spec("sglang")
+assert _FOUND is not None and _FOUND.submodule_search_locations
+_FOLDER = Path(_FOUND.submodule_search_locations[0], "srt", "models")
+os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
+    sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem not in MODELS)
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 # files whose tests take a minute and more; of those that share a server, the first
 LONGEST_FIRST = (
-    *("bad_input", "retraction", "fuzz", "demo", "accuracy", "states", "extract", "float8"),
-    *("out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
+    *("bad_input", "retraction", "fuzz", "demo", "accuracy", "oracle_thoughts", "states"),
+    *("extract", "float8", "out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
 )
 
 
@@ -117,8 +125,10 @@ def shared_data() -> Path:
     return SHARED / "data"
 
 
-@pytest.fixture()
-def clean_folder(tmp_path: Path) -> Iterator[Path]:
-    """A working directory in which no folder shadows a module."""
-    yield tmp_path
-    shutil.rmtree(tmp_path, ignore_errors=True)
+@pytest.fixture(scope="module")
+def plugin_loaded() -> Iterator[None]:
+    """SGLang with our hooks and a published CPU configuration, for what needs no server."""
+    from pool_content import plugin_and_topology
+
+    with plugin_and_topology():
+        yield

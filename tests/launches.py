@@ -21,12 +21,10 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
 from device_ops import host_read
 from kernels_on_cpu import as_one_each, on_triton
-from rich.console import Console
-from rich.table import Table
-from synthetic import Call, SyntheticServer, served
+from row_table import show
+from synthetic import SyntheticServer, decode_until_due, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.lib.record import append_row
 from sgl_skipkv.policy import names
 
 POLICIES = tuple(name for name in names() if name != "full")
@@ -56,26 +54,14 @@ class Launches(TorchDispatchMode):
         return as_one_each(lambda name, again: self.names.update([name]))
 
 
-def decode_to_due(server: SyntheticServer, calls: list[Call]) -> None:
-    """Steps until every request is due; these run in plain torch."""
-    while True:
-        server.decode(*calls)
-        due = [server.runtime.due(call.state, len(call.slots)) for call in calls]
-        if any(due):
-            assert all(due)
-            break
-    for call in calls:
-        server.runtime._read_back(call.state)  # what was kept has arrived
-
-
-def launches(name: str, calls: int) -> Counter[str]:
-    """Of the second compaction of so many requests that are due in the same step."""
-    server = SyntheticServer(rows=calls, slots=calls, check_ledger=False)
-    opened = [served(server, seed=seed, kv_policy=name, kv_budget=20) for seed in range(calls)]
-    decode_to_due(server, opened)
-    with on_triton():
-        server.decode(*opened)
-    decode_to_due(server, opened)
+def launches(*names: str) -> Counter[str]:
+    """Of the second compaction of requests of these policies that are due in the same step."""
+    server = SyntheticServer(rows=len(names), slots=len(names), check_ledger=False)
+    asked = [{"seed": seed, "kv_policy": name, "kv_budget": 20} for seed, name in enumerate(names)]
+    opened = [served(server, **keys) for keys in asked]
+    decode_until_due(server, opened)
+    server.decode(*opened)  # the first one, in plain torch
+    decode_until_due(server, opened)
     counted = Launches()
     with on_triton(), counted.kernels():
         due = [server.due(call) for call in opened]
@@ -91,16 +77,11 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = []
     for name in POLICIES:
-        counts = [launches(name, calls).total() for calls in CALLS]
+        counts = [launches(*[name] * calls).total() for calls in CALLS]
         columns = {f"operations_{calls}": count for calls, count in zip(CALLS, counts, strict=True)}
         rows.append({"policy": name, **columns})
-    table = Table(*rows[0], title="operations on the device, by requests that are due together")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=110).print(table)
-    if arguments.record:
-        for row in rows:
-            append_row("launches", row)
+    title = "operations on the device, by requests that are due together"
+    show(rows, title, record="launches" if arguments.record else None)
     return 0
 
 

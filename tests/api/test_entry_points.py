@@ -115,11 +115,11 @@ def test_openai_chat(server: Server, reference: str) -> None:
 
 def test_openai_responses(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    model, before = client.models.list().data[0].id, _compactions(server)
+    model, before = client.models.list().data[0].id, _counted(server, "compactions")
     ask: Any = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": TOKENS}
     answer = client.responses.create(**ask, extra_body=KEYS_SENT)
     assert answer.output_text != client.responses.create(**ask).output_text
-    assert _compactions(server) > before  # it ends with the model's stop token
+    assert _counted(server, "compactions") > before  # it ends with the model's stop token
     for wrong in ({"kv_budget": -5}, {"kv_bugdet": 24}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             client.responses.create(model=model, input=PROMPT, extra_body=wrong)
@@ -242,9 +242,9 @@ def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.Monk
         s += PROMPT + sgl.gen("text", max_tokens=TOKENS, temperature=0, **KEYS_SENT)
 
     backend = sgl.OpenAI("default", is_chat_model=False, base_url=server.url + "/v1", api_key="x")
-    before = _compactions(server)
+    before = _counted(server, "compactions")
     state = program.run(backend=backend)
-    assert state["text"] and _compactions(server) > before
+    assert state["text"] and _counted(server, "compactions") > before
 
 
 @pytest.mark.parametrize("backend", ["anthropic", "vertexai", "litellm"])
@@ -316,7 +316,8 @@ def test_one_batch_with_many_settings(server: Server) -> None:
 
 
 def test_null_and_false_mean_not_set(server: Server) -> None:
-    answer = generated(server, {"max_new_tokens": 8, **dict.fromkeys(KEYS), "steering": False})
+    unset = {"max_new_tokens": 8, **dict.fromkeys(KEYS)}
+    answer = generated(server, {**unset, "steering": False, "kv_reuse": False})
     assert "skipkv" not in answer["meta_info"]
 
 
@@ -340,7 +341,3 @@ def _counted(server: Server, what: str) -> float:
     prefix = f"sglang:skipkv_{what}_total"
     lines = [line for line in server.get("/metrics").splitlines() if line.startswith(prefix)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-
-def _compactions(server: Server) -> float:
-    return _counted(server, "compactions")

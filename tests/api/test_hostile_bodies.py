@@ -1,18 +1,25 @@
-"""Two thousand drawn bodies through the real server: 200 or 400, never anything else.
+"""Hundreds of drawn bodies through the real server: 200 or 400, never anything else.
 
-``hostile_bodies.py`` draws them and says what must come of each.
+``hostile_bodies.py`` draws them and says what must come of each; ``make reliability`` sends 2,000.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hostile_bodies import PROMPT, Body, judge, plain_body
-from hostile_client import complaint, drawn, error_of, refusal, send
+from hostile_bodies import Body, judge, plain_body
+from hostile_client import (
+    answers_to_values,
+    drawn,
+    error_of,
+    p99_ms,
+    refusal,
+    send,
+    wrongly_answered,
+)
 from servers import HTTPFailure, Server
 from test_bad_input import WRONG
 
@@ -20,7 +27,7 @@ from sgl_skipkv.config import ServerConfig
 
 pytestmark = pytest.mark.server
 
-BODIES, CONNECTIONS = 2000, 8
+BODIES = 800
 # The session's server: a vector, no defaults. What the file is called does not matter here.
 SETTINGS = ServerConfig(steering_vector="v.safetensors")
 
@@ -36,14 +43,12 @@ def test_every_body_is_answered_as_the_schema_says(server: Server) -> None:
     sent = drawn(BODIES)
     verdicts = [judge(body, SETTINGS) for body in sent]
     before = admitted(server)
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        answers = list(pool.map(lambda body: send(server, body), sent))
-    wrong = [text for one in zip(sent, verdicts, answers, strict=True) if (text := complaint(*one))]
+    wrong = wrongly_answered(server, sent, verdicts)
     assert not wrong, f"{len(wrong)} of {len(sent)}, the first: {wrong[0]}"
     accepted = [verdict.settings for verdict in verdicts if not verdict.names]
     budgeted = sum(one is not None for one in accepted)
     # an empty run proves nothing
-    assert len(sent) == BODIES and budgeted > 300 and len(sent) - len(accepted) > 900
+    assert len(sent) == BODIES and budgeted > 120 and len(sent) - len(accepted) > 360
     server.assert_clean()
     assert admitted(server) - before == len(accepted)
 
@@ -75,19 +80,10 @@ def test_values_that_are_nested_too_deep_to_compare(server: Server, depth: int) 
 
 def test_refusals_are_quick(server: Server) -> None:
     """One at a time. Alone on a machine the slowest of a hundred takes under 50 ms."""
-    server.wait_idle()
-    times = []
-    for _ in range(4):
-        for _, keys in WRONG:
-            params = {"max_new_tokens": 1, **keys}
-            text = json.dumps({"text": PROMPT, "sampling_params": params}).encode()
-            answer = send(server, Body("/generate", text))
-            assert answer.status == 400
-            times.append(answer.seconds)
-    times.sort()
-    p99_ms = 1000 * times[int(0.99 * len(times))]
-    print(f"{len(times)} refusals: median {1000 * times[len(times) // 2]:.1f} ms, p99 {p99_ms:.1f}")
-    assert p99_ms < 250  # the machine that tests run on does other things meanwhile
+    answers = answers_to_values(server, [keys for _, keys in WRONG * 4])
+    assert {answer.status for answer in answers} == {400}
+    print(f"{len(answers)} refusals: p99 {p99_ms(answers):.1f} ms")
+    assert p99_ms(answers) < 250  # the machine that tests run on does other things meanwhile
 
 
 def test_the_model_of_the_schema_is_not_empty() -> None:

@@ -31,6 +31,7 @@ ALONE = {
     "accuracy.figure": "--out {out}",
     "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
     "accuracy.needed_tokens": "--problems 1",
+    "conversation.figure": "--out {out}/conversation.svg",
     "decode": "--device cpu --lengths 64 --looks 1 --memory-gib 0.0004",
     "decode.figure": "--out {out}/decode.svg",
     "decode.floors": "--copy-tb-per-s 1 --bf16-tflop-per-s 500 --size tiny --lengths 100 "
@@ -40,7 +41,8 @@ ALONE = {
     "kernels.floors": "--copy-tb-per-s 2 --bf16-tflop-per-s 500 --fp32-tflop-per-s 50",
     "reasoner.similarity": "--problems 1",
     "reasoner.steering_prompts": "--problems 1",
-    "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner}",
+    "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner} "
+    "--learn conversations",
     "report": "--check",
     "report.rooms": "--out {out}/rooms.svg",
     "serving.figure": "--out {out}/serve.svg",
@@ -55,8 +57,10 @@ SERVED = {
     "accuracy.batch_size": f"{_FEW} --trace {{trace}}",
     "accuracy.demo": "--problems 1",
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
+    "conversation": "--conversations 2 --policies streaming --kv-budgets 48 --max-new-tokens 40 "
+    "--rounds 2 --crowd 2 --pressure-rounds 2",
     "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
-    "--kv-budgets 48 --compaction-budget 48 --compaction-calls 2",
+    "--kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
     "serving.against": f"--python none --commit none {_PAIRS}",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",
@@ -66,7 +70,7 @@ SERVED = {
 #: what cannot even start here, and why
 ELSEWHERE = {"accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress"}
 #: reads the rows of the repository
-READERS = ("accuracy.figure", "report", "serving.figure", "steering.figure")
+READERS = ("accuracy.figure", "conversation.figure", "report", "serving.figure", "steering.figure")
 #: stands in for kvpress: as many answers as there are jobs
 PEER = """#!/bin/sh
 cat > /dev/null

@@ -14,70 +14,116 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from planted_bugs import FOUND, bugs, plant
-from pool_books import plugin_and_topology
+from planted_bugs import FOUND, RARE, SOONEST, bugs, plant
+from pool_content import plugin_and_topology
 from pool_machine import PoolMachine, run_machine
-from rich.console import Console
-from rich.table import Table
+from row_table import show
 from tqdm import tqdm
 
-from bench.lib.record import append_row, recorded
-
+T = TypeVar("T")
 Row = dict[str, Any]
 STEPS = 50
 logging.disable()  # requests that the machine has refused are not news
 
 
-def fuzz(examples: int, seed: int, part: int = 500) -> list[Row]:
+_worker = ExitStack()
+
+
+def start_worker() -> None:
+    """SGLang with our hooks, as long as this process lives."""
+    _worker.enter_context(plugin_and_topology())
+
+
+def side_by_side(work: Callable[..., T], tasks: Sequence[Any], workers: int, unit: str) -> list[T]:
+    """``work`` on every task in processes; results in the tasks' order.
+
+    Each task draws from seeds of its own, so who runs it does not matter.
+    """
+    with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
+        running = [pool.submit(work, *task) for task in tasks]
+        try:
+            return [one.result() for one in tqdm(running, desc=work.__name__, unit=unit)]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def fuzz(examples: int, seed: int, workers: int, part: int = 500) -> list[Row]:
     """Lives in parts of their own seed, so that a failure names a short run that shows it.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
+    parts = [(min(part, examples - number), seed + number) for number in range(0, examples, part)]
     total: Counter[str] = Counter()
-    for number in tqdm(range(0, examples, part), desc="fuzz", unit=f"{part} lives"):
-        try:
-            total += run_machine(min(part, examples - number), steps=STEPS, seed=seed + number)
-        except FOUND as error:
-            raise SystemExit(f"seed {seed + number}: {type(error).__name__}: {error}") from error
+    for events in side_by_side(some_lives, parts, workers, f"{part} lives"):
+        total += events
     sizes = {"lives": examples, "steps": STEPS, "seed": seed}
     return [{**sizes, "event": name, "times": count} for name, count in sorted(total.items())]
 
 
-def soonest() -> dict[str, list[int]]:
-    """Bug -> of the recorded seeds, the one that took the fewest lives."""
-    found = [row for row in recorded("planted_bugs") if row["lives"]]
-    order = sorted(found, key=lambda row: -int(row["lives"]))
-    return {row["bug"]: [int(row["seed"])] for row in order}
+def some_lives(count: int, seed: int) -> Counter[str]:
+    """What happened in them.
+
+    Raises:
+        SystemExit: an invariant does not hold.
+    """
+    try:
+        return run_machine(count, steps=STEPS, seed=seed)
+    except FOUND as error:
+        raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-def planted(seeds_of: Mapping[str, Sequence[int]], seeds: Sequence[int], most: int) -> list[Row]:
+def planted(seeds: Sequence[int], most: int, workers: int, *, soonest: bool = False) -> list[Row]:
     """Lives that pass until each planted bug is found; empty where it never is.
 
     Args:
-        seeds_of: bug -> its seeds.
-        seeds: of the other bugs.
         most: lives per bug and seed.
+        soonest: a few lives of one seed after the other, from a known one on, until one finds it.
     """
-    rows: list[Row] = []
-    for name, function, piece, instead in tqdm(bugs(), desc="bugs", unit="bug"):
-        with pytest.MonkeyPatch.context() as patch:
-            plant(patch, function, piece, instead)
-            for seed in seeds_of.get(name, seeds):
-                found = found_after(seed, most)
-                rows.append({"bug": name, "seed": seed, "lives": "" if found is None else found})
-    return rows
+    names = [name for name, *_ in bugs() if not (soonest and name in RARE)]
+    if soonest:
+        return side_by_side(soonest_of, [(name,) for name in names], workers, "bug")
+    tasks = [(name, seed, most) for name in names for seed in seeds]
+    return side_by_side(lives_until, tasks, workers, "bug")
+
+
+def lives_until(name: str, seed: int, most: int) -> Row:
+    """A planted bug is found."""
+    with planted_bug(name):
+        found = found_after(seed, most)
+    return {"bug": name, "seed": seed, "lives": "" if found is None else found}
+
+
+def soonest_of(name: str) -> Row:
+    """The first seed whose first lives find a planted bug."""
+    with planted_bug(name):
+        for seed in range(SOONEST.get(name, 4), 400):
+            found = found_after(seed, 8)
+            if found is not None:
+                return {"bug": name, "seed": seed, "lives": found}
+    return {"bug": name, "seed": "", "lives": ""}
+
+
+@contextmanager
+def planted_bug(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, *next(rest for known, *rest in bugs() if known == name))
+        yield
 
 
 def found_after(seed: int, most: int) -> int | None:
@@ -94,27 +140,23 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--soonest", action="store_true", help="only the seed that found a bug soonest, by the rows"
+        "--soonest", action="store_true", help="with seeds that find a bug in their first lives"
     )
     parser.add_argument("--most", type=int, default=3_000, help="lives per planted bug and seed")
     parser.add_argument("--report", type=Path, help="write the rows, as JSON")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="processes that run the parts"
+    )
     arguments = parser.parse_args()
-    with plugin_and_topology():
-        if arguments.planted:
-            seeds_of = soonest() if arguments.soonest else {}
-            name, rows = "planted_bugs", planted(seeds_of, arguments.seeds, arguments.most)
-        else:
-            name, rows = "fuzz", fuzz(arguments.examples, arguments.seeds[0])
-    table = Table(*rows[0], title=name)
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+    if arguments.planted:
+        name, workers = "planted_bugs", arguments.workers
+        rows = planted(arguments.seeds, arguments.most, workers, soonest=arguments.soonest)
+    else:
+        name, rows = "fuzz", fuzz(arguments.examples, arguments.seeds[0], arguments.workers)
+    show(rows, name, record=name if arguments.record else None)
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(rows))
-    if arguments.record:
-        for row in rows:
-            append_row(name, row)
     return int(any(row.get("lives") == "" for row in rows))
 
 

@@ -19,12 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
 from hook_calls import Escaped, HookCalls
-from pool_books import plugin_and_topology
-from rich.console import Console
-from rich.table import Table
+from pool_content import plugin_and_topology
+from row_table import show
 from tqdm import tqdm
-
-from bench.lib.record import append_row
 
 PART = 20_000
 logging.disable()  # requests that hooks have refused are not news
@@ -65,13 +62,8 @@ def main() -> int:
     start = time.perf_counter()
     with plugin_and_topology():
         rows = fuzz_hooks(arguments.calls, arguments.seed)
-    table = Table(*rows[0], title=f"hook calls, {time.perf_counter() - start:.0f} s")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
-    if arguments.record:
-        for row in rows:
-            append_row("hook_calls", row)
+    title = f"hook calls, {time.perf_counter() - start:.0f} s"
+    show(rows, title, record="hook_calls" if arguments.record else None)
     return 0
 
 

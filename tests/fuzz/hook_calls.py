@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from hook_objects import CONFIGS, HookObjects
-from pool_books import CONTEXT
+from pool_content import CONTEXT
 
 from sgl_skipkv.patches.api import tokenizer
 from sgl_skipkv.patches.engine import admission, backup, batch, forward, release, retraction

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from hook_values import Draw
-from pool_books import CONTEXT, HEAD_DIM, POOL, STOP, VOCAB
+from pool_content import CONTEXT, HEAD_DIM, POOL, STOP, VOCAB
 from pool_world import World
 
 from sgl_skipkv.config import ServerConfig

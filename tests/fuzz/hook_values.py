@@ -64,13 +64,14 @@ class Draw:
             "kv_budget": lambda: self.random.randrange(4, 40),
             "kv_policy": lambda: self.random.choice(policy.names()),
             "kv_params": self._parameters,
+            "kv_reuse": lambda: self.one(False, "keep", "budget", "all"),
             "steering": lambda: self.one(False, 0.5, -3, 11),
         }
         wrong = self.one(0.0, 0.0, 0.0, 0.3, 1.0)
         drawn = {
             name: self.odd() if self.chance(wrong) else right[name]()
             for name in KEYS
-            if self.chance({"steering": 0.2, "kv_policy": 0.6}.get(name, 0.9))
+            if self.chance({"steering": 0.2, "kv_reuse": 0.4, "kv_policy": 0.6}.get(name, 0.9))
         }
         if self.chance(0.1):
             drawn[self.one("kv_bugdet", "skipkv", "", 5, None, "thinking_budget")] = self.odd()

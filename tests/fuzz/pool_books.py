@@ -1,77 +1,30 @@
-"""What the pools must hold: content by hashes, rows as plain lists, and every invariant.
-
-A slot's content is a hash of all that a real forward pass would have looked at: the token, its
-position, and the hashes in the row before it. So a slot holds the right content exactly if its hash
-is that of the token's full prefix, and one eviction makes every later hash different.
-"""
+"""What the pools must hold: rows as plain lists, and every invariant."""
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-
-POOL, ROWS, CONTEXT, TRACKED = 96, 4, 400, 2
-KV_HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN = 1, 2, 4, 4
-KV_TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
-VOCAB, DELIMITER, STOP = 50, 1, 2
-
-_draw = torch.Generator().manual_seed(0)
-KEYS = torch.randn(61, KV_HEADS, HEAD_DIM, generator=_draw)
-QUERIES = torch.randn(67, QUERY_HEADS, HEAD_DIM, generator=_draw)
-HIDDENS = torch.randn(71, HIDDEN, generator=_draw)
-
-
-@contextlib.contextmanager
-def plugin_and_topology() -> Iterator[None]:
-    """SGLang with its plugins loaded (ours among them) and a published CPU configuration."""
-    from sglang.srt.plugins import load_plugins
-    from sglang.test.test_utils import published_topology
-
-    from sgl_skipkv.patches import registry
-
-    load_plugins()
-    assert registry.problems() == []
-    torch.set_num_threads(1)
-    with published_topology(role="scheduler", device="cpu", attention_backend="torch_native"):
-        yield
+from pool_content import (
+    DELIMITER,
+    HEAD_DIM,
+    HIDDENS,
+    POOL,
+    QUERIES,
+    ROWS,
+    TRACKED,
+    full_tags,
+    keys_of,
+    values_of,
+)
+from pool_turn_books import TurnBooks
+from pool_turns import Apart, Conversation, Entry, Left, closed_sentences, separated
 
 
-class Entry(NamedTuple):
-    """What the books say about one entry of a row."""
-
-    position: int
-    tag: int
-
-
-def tag_after(tags: Sequence[int], position: int, token: int, factor: float = 0.0) -> int:
-    """The content of a token that sees this row, and is steered with that factor."""
-    return hash((token, position, *tags) if not factor else (token, position, factor, *tags))
-
-
-def full_tags(tokens: Sequence[int]) -> list[int]:
-    """The content of every token of a prefix that nothing was evicted from."""
-    tags: list[int] = []
-    for position, token in enumerate(tokens):
-        tags.append(tag_after(tags, position, token))
-    return tags
-
-
-def keys_of(entries: Sequence[Entry]) -> torch.Tensor:
-    return KEYS[[entry.tag % len(KEYS) for entry in entries]]
-
-
-def values_of(entries: Sequence[Entry]) -> torch.Tensor:
-    """The tag itself, in four numbers that float32 holds exactly."""
-    words = [[(entry.tag >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for entry in entries]
-    return torch.tensor(words, dtype=torch.float32).view(-1, KV_HEADS, HEAD_DIM)
-
-
-class Books:
+class Books(TurnBooks):
     """The books of a ``World``, which adds SGLang's objects and the scheduler's loop.
 
     Attributes:
@@ -79,7 +32,11 @@ class Books:
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
         generated: request id -> its generated tokens that were ever fed; computed: what came of
-            each, evicted or not, when that was last computed.
+            each position, evicted or not, when that was last computed.
+        talks: request id -> what its row has been through; left: what finished requests left, by
+            the history that the runtime keeps of it; turns: the requests that left something, also
+            if that is lost.
+        ample: whether the runtime has room for all histories, so that it loses none.
         head_dim: numbers of a key, a multiple of ``HEAD_DIM``; kernels read 16 and more.
         count: what happened, so that a test can tell an empty run.
     """
@@ -100,6 +57,10 @@ class Books:
         self.recomputed: set[str] = set()
         self.generated: dict[str, list[int]] = {}
         self.computed: dict[str, dict[int, int]] = {}
+        self.talks: dict[str, Conversation] = {}
+        self.left: dict[Any, Left] = {}
+        self.turns: list[Any] = []
+        self.ample = True
         self.count = Counter[str]()
         self.head_dim = HEAD_DIM
 
@@ -118,11 +79,31 @@ class Books:
     # -- rows
 
     def _matched(self, req: Any) -> list[Entry]:
-        """A prefix hit is the text's own content, whoever computed it."""
+        """A prefix hit is the text's own content, whoever computed it; of a request that continues
+        a history, the history's row and the content of the text behind it."""
         slots = self._row(req)[: req.prefix_len]
-        tags = full_tags(req.get_fill_ids()[: req.prefix_len])
+        before = self._continued(req, slots)
+        text = [*self.prompt_of(req), *req.output_ids]
+        talk = self.talks[req.rid]
+        talk.prefilled_tokens = len(text)
+        logical_tokens = talk.cut + len(slots) - len(before)
+        tags = full_tags(text[:logical_tokens], separated(req), before)
+        own = slots[req.kv.cache_protected_len :]
+        if own:  # copied, as what it is in the tree
+            self._check_stored(slots, tags)
+            self.content.update(zip(slots, tags, strict=True))
+            self.count["copied"] += 1
         assert [self.content[slot] for slot in slots] == tags, "foreign KV under this text's key"
-        return [Entry(position, tag) for position, tag in enumerate(tags)]
+        behind = [Entry(at, tag) for at, tag in enumerate(tags[len(before) :], start=talk.cut)]
+        return [*before, *behind]
+
+    def _check_stored(self, slots: list[int], tags: Sequence[int]) -> None:
+        """What the device holds is what the books say."""
+        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
+        assert torch.equal(kv_pool.get_key_buffer(0)[slots], self.widened(keys_of(tags)))
+        assert torch.equal(kv_pool.get_value_buffer(0)[slots], self.widened(values_of(tags)))
+
+    # -- retractions
 
     def _lose_row(self, req: Any) -> None:
         """A retraction; what a backup has is what the row had."""
@@ -131,7 +112,7 @@ class Books:
         if state is None or state.offloaded.backup is None:
             return
         held = row[: state.offloaded.backup.row_tokens]
-        assert held[-1].position == len(req.origin_input_ids) + len(req.output_ids) - 2
+        assert held[-1].position == len(self.prompt_of(req)) + len(req.output_ids) - 2
         self.backed_up[req.rid] = held
         self.count["backups"] += 1
 
@@ -141,24 +122,36 @@ class Books:
         slots, shared = self._row(req)[: req.prefix_len], req.kv.cache_protected_len
         assert len(held) == len(slots)
         assert [self.content[slot] for slot in slots[:shared]] == [e.tag for e in held[:shared]]
-        kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        assert torch.equal(kv_pool.get_key_buffer(0)[slots], self.widened(keys_of(held)))
-        assert torch.equal(kv_pool.get_value_buffer(0)[slots], self.widened(values_of(held)))
+        self._check_stored(slots, [entry.tag for entry in held])
         self.content.update(zip(slots, (entry.tag for entry in held), strict=True))
         self.count["restored"] += 1
         return held
 
-    def probe(self, tokens: Sequence[int]) -> int:
+    def probe(self, tokens: Sequence[int], apart: Apart = (None, None)) -> int:
         """How much of a text the tree has; what it gives out must be that text's own content."""
+        found = self._in_tree(tokens, apart)
+        expected = full_tags(tokens[: len(found)], apart)
+        assert found == expected, "foreign KV under this text's key"
+        return len(found)
+
+    def probe_histories(self) -> None:
+        """What the tree has of a history is that history's row."""
+        for history in self.runtime.histories._by_use:
+            left = self.left[history]
+            found = self._in_tree(history.key, left.apart)
+            expected = [entry.tag for entry in left.row]
+            assert found == expected[: len(found)], "foreign KV under a history's key"
+
+    def _in_tree(self, key: Sequence[int], apart: Apart) -> list[int]:
+        """The content of as much of this key as the tree has."""
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        key = RadixKey(token_ids=array("q", tokens), extra_key=None)
-        match = self.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        extra_key, cache_salt = apart
+        wanted = RadixKey(token_ids=array("q", key), extra_key=extra_key, cache_salt=cache_salt)
+        match = self.tree_cache.match_prefix(MatchPrefixParams(key=wanted))
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
-        found = [self.content[slot] for slot in slots[: match.device_prefix_len]]
-        assert found == full_tags(tokens)[: len(found)], "foreign KV under this text's key"
-        return len(found)
+        return [self.content[slot] for slot in slots[: match.device_prefix_len]]
 
     # -- the books of a compaction
 
@@ -174,46 +167,73 @@ class Books:
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """Kept + freed = old, the pinned entries among the kept, in order."""
-        state, old = req.skipkv, self.rows[req.rid]
+        state, old, talk = req.skipkv, self.rows[req.rid], self.talks[req.rid]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
+        shared = req.kv.cache_protected_len
+        assert shared <= talk.prompt_row_tokens, "others read what it evicts from"
         kept = set(state.kv.last.positions.tolist())
         stays = [entry.position in kept for entry in old]
         settings, params = state.settings, state.settings.policy.params
-        prompt = len(req.origin_input_ids)
         pinned = {entry.position for entry in old[-params.window :]}
         pinned |= {entry.position for entry in old if entry.position < params.sink}
         if params.protect_prompt:
-            pinned |= set(range(prompt))
+            pinned |= {entry.position for entry in old if entry.position < talk.prompt_tokens}
         assert pinned <= kept and len(kept) == sum(stays)
-        assert len(kept) == settings.keep_tokens(prompt, state.report.compactions)
+        compactions = talk.compactions + state.report.compactions
+        assert len(kept) == settings.keep_tokens(talk.prompt_row_tokens, compactions)
         if state.held.track_id:
             newest = old[-params.window :]
-            ring = self.recorder.queries.read(state.held.track_id, newest[-1].position, len(newest))
-            own = QUERIES[[entry.tag % len(QUERIES) for entry in newest]]
+            if settings.policy.needs_attention:  # of decode steps only
+                newest = [entry for entry in newest if entry.position >= talk.prefilled_tokens]
+            last, count = newest[-1].position, len(newest)
+            ring = self.recorder.queries.read(state.held.track_id, last, count)
+            # By position: those of dropped thoughts are among them.
+            tags = [self.computed[req.rid][at] for at in range(last - count + 1, last + 1)]
+            own = QUERIES[[tag % len(QUERIES) for tag in tags]]
             assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
         freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
         assert freed <= set(self._free_slots()) and not freed & set(after)
         self.rows[req.rid] = [entry for entry, stay in zip(old, stays, strict=True) if stay]
+        talk.compacted_at = old[-1].position + 1
+        if settings.policy.needs_sentences:
+            self._check_closed_sentences(req, talk)
         self.recomputed.discard(req.rid)
         self.count["compactions"] += 1
         self.count["evicted"] += len(freed)
+
+    def _check_closed_sentences(self, req: Any, talk: Conversation) -> None:
+        """After a compaction the table has the mean of every sentence that it still names."""
+        state, tags = req.skipkv, self.computed[req.rid]
+        text = [*self.prompt_of(req), *self.generated.get(req.rid, ())][: talk.compacted_at]
+        own = closed_sentences(text, talk.sentences_from, DELIMITER)
+        closed = [state.span(i) for i in range(len(state.sentences.tracker.closed))]
+        assert closed == [*talk.closed, *own], "sentences begin and end elsewhere"
+        vectors = self.recorder.sentences.vectors[state.held.track_id]
+        for vector, sentence in zip(vectors, state.sentences.table, strict=False):
+            hidden = HIDDENS[[tags[at] % len(HIDDENS) for at in range(*closed[sentence])]]
+            unit = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
+            torch.testing.assert_close(vector, unit)
 
     def _check_open_sentence(self, req: Any) -> None:
         """Its running sum has every token once: a delimiter ends it, and the token after begins.
 
         Of a request that no launched step has yet to record for.
         """
-        prompt, table = len(req.origin_input_ids), self.recorder.sentences
-        fed = self.rows[req.rid][-1].position + 1 - prompt  # of a prefill in chunks, so far
+        first, table = self.talks[req.rid].sentences_from, self.recorder.sentences
+        fed = self.rows[req.rid][-1].position + 1 - first  # of a prefill in chunks, so far
         if fed <= 0:
             return
-        tokens, tags = self.generated[req.rid][:fed], self.computed[req.rid]
+        text, tags = (
+            [*self.prompt_of(req), *self.generated.get(req.rid, ())],
+            self.computed[req.rid],
+        )
+        tokens = text[first : first + fed]
         begins = len(tokens) - 1
         while begins and not (tokens[begins - 1] == DELIMITER != tokens[begins]):
             begins -= 1
-        own = [HIDDENS[tags[prompt + i] % len(HIDDENS)] for i in range(begins, len(tokens))]
+        own = [HIDDENS[tags[first + i] % len(HIDDENS)] for i in range(begins, len(tokens))]
         assert int(table.length[req.skipkv.held.track_id]) == len(own), (
             "a token is missing, or there twice"
         )
@@ -232,11 +252,14 @@ class Books:
         owners, free = self.owners(), self._free_slots()
         in_tree: list[int] = self.tree_cache.all_values_flatten().tolist()
         private: list[int] = []
+        self._check_histories()
         assert set(self.rows) == {req.rid for req in owners}
         for req in owners:
             private += self._check_request(req, set(in_tree))
         evictable, locked = self.tree_cache.evictable_size(), self.tree_cache.protected_size()
         assert evictable + locked == len(in_tree)
+        shared = {slot for req in owners for slot in self._shared_slots(req)}
+        assert locked == len(shared), "a lock of nobody"
         assert len(free) + evictable + locked + len(private) == POOL, "pool accounting"
         everywhere = free + in_tree + private
         assert len(set(everywhere)) == POOL, "a slot has two owners"
@@ -251,18 +274,21 @@ class Books:
         kv, row, slots = req.kv, self.rows[req.rid], self._row(req)
         assert kv.kv_committed_len == kv.kv_allocated_len == len(row), req.rid
         assert [self.content[slot] for slot in slots] == [entry.tag for entry in row], req.rid
-        shared, private = slots[: kv.cache_protected_len], slots[kv.cache_protected_len :]
-        assert set(shared) <= in_tree
+        private = slots[kv.cache_protected_len :]
+        assert set(self._shared_slots(req)) <= in_tree
         state = getattr(req, "skipkv", None)
         if state is None or not state.settings.evicts:
             return private
-        prompt = len(req.origin_input_ids)
         assert state.kv.evicted_tokens == row[-1].position + 1 - len(row)
-        assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else prompt)
-        settings = state.settings
+        own_text = sum(entry.position < len(self.prompt_of(req)) for entry in row)
+        assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else own_text)
+        settings, prompt = state.settings, self.talks[req.rid].prompt_row_tokens
         if req.rid not in self.recomputed and not settings.policy.params.count_prompt:
             assert len(row) - prompt <= settings.peak_budgeted_tokens(), "the bound of the contract"
         return private
+
+    def _shared_slots(self, req: Any) -> list[int]:
+        return self._row(req)[: req.kv.cache_protected_len]
 
     def _check_tables(self, owners: list[Any]) -> None:
         """Our state belongs to rows, one slot each, and to nothing else."""

@@ -11,20 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pool_books import (
+from pool_books import Books
+from pool_content import (
     DELIMITER,
     HIDDEN,
     HIDDENS,
     QUERIES,
     STOP,
     VOCAB,
-    Books,
-    Entry,
     keys_of,
     tag_after,
     values_of,
 )
 from pool_steering import added, strength
+from pool_turns import Entry, separated
 
 
 def next_token(tag: int) -> int:
@@ -111,15 +111,18 @@ class Forward(Books):
             logical = list(range(first, first + len(new)))
             assert positions[i].tolist() == logical, "the model's positions are the logical ones"
             assert int(noise[i]) == logical[-1], "and so are those that noise is drawn for"
-            assert int(batch.orig_seq_lens[i]) == max(logical[-1] + 1, len(req.origin_input_ids))
+            middle = not decode and req is batch.chunked_req
+            if not middle:
+                length = max(logical[-1] + 1, len(self.prompt_of(req)))
+                assert int(batch.orig_seq_lens[i]) == length
             for offset, token in enumerate(new):
                 factor = next(factors)
                 self._check_fed(req, first + offset, token, factor)
-                tag = tag_after([entry.tag for entry in row], first + offset, token, factor)
+                tags = [entry.tag for entry in row]
+                tag = tag_after(tags, first + offset, token, factor, separated(req))
                 row.append(Entry(first + offset, tag))
                 self.computed.setdefault(req.rid, {})[first + offset] = tag
                 written.append(row[-1])
-            middle = not decode and req is batch.chunked_req
             sampled.append(None if middle else next_token(row[-1].tag))
             req.fed_next = sampled[-1]
         slots = batch.out_cache_loc.tolist()
@@ -136,9 +139,9 @@ class Forward(Books):
 
     def _check_fed(self, req: Any, position: int, token: int, factor: float) -> None:
         """Its own token, the same one every time; steered as its tokens say, or not at all."""
-        at, known = position - len(req.origin_input_ids), self.generated.setdefault(req.rid, [])
+        at, known = position - len(self.prompt_of(req)), self.generated.setdefault(req.rid, [])
         if at < 0:
-            assert token == req.origin_input_ids[position] and not factor
+            assert token == self.prompt_of(req)[position] and not factor
             return
         if at == len(known):
             known.append(token)
@@ -149,8 +152,9 @@ class Forward(Books):
 
     def _store(self, slots: list[int], written: list[Entry]) -> None:
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        kv_pool.get_key_buffer(0)[slots] = self.widened(keys_of(written))
-        kv_pool.get_value_buffer(0)[slots] = self.widened(values_of(written))
+        tags = [entry.tag for entry in written]
+        kv_pool.get_key_buffer(0)[slots] = self.widened(keys_of(tags))
+        kv_pool.get_value_buffer(0)[slots] = self.widened(values_of(tags))
 
     def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
         """As the model's only attention layer and its logits layer do."""

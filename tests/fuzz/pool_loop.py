@@ -41,6 +41,12 @@ class Loop(Forward):
         self._process(1 if self.overlap and batch is not None else 0)
         self.last_batch = batch
 
+    def run_dry(self) -> None:
+        """To the end of every request."""
+        while self.owners() or self.waiting_queue:
+            self.step()
+            self.check()
+
     def _process(self, left: int) -> None:
         """Process results until this many are left."""
         while len(self.result_queue) > left:
@@ -221,7 +227,9 @@ class Loop(Forward):
             self._forget(req)
 
     def _forget(self, req: Any) -> None:
-        self.rows.pop(req.rid)
+        row = self.rows.pop(req.rid)
+        if row:
+            self._leave(req, row)
         self.recomputed.discard(req.rid)
         self.finished.append(req)
         self.count["finished"] += 1

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from pool_books import POOL
+from pool_content import DELIMITER, POOL
 from pool_world import World
 
 MACHINE = settings(
@@ -59,11 +59,45 @@ BUDGETED = st.fixed_dictionaries(
         ),
     }
 )
-STEERED = st.builds(lambda keys, alpha_0: {**keys, "steering": alpha_0}, BUDGETED, st.just(1.5))
+# What a request asks for that takes part in a conversation.
+REUSING = st.fixed_dictionaries(
+    {
+        "kv_budget": st.integers(5, 16),
+        "kv_policy": st.sampled_from(["skipkv", "skipkv", "rkv", "streaming", "random", "h2o"]),
+        "kv_params": st.sampled_from([PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}]),
+        "kv_reuse": st.sampled_from(["keep", "budget"]),
+    }
+)
+STEERED = st.builds(
+    lambda keys, alpha_0: {**keys, "steering": alpha_0}, BUDGETED | REUSING, st.just(1.5)
+)
 ASKED = st.one_of(
-    *(BUDGETED, BUDGETED, STEERED, st.just({})),
+    *(BUDGETED, BUDGETED, REUSING, REUSING, STEERED, st.just({})),
     st.sampled_from([{}, {"kv_policy": "full"}, {"steering": 1.5}, {"steering": -2.0}]),
 )
+APART = st.sampled_from([{}, {}, {}, {"extra_key": "a"}, {"cache_salt": "a"}])
+TEXT = st.lists(st.sampled_from([DELIMITER, 3, 4, 5, 6]), max_size=9)
+# What a branch may ask for that its history does not have.
+CHANGES = st.sampled_from(
+    [
+        *({"kv_policy": "skipkv"}, {"kv_policy": "rkv"}, {"kv_policy": "h2o"}, {"kv_budget": 9}),
+        *({"kv_reuse": "keep"}, {"kv_reuse": "budget"}, {"kv_reuse": False}, {"kv_budget": None}),
+        *({"steering": 1.5}, {"steering": None}, {"cache_salt": "a"}, {"extra_key": "a"}),
+    ]
+)
+# A branch of a conversation: how many tokens of its history are left out, new text, how many more.
+BRANCH = st.tuples(
+    st.sampled_from([0, 0, 0, 0, 1, 2, 5, 12]),
+    *(TEXT, st.sampled_from([1, 2, 9, 20, 40]), STOPS),
+    st.just({}) | st.just({}) | st.just({}) | CHANGES,
+)
+OPENING = st.tuples(PROMPT, st.integers(16, 40), REUSING, APART)
+SOME_STEPS = st.sampled_from([1, 3, 12, 30])
+Asked = dict[str, Any]
+Apart = dict[str, str]
+Branch = tuple[int, list[int], int, bool, Asked]
+Opening = tuple[list[int], int, Asked, Apart]
+LONGEST_HISTORY = 75
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -81,16 +115,18 @@ class PoolMachine(RuleBasedStateMachine):
         token_ratio=st.sampled_from([0.02, 0.5]),
         backup_bytes=st.sampled_from([0, 2000, 1 << 20]),
         work_bytes=st.sampled_from([0, 96 << 20]),
+        reuse_bytes=st.sampled_from([2000, 20_000, 1 << 20, 1 << 20, 1 << 20]),
+        drops=st.sampled_from([False, False, True]),
     )
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1
         self.world = World(**how)
 
     @precondition(lambda self: len(self.world.waiting_queue) < 4)
-    @rule(calls=st.lists(st.tuples(PROMPT, TOKENS, STOPS, ASKED), min_size=1, max_size=4))
-    def arrive(self, calls: list[tuple[list[int], int, bool, dict[str, Any]]]) -> None:
-        for prompt, max_new_tokens, ignore_eos, keys in calls:
-            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **keys)
+    @rule(calls=st.lists(st.tuples(PROMPT, TOKENS, STOPS, ASKED, APART), min_size=1, max_size=4))
+    def arrive(self, calls: list[tuple[list[int], int, bool, Asked, Apart]]) -> None:
+        for prompt, max_new_tokens, ignore_eos, keys, apart in calls:
+            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **apart, **keys)
 
     @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
     @rule(data=st.data(), more=st.lists(st.integers(3, 6), min_size=1, max_size=4), keys=ASKED)
@@ -99,6 +135,43 @@ class PoolMachine(RuleBasedStateMachine):
         text = self._text(data)
         self.world.arrive((text + more)[:60], 20, **keys)
 
+    @precondition(lambda self: len(self.world.waiting_queue) < 4)
+    @rule(data=st.data(), opening=OPENING, branch=BRANCH, steps=SOME_STEPS)
+    def turn(self, data: st.DataObject, opening: Opening, branch: Branch, steps: int) -> None:
+        """The next turn of a conversation; its first turn if there is none."""
+        self._continue(data, opening, [branch], steps)
+
+    @precondition(lambda self: len(self.world.waiting_queue) < 3)
+    @rule(
+        data=st.data(),
+        opening=OPENING,
+        branches=st.lists(BRANCH, min_size=2, max_size=3),
+        steps=SOME_STEPS,
+    )
+    def fork(
+        self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
+    ) -> None:
+        """Several next turns of one conversation at once."""
+        self._continue(data, opening, branches, steps)
+
+    def _continue(
+        self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
+    ) -> None:
+        if not self._conversations():
+            prompt, max_new_tokens, keys, apart = opening
+            self.world.arrive(prompt, max_new_tokens, **apart, **keys)
+            self.run_steps(max_new_tokens + 2)
+        if not self._conversations():
+            return
+        earlier = data.draw(st.sampled_from(self._conversations()[-4:]))
+        apart = {"extra_key": earlier.extra_key, "cache_salt": earlier.cache_salt}
+        text = self.world.next_text(earlier)
+        for cut, more, max_new_tokens, ignore_eos, changes in branches:
+            keys = {**earlier.sampling_params.custom_params, **apart, **changes}
+            prompt = text[: max(len(text) - cut, 1)] + more
+            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **keys)
+        self.run_steps(steps)
+
     @rule(steps=st.sampled_from([1, 2, 5, 15, 40, 80]))
     def run_steps(self, steps: int) -> None:
         for _ in range(steps):
@@ -106,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.world.check()
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
-    @rule(asked=st.lists(BUDGETED, min_size=2, max_size=2), more_steps=st.integers(0, 16))
+    @rule(asked=st.lists(BUDGETED | REUSING, min_size=2, max_size=2), more_steps=st.integers(0, 16))
     def outgrow(self, asked: list[dict[str, Any]], more_steps: int) -> None:
         """Two requests grow longer than the pool: only host memory can bring them back."""
         for keys in asked:
@@ -152,10 +225,16 @@ class PoolMachine(RuleBasedStateMachine):
     def probe(self, data: st.DataObject) -> None:
         """Whatever the tree has of a finished text is that text's KV."""
         assert self.world.probe(self._text(data)) >= 0
+        self.world.probe_histories()
 
     @rule()
     def flush(self) -> None:
         self.world.flush()
+
+    def _conversations(self) -> list[Any]:
+        """Requests that left a history, and whose text leaves room for a next turn."""
+        turns = [(req, len(self.world.next_text(req))) for req in self.world.turns]
+        return [req for req, length in turns if length <= LONGEST_HISTORY]
 
     def _text(self, data: st.DataObject) -> list[int]:
         req = data.draw(st.sampled_from(self.world.finished[-4:]))

@@ -31,7 +31,7 @@ def make_steerer(delimiters: Delimiters, hidden_size: int, rows: int) -> Steerer
     """As the start of a server makes it, without a model."""
     whence = origin(hidden_size=hidden_size, layer=0, keywords=",".join(WORDS), delimiters="paper")
     vector = SteeringVector(torch.eye(hidden_size)[0], whence)
-    classes = TokenClasses(_Vocabulary(), delimiters, whence.delimiters, vector.keywords)
+    classes = TokenClasses(_Vocabulary(), delimiters, whence.delimiters, whence.keywords.split(","))
     steerer = Steerer(vector, classes, GAMMA, device=torch.device("cpu"))
     steerer.use_rows(rows)
     return steerer

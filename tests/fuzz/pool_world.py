@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from pool_books import (
+from pool_content import (
     CONTEXT,
     DELIMITER,
     HEAD_DIM,
@@ -29,6 +29,7 @@ from pool_books import (
 from pool_forward import ForwardStream, ScheduleStream
 from pool_loop import Loop
 from pool_steering import GAMMA, make_steerer
+from pool_turns import BLANK, THINK_END, THINK_START, separated
 
 
 def reuse_newest_first(allocator: Any) -> None:
@@ -64,8 +65,10 @@ class World(Loop):
         token_ratio: float = 0.3,
         backup_bytes: int = 0,
         work_bytes: int = 96 << 20,
+        reuse_bytes: int = 1 << 20,
         head_dim: int = HEAD_DIM,
         check_ledger: bool = True,
+        drops: bool = False,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -79,6 +82,7 @@ class World(Loop):
         super().__init__()
         self.head_dim = head_dim
         self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
+        self.drops = drops
         self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
         self.disaggregation_mode = DisaggregationMode.NULL
         self.spec_algorithm = SpeculativeAlgorithm.NONE
@@ -124,9 +128,15 @@ class World(Loop):
         # Held to the end: what a request fails to let go must not go with it, whenever that is.
         self.arrived: list[Any] = []
         self.retract_now = self.pending_chunk_abort = False
-        self._bind(backup_bytes, work_bytes, check_ledger)
+        self.ample = reuse_bytes >= 1 << 20
+        self._bind(
+            retraction_backup_bytes=backup_bytes,
+            compaction_work_bytes=work_bytes,
+            kv_reuse_bytes=reuse_bytes,
+            check_ledger=check_ledger,
+        )
 
-    def _bind(self, backup_bytes: int, work_bytes: int, check_ledger: bool) -> None:
+    def _bind(self, **given: Any) -> None:
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.eviction.runtime import Runtime
         from sgl_skipkv.patches.engine.binding import Binding
@@ -134,14 +144,13 @@ class World(Loop):
         from sgl_skipkv.patches.readiness import Readiness
         from sgl_skipkv.recording.recorder import ModelShape, Recorder
         from sgl_skipkv.recording.sentences import Delimiters
+        from sgl_skipkv.reuse.thoughts import ThoughtTokens
 
         config = ServerConfig(
             query_window=4,
             max_sentences=8,
             max_tracked_requests=TRACKED,
-            retraction_backup_bytes=backup_bytes,
-            compaction_work_bytes=work_bytes,
-            check_ledger=check_ledger,
+            **given,
             poison_evicted=True,
             steering_vector="none.safetensors",
             steering_gamma=GAMMA,
@@ -164,6 +173,7 @@ class World(Loop):
             pool_tokens=POOL,
             kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
+            thoughts=ThoughtTokens(THINK_END, THINK_START, frozenset({BLANK})),
         )
         ready = Readiness((), enabled=False)
         self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
@@ -187,7 +197,14 @@ class World(Loop):
     # -- requests
 
     def arrive(
-        self, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True, **keys: Any
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **keys: Any,
     ) -> Any:
         """A request is received: state, limits, queue. ``keys`` are those of the API."""
         from sglang.srt.managers.schedule_batch import Req
@@ -197,6 +214,9 @@ class World(Loop):
         from sgl_skipkv.patches.engine.scheduler import open_request
 
         self.count["arrived"] += 1
+        if self.drops and "kv_params" in keys:
+            drops = bool(keys.get("kv_reuse"))
+            keys["kv_params"] = {**keys["kv_params"], "drop_thoughts": drops}
         params = SamplingParams(
             max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, custom_params=keys or None
         )
@@ -208,6 +228,8 @@ class World(Loop):
             sampling_params=params,
             eos_token_ids={STOP},
             vocab_size=VOCAB,
+            extra_key=extra_key,
+            cache_salt=cache_salt,
         )
         self.arrived.append(req)
         received = SimpleNamespace(
@@ -271,12 +293,18 @@ class World(Loop):
 
     def flush(self) -> bool:
         """``Scheduler.flush_cache``: only an idle server does it."""
+        from sgl_skipkv.patches.engine.reuse import forget_histories
+
         if not self.is_idle():
             return False
         self.last_batch = None
         self.tree_cache.reset()
         self.req_to_token_pool.clear()
         self.token_to_kv_pool_allocator.clear()
+        forget_histories(True, self)
+        self.left.clear()
+        assert not len(self.runtime.histories), "histories of an empty tree"
+        assert not self.runtime.histories.memory.used_bytes, "recordings of an empty tree"
         return True
 
     def evict_tree(self, tokens: int) -> None:
@@ -295,9 +323,11 @@ class World(Loop):
                 break
         assert self.is_idle() and self.runtime.open_requests == 0
         for req in self.finished:
-            self.probe([*req.origin_input_ids, *req.output_ids])
+            self.probe([*req.origin_input_ids, *req.output_ids], separated(req))
+        self.probe_histories()
         self.evict_tree(POOL)
         self.check()
         assert not self.runtime.host_memory.used_bytes, "a backup outlives its call"
         assert self.token_to_kv_pool_allocator.available_size() == POOL
         assert self.req_to_token_pool.available_size() == ROWS
+        assert self.flush()

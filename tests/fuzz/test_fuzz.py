@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted_bugs import bugs
+from planted_bugs import RARE, bugs
 
-COMMAND = (sys.executable, str(Path(__file__).parent / "fuzz.py"), "--report", "rows.json")
+COMMAND = (
+    *(sys.executable, str(Path(__file__).parent / "fuzz.py"), "--report", "rows.json"),
+    *("--workers", "1"),  # another of pytest's workers has the other core
+)
 
 pytestmark = pytest.mark.timeout(1800)  # minutes where nothing else runs
 
@@ -29,20 +32,22 @@ def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_planted_bug_is_found(clean_folder: Path) -> None:
-    """Within 3,000 lives each, and each with the seed that is known to find it soonest."""
-    found = rows_of(clean_folder, "--planted", "--soonest", "--seeds", "2")
-    assert [row["bug"] for row in found] == [name for name, *_ in bugs()]
+def test_every_planted_bug_is_found(tmp_path: Path) -> None:
+    """In the first lives of a seed; ``make fuzz`` looks at thousands of lives of others."""
+    found = rows_of(tmp_path, "--planted", "--soonest")
+    assert [row["bug"] for row in found] == [name for name, *_ in bugs() if name not in RARE]
     assert [row["bug"] for row in found if not row["lives"]] == []
 
 
-def test_memory_stays_sound(clean_folder: Path) -> None:
-    """300 lives of 50 steps. A failure names their seed."""
-    rows = rows_of(clean_folder, "--examples", "300", "--seeds", "2")
+def test_memory_stays_sound(tmp_path: Path) -> None:
+    """100 lives of 50 steps; ``make fuzz`` has 20,000. A failure names their seed."""
+    rows = rows_of(tmp_path, "--examples", "100", "--seeds", "4")
     seen = {row["event"]: row["times"] for row in rows}
     # an empty run proves nothing
-    wanted = {"compactions": 6000, "retractions": 400, "retractions, pool full": 8, "refused": 100}
-    wanted |= {"backups": 100, "restored": 100, "recomputed because just compacted": 10}
-    wanted |= {"prefix hits": 700, "finished": 600, "aborts": 1500}
+    wanted = {"compactions": 1500, "retractions": 100, "retractions, pool full": 1, "refused": 25}
+    wanted |= {"backups": 25, "restored": 10, "prefix hits": 175, "finished": 150, "aborts": 375}
+    wanted |= {"continued": 75, "continued, evicted from": 50, "copied": 10, "histories": 175}
+    wanted |= {"continued, not to its end": 25, "histories lost": 50, "no history, diverged": 12}
+    wanted |= {"thoughts dropped": 25, "continued behind thoughts": 4}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from hook_calls import WRONG, Escaped, HookCalls
 from planted_bugs import plant
-from pool_books import plugin_and_topology
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sglang() -> Iterator[None]:
-    """SGLang with our hooks; requests that they refuse are not news."""
+def quiet(plugin_loaded: None) -> Iterator[None]:
+    """Requests that hooks refuse are not news."""
     logging.disable()
-    with plugin_and_topology():
-        yield
+    yield
     logging.disable(logging.NOTSET)
 
 

@@ -12,15 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_cpu import as_one_each, on_triton
-from pool_books import POOL, TRACKED, plugin_and_topology
+from planted_bugs import plant
+from pool_content import POOL, TRACKED
 from pool_machine import MACHINE, PARAMETERS, PROMPT, own_draws
 from pool_world import World
 
 from sgl_skipkv import policy
 from sgl_skipkv.eviction.page_table import LedgerError
-from sgl_skipkv.patches.engine import backup
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.patches.engine import backup, reuse
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
+
+pytestmark = pytest.mark.usefixtures("plugin_loaded")
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +33,7 @@ def same_draws() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sglang() -> Iterator[None]:
-    with plugin_and_topology():
-        yield
-
-
-@settings(MACHINE, max_examples=15)
+@settings(MACHINE, max_examples=7)
 @given(
     st.lists(
         st.tuples(PROMPT, st.integers(4, 24), st.sampled_from(["skipkv", "streaming"])),
@@ -72,11 +70,6 @@ def turn(world: World, steps: int) -> None:
     for _ in range(steps):
         world.step()
         world.check()
-
-
-def run_dry(world: World) -> None:
-    while world.owners() or world.waiting_queue:
-        turn(world, 1)
 
 
 def asks(kv_budget: int, kv_policy: str) -> dict[str, Any]:
@@ -195,7 +188,7 @@ def test_a_row_comes_back_behind_the_step_that_runs(
     """A request ends while a step still writes its next token, and its slots go to one that comes
     back from host memory: the copy must not be written before that token, or it is overwritten."""
     if not waits:
-        monkeypatch.setattr(backup, "_wait_for_forward", lambda pool: None)
+        monkeypatch.setattr(backup, "wait_for_forward", lambda pool: None)
     world = World(late=True, newest_first=True, token_ratio=0.02, backup_bytes=1 << 20)
     ends, returns = long_calls(world, 26, 26)
     assert ends.skipkv.kv.evicted_tokens  # or the tree would have its slots
@@ -210,6 +203,57 @@ def test_a_row_comes_back_behind_the_step_that_runs(
     else:
         with pytest.raises(AssertionError):
             world.step()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_history_is_copied_behind_the_step_that_runs(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request ends while a step still writes its next token, and its slots go to the copy of a
+    history: the copy must not be written before that token, or it is overwritten."""
+    world = World(late=True, newest_first=True)
+    keys = {**asks(8, "streaming"), "kv_reuse": "budget"}
+    first = world.arrive([5, 6, 7, 20], 30, **keys)
+    world.run_dry()
+    (ends,) = long_calls(world, 26)
+    assert ends.skipkv.kv.evicted_tokens  # or the tree would have its slots
+    if not waits:
+        monkeypatch.setattr(reuse, "wait_for_forward", lambda pool: None)
+    world.abort(ends)
+    world.step()
+    assert ends.finished()
+    world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
+    if waits:
+        turn(world, 2)
+        assert world.count["copied"] == 1
+        world.drain()
+    else:
+        with pytest.raises(AssertionError):
+            turn(world, 2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_queries_of_tokens_that_were_left_out_are_not_read(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring has the last queries of a history, and a next turn leaves its last tokens out. It is
+    due at once, and compacts when queries of its own have taken their places."""
+    keys = {**asks(16, "rkv"), "kv_params": {**PARAMETERS, "window": 4}, "kv_reuse": "budget"}
+    world = World()
+    first = world.arrive([5, 6, 7, 20], 18, **keys)
+    world.run_dry()
+    text = [*first.origin_input_ids, *first.output_ids]
+    if not waits:
+        piece = "max(prefill_tokens + 1, recorded_tokens)"
+        plant(monkeypatch, Runtime.admit, piece, "prefill_tokens + 1")
+    second = world.arrive([*text[:-6], 9, 9], 30, **{**keys, "kv_budget": 6})
+    if waits:
+        world.run_dry()
+        assert second.skipkv.report.compactions and world.count["continued, not to its end"]
+        world.drain()
+    else:
+        with pytest.raises(AssertionError, match="somebody else's queries"):
+            world.run_dry()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -351,7 +395,7 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
         return enough and not (last and selected_indices is None)
 
     monkeypatch.setattr(ScheduleBatch, "check_decode_mem", scarce)
-    run_dry(world)
+    world.run_dry()
     assert world.count["decode steps that waited for memory"] == 1
     assert len(call.output_ids) == 60 and call.skipkv.report.summary["compactions"] > 4
 

@@ -34,8 +34,13 @@ DEFAULTS_BY_FLAG = (
 STEERING_GAMMA = 0.1
 STEERING_KEYWORDS = ("a", "b")
 STEERING_PRESET = "any-newline"
+# Two configurations without kv_reuse. The events stay within the process.
+KV_EVENTS = '{"publisher": "zmq", "endpoint": "inproc://events"}'
+WITHOUT_REUSE = ("--disable-radix-cache", "--kv-events-config", KV_EVENTS)
+# Generated tokens of a thinking request are not cached by SGLang.
+STRIPPED = ("--strip-thinking-cache", "--reasoning-parser", "deepseek-r1")
 ONE_BATCH = ("--max-running-requests", "64")
-RETRACT_POOL_TOKENS = 4096
+RETRACT_POOL_TOKENS, CROWD_POOL_TOKENS = 4096, 1024
 CHECKED: Mapping[str, Any] = {"check_ledger": True, "poison_evicted": True, "kv_interval": 16}
 
 
@@ -59,13 +64,30 @@ class Spec:
     steering_layer: int | None = None
 
 
+def retracting(
+    every: int,
+    files: tuple[str, ...] = ("retraction",),
+    model: str = "llama",
+    more: tuple[str, ...] = (),
+    steering_layer: int | None = 1,
+    pool_tokens: int = RETRACT_POOL_TOKENS,
+    chunk: int = 256,
+    **config: Any,
+) -> Spec:
+    """A small pool in which SGLang's own test switch retracts requests every so many steps."""
+    pool = ("--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk))
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
+    settings = {**CHECKED, **config}
+    return Spec(files, model, (*pool, *more), settings, {"env": env}, steering_layer)
+
+
 SPECS: dict[str, Spec] = {
     # Plugin and vector loaded, nothing by default, overlap on, strict checks on: the session's
     # server.
     "main": Spec(
         (
             *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
-            *("other_apis", "privacy", "entry_points"),
+            *("other_apis", "privacy", "entry_points", "oracle_reuse"),
         ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
@@ -73,7 +95,7 @@ SPECS: dict[str, Spec] = {
     ),
     # The bundled model.
     "reasoner": Spec(
-        ("accuracy", "commands", "reasoner", "serving"),
+        ("accuracy", "commands", "conversations", "reasoner", "serving"),
         REASONER,
         ("--max-total-tokens", "40960", *ONE_BATCH),
     ),
@@ -99,10 +121,12 @@ SPECS: dict[str, Spec] = {
     "qwen2, no overlap": Spec(
         ("oracle", "oracle_steering"), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP), steering_layer=2
     ),
-    "llama": Spec(("oracle", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0),
+    "llama": Spec(
+        ("oracle", "oracle_reuse", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0
+    ),
     # Every default by flag; requests that bring their own keys must not notice.
     "qwen3, no overlap": Spec(
-        ("oracle", "oracle_steering"),
+        ("oracle", "oracle_reuse", "oracle_steering"),
         "qwen3",
         (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
         {"poison_evicted": True},
@@ -115,31 +139,39 @@ SPECS: dict[str, Spec] = {
         ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
         CHECKED,
     ),
-    # A small pool in which SGLang's own test switch retracts requests every 200 steps, and nothing
-    # is backed up.
-    "recomputing": Spec(
-        ("retraction",),
-        "llama",
-        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
-        {**CHECKED, "retraction_backup_bytes": 0},
-        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "200"}},
-        steering_layer=1,
-    ),
-    # The same, every 3 steps, and with backups.
-    "restoring": Spec(
-        ("retraction",),
-        "llama",
-        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--chunked-prefill-size", "256"),
+    "recomputing": retracting(200, retraction_backup_bytes=0),  # nothing is backed up
+    "restoring": retracting(3),
+    # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
+    "thinking": Spec(
+        ("oracle_thoughts",),
+        "thinking",
+        (*CHUNKS_OF_64, *STRIPPED),
         CHECKED,
-        {"env": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}},
-        steering_layer=1,
     ),
+    # The same, retracted every few steps.
+    "thinking, no overlap": retracting(
+        7,
+        files=("oracle_thoughts",),
+        model="thinking",
+        more=(*WITHOUT_OVERLAP, *STRIPPED),
+        steering_layer=None,
+        pool_tokens=16384,
+    ),
+    "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.
     "unavailable": Spec(
         ("states",), "qwen2", (*UNSUPPORTED, "--enable-metrics"), options={"trace": False}
     ),
     "refused": Spec(
-        ("states",), "qwen2", (*UNSUPPORTED, "--strip-thinking-cache", "--kv-budget", "64")
+        ("states",), "qwen2", (*UNSUPPORTED, "--enable-streaming-session", "--kv-budget", "64")
+    ),
+    # Budgets and no kv_reuse: nobody asked, and the operator asked.
+    "without reuse": Spec(("states",), "qwen2", WITHOUT_REUSE),
+    "reuse refused": Spec(
+        ("states",),
+        "qwen2",
+        (*WITHOUT_REUSE, "--kv-reuse", "keep"),
+        {"kv_params": {"drop_thoughts": True}},
     ),
 }
 

@@ -74,6 +74,7 @@ _KEYS = st.fixed_dictionaries(
                 st.sampled_from(PARAMETERS), st.one_of(_PARAMETER, _SCALARS), max_size=2
             )
         ),
+        "kv_reuse": _mostly(st.sampled_from(["keep", "budget", False])),
         "steering": _mostly(st.one_of(st.floats(-10, 10), st.just(False))),
     },
 )

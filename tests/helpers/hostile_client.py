@@ -6,12 +6,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import requests
-from hostile_bodies import Body, Verdict, bodies, describes, echoes
+from hostile_bodies import PROMPT, Body, Verdict, bodies, describes, echoes
 from hypothesis import Phase, given, settings
 from pool_machine import MACHINE, own_draws
 from servers import HTTPFailure, Server
@@ -62,6 +64,26 @@ def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:
         if not describes(json.loads(text)["meta_info"].get("skipkv"), verdict.settings):
             return f"expected {verdict.settings}: {shown}"
     return None
+
+
+def wrongly_answered(
+    server: Server, sent: Sequence[Body], verdicts: Sequence[Verdict]
+) -> list[str]:
+    """What is wrong with the answers to these bodies, eight of them at once."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda body: send(server, body), sent))
+    return [text for one in zip(sent, verdicts, answers, strict=True) if (text := complaint(*one))]
+
+
+def answers_to_values(server: Server, values: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """Sampling parameters, one request after the other."""
+    server.wait_idle()
+    bodies = [{"text": PROMPT, "sampling_params": {"max_new_tokens": 1, **one}} for one in values]
+    return [send(server, Body("/generate", json.dumps(body).encode())) for body in bodies]
+
+
+def p99_ms(answers: Sequence[Answer]) -> float:
+    return 1000 * float(np.quantile([answer.seconds for answer in answers], 0.99))
 
 
 def error_of(failure: HTTPFailure) -> str:

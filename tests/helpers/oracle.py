@@ -9,7 +9,7 @@ new evictions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class MaskingOracle:
         """
         ids = torch.tensor([*prompt_ids, *output_ids])
         logits = torch.empty(len(output_ids), self.model.config.vocab_size)
-        for first, stop, phase in _phases(len(output_ids), events):
+        for first, stop, phase in phases(len(output_ids), events):
             visible = visible_keys(len(prompt_ids), len(prompt_ids) + stop, phase)
             mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
             fed = ids[: len(prompt_ids) + stop]
@@ -122,7 +122,12 @@ def steering_factors(
     return factors
 
 
-def _phases(generated: int, events: Sequence[Event]) -> list[tuple[int, int, list[Event]]]:
+def behind(event: Mapping[str, Any], prompt_tokens: int) -> Event:
+    """A compaction as one of a request with a prompt of this length."""
+    return {**event, "generated": event["prompt_tokens"] + event["generated"] - prompt_tokens}
+
+
+def phases(generated: int, events: Sequence[Event]) -> list[tuple[int, int, list[Event]]]:
     """(first, stop, compactions): generated tokens that one reference forward explains.
 
     A recomputation with G generated tokens prefills all of them, so token G is the first that comes

@@ -64,31 +64,45 @@ class ScoreOracle:
         events: Sequence[Event],
         is_delimiter: Sequence[bool],
         policy: Any,
+        *,
+        earlier: Sequence[Event] = (),
+        turns: Sequence[int] = (),
+        uncounted: Sequence[Span] = (),
     ) -> list[Choice]:
         """Score the row of every compaction of a request that was never recomputed.
+
+        A conversation whose history counts against the budget is one such request: its prompt is
+        that of the first turn, its output everything behind it.
 
         Args:
             prompt_ids, output_ids: the request's tokens.
             events: its ``compact`` lines.
             is_delimiter: of every output token.
             policy: a scored policy of the package; only its settings are read.
+            earlier: compactions of the prompt.
+            turns: positions at which a later turn begins, and with it a sentence.
+            uncounted: positions whose queries came in a prefill.
         """
         prompt, params = len(prompt_ids), policy.params
         fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
-        visible = visible_keys(prompt, len(fed), events)
+        visible = visible_keys(prompt, len(fed), [*earlier, *events])
         queries, keys, hidden = self._forward(fed, visible)
         attention = _attention(queries, keys, visible)
+        for start, stop in uncounted:
+            attention[start:stop] = 0.0
         redundancy: dict[int, float] = {}  # by the first token of the sentence
-        row, found = [], []
+        found: list[Choice] = []
+        row = [*earlier[-1]["kept"]] if earlier else []
         for event in events:
             first_new = row[-1] + 1 if row else 0
             row += range(first_new, prompt + event["generated"])
-            positions = torch.tensor(row)
+            positions, held = torch.tensor(row), sum(position < prompt for position in row)
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
             scores = _scores(
                 policy.name,
                 params,
                 prompt,
+                held,
                 positions,
                 queries[:, window],
                 keys[:, positions],
@@ -96,9 +110,9 @@ class ScoreOracle:
             )
             tail = params.window
             if policy.name == "h2o":
-                tail = max(tail, (event["after"] - prompt) // 2)
+                tail = max(tail, (event["after"] - held) // 2)
             if policy.name in ("skipkv", "skipkv+"):
-                spans = _sentences(is_delimiter[: event["generated"]], prompt)
+                spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
                 _compare(live, hidden, redundancy)
                 for start, stop in live:
@@ -106,15 +120,16 @@ class ScoreOracle:
                     if likeness > params.tau and stop - start > 1:
                         scores[(positions >= start) & (positions < stop)] -= likeness
                 if policy.name == "skipkv+":
-                    budget = event["after"] - prompt
+                    budget = event["after"] - held
                     tail = max(tail, min(params.recent, budget // 2))
                     for start, stop in live:
                         for back in range(1, params.ending + 1):  # tokens before the delimiter
                             if stop - 1 - back >= start:
                                 scores[positions == stop - 1 - back] += params.ending + 1 - back
-                opened = row[-1] + 1 - (spans[-1][1] if spans else prompt)
-                tail = max(tail, min(opened, (event["after"] - prompt) // 2))
-            scores[: max(prompt, params.sink)] = torch.inf
+                begun = [turn for turn in turns if turn <= row[-1]]
+                opened = row[-1] + 1 - max([prompt, *begun, *(stop for _, stop in spans)])
+                tail = max(tail, min(opened, (event["after"] - held) // 2))
+            scores[: max(held, params.sink)] = torch.inf
             scores[-tail:] = torch.inf
             found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
             row = list(event["kept"])
@@ -169,6 +184,7 @@ def _scores(
     name: str,
     params: Any,
     prompt: int,
+    held: int,
     positions: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -177,6 +193,7 @@ def _scores(
     """Scores of one row.
 
     Args:
+        held: row entries of the prompt.
         queries: [L, W, Hq, d] of the window. keys: [L, n, Hkv, d] of the row. steps: [T, n],
             attention of every decode step to the row; 0 for what came later.
     """
@@ -187,7 +204,7 @@ def _scores(
     if name == "snapkv":
         return _importance_and_redundancy(queries, keys, params.kernel, 1.0, 0.5)
     if name == "rpc":
-        return _selected(queries, keys, prompt, params.kernel)
+        return _selected(queries, keys, held, params.kernel)
     if name == "tova":
         return steps[-1]
     if name == "h2o":
@@ -216,19 +233,19 @@ def _recurrence(name: str, params: Any, prompt: int, positions: Tensor, steps: T
     return torch.tensor(found, dtype=torch.float64)
 
 
-def _selected(queries: Tensor, keys: Tensor, prompt: int, kernel: int) -> Tensor:
+def _selected(queries: Tensor, keys: Tensor, held: int, kernel: int) -> Tensor:
     """RPC: attention among generated tokens before the window, summed, averaged over neighbours."""
     layers, window, query_heads, size = queries.shape
     n, kv_heads = keys.shape[1:3]
     total = torch.zeros(n, dtype=torch.float64)
     for layer in range(layers):
-        received = torch.zeros(n - window - prompt, dtype=torch.float64)
+        received = torch.zeros(n - window - held, dtype=torch.float64)
         for head in range(query_heads):
-            k = keys[layer, prompt : n - window, head // (query_heads // kv_heads)]
+            k = keys[layer, held : n - window, head // (query_heads // kv_heads)]
             logits = queries[layer, :, head] @ k.T / size**0.5
             received += logits.softmax(dim=1).sum(dim=0) / query_heads
         padded = F.pad(received, (kernel // 2, kernel // 2))
-        total[prompt : n - window] += padded.unfold(0, kernel, 1).mean(dim=1) / layers
+        total[held : n - window] += padded.unfold(0, kernel, 1).mean(dim=1) / layers
     return total
 
 
@@ -258,13 +275,15 @@ def _importance_and_redundancy(
     return total / (layers * kv_heads)
 
 
-def _sentences(is_delimiter: Sequence[bool], offset: int) -> list[Span]:
-    """Closed sentences: up to a delimiter, with the delimiters that follow it at once."""
+def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:
+    """Closed sentences of one turn: up to a delimiter, with the delimiters that follow at once."""
     spans: list[Span] = []
     start = 0
     for place, closes in enumerate(is_delimiter):
+        begins = offset + place in turns
+        start = place if begins else start
         if closes:
-            if spans and spans[-1][1] == offset + place:
+            if spans and spans[-1][1] == offset + place and not begins:
                 spans[-1] = (spans[-1][0], offset + place + 1)
             else:
                 spans.append((offset + start, offset + place + 1))

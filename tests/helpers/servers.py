@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.cli.server_process import HTTPFailure, ServerProcess
 
-__all__ = ["HTTPFailure", "Server", "output_logprobs"]
+__all__ = ["HTTPFailure", "Server", "logprob_gap", "output_logprobs"]
 
 # They raise and end the server, which fails the test.
 STRICT = {
@@ -102,6 +102,11 @@ class Server(ServerProcess):
         lines = [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
         assert not lines, lines[:5]
         assert self.process.poll() is None
+
+
+def logprob_gap(answer: Mapping[str, Any], others: Iterable[float]) -> float:
+    """The largest difference of its log-probabilities from these, token by token."""
+    return max(abs(a - b) for a, b in zip(output_logprobs(answer), others, strict=True))
 
 
 def output_logprobs(answer: Mapping[str, Any]) -> list[float]:

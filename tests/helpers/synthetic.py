@@ -153,9 +153,8 @@ class SyntheticServer:
         call.generated = total - call.prompt_tokens
 
     def decode(self, *calls: Call) -> None:
-        """One step of a batch: compact who is due, then one token each."""
-        for call in calls:
-            self.compact_if_due(call)
+        """One step of a batch: compact who is due, together, then one token each."""
+        self.compact_due(*calls)
         for call in calls:
             self._append(call, 1)
             call.decoded += 1
@@ -174,16 +173,21 @@ class SyntheticServer:
         for _ in range(steps):
             self.decode(call)
 
-    def compact_if_due(self, call: Call) -> Plan | None:
+    def compact_due(self, *calls: Call) -> list[Plan]:
         """What happens before a decode step."""
-        self.runtime.observe(call.state, len(call.slots))
-        if call.decoded < 1:
-            return None
-        if not self.runtime.due(call.state, len(call.slots)):
-            if self.runtime.planner.must_track(call.state, len(call.slots)):
-                self.runtime.track([self.due(call)])
-            return None
-        return next(iter(self.compact([call])), None)
+        for call in calls:
+            self.runtime.observe(call.state, len(call.slots))
+        running = [call for call in calls if call.decoded]
+        due = [call for call in running if self.is_due(call)]
+        must_track = self.runtime.planner.must_track
+        behind = [call for call in running if call not in due]
+        behind = [call for call in behind if must_track(call.state, len(call.slots))]
+        if behind:
+            self.runtime.track([self.due(call) for call in behind])
+        return self.compact(due) if due else []
+
+    def is_due(self, call: Call) -> bool:
+        return self.runtime.due(call.state, len(call.slots))
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
@@ -191,9 +195,13 @@ class SyntheticServer:
 
     def plans(self, calls: Sequence[Call]) -> list[Plan]:
         """What a compaction of several requests would do now."""
+        self.read_back(calls)
+        return self.runtime.planner.plan([self.due(call) for call in calls])
+
+    def read_back(self, calls: Sequence[Call]) -> None:
+        """What the last compactions kept has arrived."""
         for call in calls:
             self.runtime._read_back(call.state)
-        return self.runtime.planner.plan([self.due(call) for call in calls])
 
     def compact(self, calls: Sequence[Call]) -> list[Plan]:
         """Compact these requests together, as a server does."""
@@ -334,5 +342,8 @@ def unlike(
 
 
 def decode_until_due(server: SyntheticServer, calls: Sequence[Call]) -> None:
-    while not all(server.runtime.due(call.state, len(call.slots)) for call in calls):
+    """All in the same step; what their last compactions kept has arrived."""
+    while not all(map(server.is_due, calls)):
+        assert not any(map(server.is_due, calls))
         server.decode(*calls)
+    server.read_back(calls)

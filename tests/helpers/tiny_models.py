@@ -9,28 +9,25 @@ sentences.
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "thinking")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
 )
 PIECES = ("<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS)
 VOCAB_SIZE = len(PIECES)
+#: of the family "thinking" only, a Llama
+THOUGHTS = ("<think>", "</think>")
+THINK_START, THINK_END = VOCAB_SIZE, VOCAB_SIZE + 1
 
 
 def prompt_ids(seed: int | str, tokens: int) -> list[int]:
@@ -40,7 +37,7 @@ def prompt_ids(seed: int | str, tokens: int) -> list[int]:
 
 
 _SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128},
+    **{"hidden_size": 64, "intermediate_size": 128},
     **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"max_position_embeddings": 32768, "tie_word_embeddings": False},
     **{"bos_token_id": 1, "eos_token_id": 2},
@@ -50,23 +47,14 @@ _GAINS = {
     **{"q_norm": 3.0, "k_norm": 3.0, "q_proj": 20.0, "k_proj": 20.0, "v_proj": 60.0},
     **{"o_proj": 60.0, "mlp": 4.0, "lm_head": 4.0, "": 1.0},
 }
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, plus the line ends."""
-    vocabulary = {piece: i for i, piece in enumerate(PIECES)}
+def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
+    """One token per character, plus the line ends, and the thinking tokens if they are pieces."""
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    longest_first = "|".join(
-        piece.replace("?", r"\?").replace(".", r"\.").replace(")", r"\)").replace("]", r"\]")
-        for piece in sorted(LINE_ENDS, key=len, reverse=True)
-    )
-    from tokenizers import Regex
-
+    whole = (*LINE_ENDS, *(piece for piece in THOUGHTS if piece in pieces))
+    longest_first = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest_first}|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -81,13 +69,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
-    config_class, model_class = _CLASSES[family]
-    extra = {"head_dim": 16} if family == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": 16} if family == "qwen3" else {}
+    pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
+    kind = "llama" if family == "thinking" else family
     torch.manual_seed(FAMILIES.index(family))
-    model = model_class(config_class(**_SIZES, **extra))
+    sizes = {**_SIZES, **extra, "vocab_size": len(pieces)}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
+        if family == "thinking":  # most outputs have one, and an answer behind it
+            model.lm_head.weight[THINK_END] *= 1.3
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer(pieces).save_pretrained(folder)
     return folder

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from sgl_skipkv.kernels.dtype_names import TRITON_NAMES
+from sgl_skipkv.kernels.on_device import TRITON_NAMES
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

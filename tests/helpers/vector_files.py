@@ -153,9 +153,3 @@ _BY_WORD: dict[str, dict[str, Callable[[Path], Any]]] = {
     "got": {"a flood of metadata": told(**{"n" * 10**6: "x" * 10**6})},
 }
 WRONG = {name: (make, word) for word, made in _BY_WORD.items() for name, make in made.items()}
-
-
-def one_line(message: str, field: str, word: str) -> None:
-    """The message of a wrong setting: field, expectation, value and choices, in one short line."""
-    assert message.startswith(f"{field}: expected ") and "; choices: " in message, message
-    assert word in message and "\n" not in message and len(message) < 500, message

@@ -34,7 +34,11 @@ def partition(row_tokens: int, keep: Tensor) -> Selection:
 
 
 def compacted(
-    table: Tensor, rows: Sequence[int], selections: Sequence[Selection], positions: Sequence[Tensor]
+    table: Tensor,
+    rows: Sequence[int],
+    selections: Sequence[Selection],
+    positions: Sequence[Tensor],
+    row_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
     device = table.device
     kept, evicted = [s.kept for s in selections], [s.evicted for s in selections]
@@ -42,7 +46,7 @@ def compacted(
     freed, stayed = (every.new_empty(sum(map(len, half))) for half in (evicted, kept))
     compact_rows(
         table,
-        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor(rows, dtype=row_dtype, device=device),
         flat(kept, device),
         offsets(kept, device),
         flat(evicted, device),
@@ -130,20 +134,9 @@ def test_a_wider_table_than_its_rows(device: torch.device) -> None:
     """Rows of a view, and request rows as int32."""
     whole = torch.arange(1, 61, dtype=torch.int32, device=device).view(5, 12)
     table = whole[:, 2:10]
-    rows = torch.tensor([3, 1], dtype=torch.int32, device=device)
-    kept, evicted = torch.tensor([2, 3, 1, 4]), torch.tensor([0, 1, 0, 2, 3])
-    kept, evicted = kept.to(device), evicted.to(device)
-    compact_rows(
-        table,
-        rows,
-        kept,
-        torch.tensor([0, 2, 4], device=device),
-        evicted,
-        torch.tensor([0, 2, 5], device=device),
-        torch.arange(9, device=device),
-        evicted.new_empty(5),
-        kept.new_empty(4),
-    )
+    stays = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 0, 1]]).bool()
+    selections = [partition(4, stays[0, :4]), partition(5, stays[1])]
+    compacted(table, [3, 1], selections, [torch.arange(4), torch.arange(5)], torch.int32)
     expected = torch.arange(1, 61, dtype=torch.int32).view(5, 12)
     expected[3, 2:6] = torch.tensor([41, 42, 0, 0])
     expected[1, 2:7] = torch.tensor([16, 19, 0, 0, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from sgl_skipkv.kernels.reference import (
     key_redundancy,
     selector_attention,
     sentence_similarity,
-    sentence_step,
     window_attention,
 )
 
@@ -188,15 +186,6 @@ def test_inputs_of_any_precision_give_float32(dtype: torch.dtype) -> None:
     assert_near(sentence_similarity(k[:, 0]), cosine_matrix(k[:, 0].double().tolist()))
 
 
-def test_inputs_are_not_changed() -> None:
-    q, k = random(20, 4, 4, 16), random(21, 30, 2, 16)
-    before = q.clone(), k.clone()
-    window_attention(q, k)
-    key_redundancy(k)
-    sentence_similarity(k[:, 0])
-    assert torch.equal(q, before[0]) and torch.equal(k, before[1])
-
-
 # -- sentences
 
 
@@ -211,38 +200,6 @@ def test_sentence_similarity(count: int, width: int) -> None:
 def test_sentence_similarity_of_nothing_and_of_zeros() -> None:
     assert sentence_similarity(torch.zeros(0, 8)).shape == (0, 0)
     assert torch.equal(sentence_similarity(torch.zeros(3, 8)), torch.zeros(3, 3))
-
-
-def run_steps(hidden: Tensor, closes: Sequence[bool], capacity: int = 8) -> dict[str, Tensor]:
-    """One request on track 1, token by token; tests/unit/test_sentences.py has the rest."""
-    state = {
-        **{"total": torch.zeros(2, hidden.shape[1]), "length": torch.zeros(2)},
-        "index": torch.zeros(2, dtype=torch.int64),
-        "after_delimiter": torch.zeros(2, dtype=torch.bool),
-        "vectors": torch.zeros(2, capacity, hidden.shape[1]),
-    }
-    for row, close in zip(hidden, closes, strict=True):
-        sentence_step(row[None], torch.tensor([1]), torch.tensor([close]), **state)
-    return state
-
-
-def unit_mean(hidden: Tensor) -> Tensor:
-    mean = hidden.double().mean(dim=0)
-    return (mean / mean.norm().clamp_min(1e-8)).float()
-
-
-def test_full_table_keeps_writing_its_last_entry() -> None:
-    hidden = random(25, 10, 5)
-    state = run_steps(hidden, [False, True] * 5, capacity=3)
-    for entry, first in ((0, 0), (1, 2), (2, 8)):
-        expected = unit_mean(hidden[first : first + 2])
-        assert torch.allclose(state["vectors"][1, entry], expected, atol=TOLERANCE)
-    assert int(state["index"][1]) == 4
-
-
-def test_a_sentence_of_zeros_is_no_nan() -> None:
-    state = run_steps(torch.zeros(2, 5), [False, True])
-    assert not state["vectors"].isnan().any() and not state["vectors"][1].any()
 
 
 def test_what_is_too_far_off_is_seen() -> None:

@@ -1,6 +1,6 @@
 """Load on the real server, with every check of SGLang on: what happens often, together, or rudely.
 
-    python tests/load/load.py L0 L1 L2 L3 L4 L6        # minutes each
+    python tests/load/load.py L0 L1 L2 L3 L4 L6 L8     # minutes each
     python tests/load/load.py L5 L7                    # a quarter of an hour each
     python tests/load/load.py L0 L5 --scale 0.02       # a trial
 
@@ -28,16 +28,17 @@ sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "
 
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
-from load_rows import Findings, Row, show
+from load_rows import Findings, Row
 from load_server import FAMILY
 from load_soak import kill, soak
+from load_turns import conversations
+from row_table import show
 from tiny_models import save_model
-
-from bench.lib.record import append_row
 
 JOBS: dict[str, Job] = {
     **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
     **{"L4": hostile, "L5": soak, "L6": long_output, "L7": kill},
+    "L8": conversations,
 }
 
 
@@ -58,14 +59,11 @@ def main() -> int:
     for job in arguments.jobs:
         findings = Findings(job, arguments.scale)
         JOBS[job](model, folder / job, findings)
-        show(findings.rows)
-        if arguments.record:
-            for row in findings.rows:
-                append_row("load", row)
+        show(findings.rows, "load", record="load" if arguments.record else None)
         rows += findings.rows
     missed = [row for row in rows if row["ok"] == "no"]
     if missed:
-        show(missed)
+        show(missed, "load")
     else:
         shutil.rmtree(folder)
     return int(bool(missed))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
 from tqdm import tqdm
 
 TIMEOUT_S = 900
@@ -26,6 +27,7 @@ class Call:
         keys: further sampling parameters, ours among them.
         ending: what its client does in the end.
         abort_after_s: for ``abort``.
+        abort_after_chunks: of the stream, for ``abort`` instead of seconds.
         leave_after_chunks: of the stream, for ``disconnect``.
     """
 
@@ -34,6 +36,7 @@ class Call:
     keys: Mapping[str, Any] = field(default_factory=dict)
     ending: Literal["finish", "abort", "disconnect"] = "finish"
     abort_after_s: float = 0.0
+    abort_after_chunks: int = 0
     leave_after_chunks: int = 1
     logprobs: bool = False
 
@@ -42,8 +45,12 @@ class Call:
         params = {"max_new_tokens": self.tokens, "temperature": 0, "ignore_eos": True, **self.keys}
         return {
             **{"rid": rid, "input_ids": list(self.input_ids), "sampling_params": params},
-            **{"return_logprob": self.logprobs, "stream": self.ending == "disconnect"},
+            **{"return_logprob": self.logprobs, "stream": self.streams},
         }
+
+    @property
+    def streams(self) -> bool:
+        return self.ending == "disconnect" or self.abort_after_chunks > 0
 
 
 @dataclass
@@ -52,6 +59,8 @@ class Outcome:
 
     Attributes:
         ended: ``left`` is a client that hung up before the answer was complete.
+        answer: of a stream its last chunk, of ``n`` samples the first.
+        samples: all answers.
     """
 
     call: Call
@@ -59,6 +68,7 @@ class Outcome:
     seconds: float = 0.0
     status: int = 200
     answer: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
 
     @property
@@ -92,7 +102,7 @@ async def send(session: aiohttp.ClientSession, call: Call) -> Outcome:
     try:
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(_ask(session, call, rid))
-            if call.ending == "abort":
+            if call.ending == "abort" and not call.abort_after_chunks:
                 group.create_task(_abort(session, rid, call.abort_after_s, asking))
         outcome = asking.result()
     except* (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as errors:
@@ -106,20 +116,30 @@ async def _ask(session: aiohttp.ClientSession, call: Call, rid: str) -> Outcome:
         if response.status != 200:
             text = await response.text()
             return Outcome(call, "failed", status=response.status, error=text[:500])
-        if call.ending == "disconnect":
-            chunks = 0
+        if call.streams:
+            answer, chunks = {}, 0
             async for line in response.content:
-                chunks += line.startswith(b"data: {")
-                if chunks == call.leave_after_chunks:
+                if not line.startswith(b"data: {"):
+                    continue
+                answer, chunks = json.loads(line.removeprefix(b"data: ")), chunks + 1
+                if call.ending == "disconnect" and chunks == call.leave_after_chunks:
                     response.close()
                     return Outcome(call, "left")
-            return Outcome(call, "finished")
-        answer = await response.json()
-    reason = answer["meta_info"]["finish_reason"]
-    if reason["type"] == "abort":
-        return Outcome(call, "aborted", answer=answer, error=str(reason))
-    short = len(answer["output_ids"]) != call.tokens
-    return Outcome(call, "failed" if short else "finished", answer=answer, error=str(reason))
+                if call.ending == "abort" and chunks == call.abort_after_chunks:
+                    await _abort_now(session, rid)
+            if "meta_info" not in answer:
+                return Outcome(call, "failed", error=str(answer))
+            samples = [answer]
+        else:
+            answers = await response.json()
+            samples = answers if isinstance(answers, list) else [answers]
+    reasons = [answer["meta_info"]["finish_reason"] for answer in samples]
+    outcome = Outcome(call, "finished", answer=samples[0], samples=samples, error=str(reasons))
+    if any(reason["type"] == "abort" for reason in reasons):
+        outcome.ended = "aborted"
+    elif not call.streams and any(len(one["output_ids"]) != call.tokens for one in samples):
+        outcome.ended = "failed"
+    return outcome
 
 
 async def _abort(
@@ -127,16 +147,26 @@ async def _abort(
 ) -> None:
     await asyncio.wait([asking], timeout=after_s)
     while not asking.done():
-        async with session.post("/abort_request", json={"rid": rid}):
-            pass
+        await _abort_now(session, rid)
         await asyncio.wait([asking], timeout=ABORT_AGAIN_S)
+
+
+async def _abort_now(session: aiohttp.ClientSession, rid: str) -> None:
+    async with session.post("/abort_request", json={"rid": rid}):
+        pass
+
+
+def session_of(url: str) -> aiohttp.ClientSession:
+    """As many connections as there are requests."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(
+        url, connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+    )
 
 
 async def _send_all(url: str, calls: Sequence[Call], parallel: int, label: str) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     waiting = iter(enumerate(calls))
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
 
     async def client(session: aiohttp.ClientSession, bar: tqdm[Any]) -> None:
         for number, call in waiting:
@@ -144,7 +174,7 @@ async def _send_all(url: str, calls: Sequence[Call], parallel: int, label: str) 
             bar.update()
 
     with tqdm(total=len(calls), desc=label, unit="call", mininterval=2) as bar:
-        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        async with session_of(url) as session:
             async with asyncio.TaskGroup() as group:
                 for _ in range(parallel):
                     group.create_task(client(session, bar))
@@ -158,5 +188,4 @@ def run_load(url: str, calls: Sequence[Call], parallel: int, label: str) -> list
 
 def percentile_99(outcomes: Sequence[Outcome]) -> float:
     """Seconds that 99% of the requests take at most."""
-    seconds = sorted(outcome.seconds for outcome in outcomes)
-    return seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+    return float(np.quantile([outcome.seconds for outcome in outcomes], 0.99))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hostile_bodies import PROMPT, Body, judge
-from hostile_client import complaint, drawn, send
+from hostile_bodies import judge
+from hostile_client import answers_to_values, drawn, p99_ms, wrongly_answered
 from load_calls import POOL_TOKENS
 from load_rows import Findings
 from load_server import SETTINGS, LoadServer
@@ -56,9 +54,7 @@ def answer_bodies(server: LoadServer, findings: Findings) -> None:
     sent = drawn(findings.count(2000, 50))
     settings = ServerConfig(steering_vector="v.safetensors", **SETTINGS)
     verdicts = [judge(body, settings) for body in sent]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda body: send(server, body), sent))
-    wrong = [text for one in zip(sent, verdicts, answers, strict=True) if (text := complaint(*one))]
+    wrong = wrongly_answered(server, sent, verdicts)
     findings.note("bodies", len(sent))
     findings.exactly("bodies answered otherwise than the schema says", len(wrong), 0)
     for text in wrong[:3]:
@@ -70,18 +66,11 @@ def answer_bodies(server: LoadServer, findings: Findings) -> None:
 
 def refuse_values(server: LoadServer, findings: Findings) -> None:
     """Every wrong value some times, in ``custom_params``, where SGLang looks at nothing itself."""
-    server.wait_idle()
-    answers = []
-    for _, keys in WRONG * ROUNDS:
-        params = {"max_new_tokens": 1, "custom_params": keys}
-        text = json.dumps({"text": PROMPT, "sampling_params": params}).encode()
-        answers.append(send(server, Body("/generate", text)))
-    statuses = Counter(answer.status for answer in answers)
-    times_ms = sorted(1000 * answer.seconds for answer in answers)
+    answers = answers_to_values(server, [{"custom_params": keys} for _, keys in WRONG * ROUNDS])
     findings.note("wrong values sent", len(answers))
-    findings.exactly("wrong values not refused with 400", len(answers) - statuses[400], 0)
-    p99_ms = times_ms[int(0.99 * len(times_ms))]
-    findings.at_most("p99 of an answer to a wrong value, ms", p99_ms, REFUSED_WITHIN_MS)
+    not_refused = sum(answer.status != 400 for answer in answers)
+    findings.exactly("wrong values not refused with 400", not_refused, 0)
+    findings.at_most("p99 of an answer to a wrong value, ms", p99_ms(answers), REFUSED_WITHIN_MS)
 
 
 def start_wrongly(model: Path, folder: Path, findings: Findings) -> None:

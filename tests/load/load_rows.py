@@ -1,11 +1,6 @@
-"""What a load job measured, what had to hold, and the table of both."""
+"""What a load job measured, and what had to hold."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
 
 from bench.lib.table_text import PLAIN
 
@@ -61,12 +56,3 @@ class Findings:
             limit, ok = "", True
         row: Row = {"job": self.job, "quantity": quantity, "value": shown, "limit": limit}
         self.rows.append({**row, "ok": "yes" if ok else "no"})
-
-
-def show(rows: Sequence[Row]) -> None:
-    """One table of everything."""
-    table = Table(*rows[0], title="load")
-    for row in rows:
-        style = None if row["ok"] == "yes" else "bold red"
-        table.add_row(*(str(value) for value in row.values()), style=style)
-    Console(width=110).print(table)

@@ -30,6 +30,7 @@ class LoadServer(Server):
         retract_every: scheduler steps between two forced retractions; None: none is forced.
         vector: whether requests can be steered.
         poison: whether freed KV becomes NaN.
+        chunk: prompt tokens that are computed at a time.
         more: of the environment.
     """
 
@@ -43,10 +44,11 @@ class LoadServer(Server):
         retract_every: int | None = None,
         vector: bool = False,
         poison: bool = False,
+        chunk: int = 256,
         more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = ["--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", "256"]
+        arguments = ["--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk)]
         environment = dict(more or {})
         if retract_every is not None:
             environment["SGLANG_TEST_RETRACT"] = "1"

@@ -30,11 +30,11 @@ ROWS = ("fuzz", "planted_bugs", "hook_calls", "load")
 Command = tuple[str, ...]
 LANES: tuple[tuple[Command, ...], ...] = (
     (
-        ("tests/fuzz/fuzz.py", "--examples", "20000", "--seeds", "1"),
-        ("tests/fuzz/fuzz.py", "--planted"),
+        ("tests/fuzz/fuzz.py", "--examples", "20000", "--seeds", "1", "--workers", "1"),
+        ("tests/fuzz/fuzz.py", "--planted", "--workers", "1"),
         ("tests/fuzz/fuzz_hooks.py", "--calls", "1000000"),
     ),
-    (("tests/load/load.py", "L5"), ("tests/load/load.py", "L6"), ("tests/load/load.py", "L7")),
+    tuple(("tests/load/load.py", name) for name in ("L5", "L6", "L7", "L8")),
 )
 ALONE: tuple[Command, ...] = tuple(("tests/load/load.py", f"L{number}") for number in range(5))
 console = Console()

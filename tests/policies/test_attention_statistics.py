@@ -12,8 +12,6 @@ import pytest
 import torch
 from synthetic import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Call, SyntheticServer, served
 
-from sgl_skipkv.policy import make_policy
-
 ALPHA = 0.02
 PARAMETERS: dict[str, dict[str, Any]] = {
     "h2o": {},
@@ -66,7 +64,7 @@ def test_statistics_are_those_of_every_step(name: str, query_window: int) -> Non
     books, seen = Books(call), 0
     for _ in range(150):
         done = len(call.compactions)
-        server.compact_if_due(call)
+        server.compact_due(call)
         for statistic, values in call.state.kv.statistics.items():
             expected = [getattr(books, statistic)[p] for p in call.positions[: len(values)]]
             if call.state.kv.tracked_tokens == call.positions[-1] + 1:
@@ -89,7 +87,7 @@ def test_what_was_needed_least_goes(name: str) -> None:
     books, policy = Books(call), call.state.settings.policy
     for _ in range(120):
         before = call.positions.copy()
-        server.compact_if_due(call)
+        server.compact_due(call)
         if call.positions != before:
             now, kept = before[-1], set(call.positions)
             scores = {p: score_of(name, books, p, now, policy.params.interval) for p in before}
@@ -126,15 +124,3 @@ def test_a_recomputation_starts_the_statistics_anew() -> None:
     assert call.state.failure is None and len(call.state.kv.statistics["received"]) > 0
     server.finish(call)
     server.assert_idle()
-
-
-def test_h2o_keeps_the_most_recent_half() -> None:
-    assert make_policy("h2o").protected_tail(100) == 50
-    assert make_policy("h2o", window=30).protected_tail(40) == 30
-    server = SyntheticServer()
-    call = served(server, kv_policy="h2o")
-    for _ in range(100):
-        before, done = call.positions.copy(), len(call.compactions)
-        server.decode(call)
-        if len(call.compactions) > done:
-            assert set(before[-20:]) <= set(call.compactions[-1])

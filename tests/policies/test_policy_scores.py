@@ -39,13 +39,19 @@ def rkv_scores(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "parameters",
-    [{}, {"sigma": 0.0}, {"sigma": 1.0}, {"kernel": 1, "threshold": 0.2, "sigma": 0.5}],
+    ("name", "parameters"),
+    [
+        *(("rkv", {}), ("rkv", {"sigma": 0.0}), ("rkv", {"sigma": 1.0})),
+        ("rkv", {"kernel": 1, "threshold": 0.2, "sigma": 0.5}),
+        *(("snapkv", {}), ("snapkv", {"kernel": 1})),
+    ],
 )
-def test_rkv_scores(seed: int, parameters: dict[str, Any]) -> None:
+def test_rkv_and_snapkv_scores(seed: int, name: str, parameters: dict[str, Any]) -> None:
+    """SnapKV's are R-KV's with sigma 1: importance alone."""
     inputs = score_input(seed)
-    found = make_policy("rkv", **parameters).scores(inputs).double()
-    exact = torch.tensor(rkv_scores(inputs, **parameters), dtype=torch.float64)
+    found = make_policy(name, **parameters).scores(inputs).double()
+    settings = parameters if name == "rkv" else {**parameters, "sigma": 1.0}
+    exact = torch.tensor(rkv_scores(inputs, **settings), dtype=torch.float64)
     assert (found - exact).abs().max() <= TOLERANCE
     assert not found[-8:].any()
 
@@ -129,16 +135,6 @@ def test_random_draws() -> None:
     assert not torch.equal(first, again) and not torch.equal(first, seeded)
     assert not torch.equal(again, seeded)
     assert (first >= 0).all() and (first < 1).all() and first.unique().numel() > 55
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kernel", [1, 7])
-def test_snapkv_scores(seed: int, kernel: int) -> None:
-    """R-KV's score with sigma 1: importance alone."""
-    inputs = score_input(seed)
-    found = make_policy("snapkv", kernel=kernel).scores(inputs).double()
-    exact = torch.tensor(rkv_scores(inputs, sigma=1.0, kernel=kernel), dtype=torch.float64)
-    assert (found - exact).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -40,15 +40,21 @@ def test_a_setting_is_refused_unless_it_is_off(row: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("row", SWITCHES, ids=lambda row: row.name)
 def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
-    class All:
-        def __init__(self, value: bool) -> None:
-            self.value = value
+    for value in (False, True):
+        found: Any = value
+        for name in reversed(row.check.attribute.split(".")):
+            found = SimpleNamespace(**{name: found})
+        assert isinstance(row.check(found), str) == value
 
-        def __getattr__(self, name: str) -> bool:
-            return self.value
 
-    assert row.check(All(False)) is None
-    assert isinstance(row.check(All(True)), str)
+def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = (row for row in CAPABILITIES if row.name == "kv_reuse")
+    assert row.supported == "per request" and row.check is None
+    for disabled, events in ((False, None), (True, None), (False, '{"publisher": "zmq"}')):
+        on_a_server(monkeypatch, "observability.kv_events_config", events)
+        missing = capabilities.missing_for_reuse(SimpleNamespace(disable_radix_cache=disabled))
+        assert len(missing) == disabled + (events is not None)
+        assert all(reason.startswith("kv_reuse with") for reason in missing)
 
 
 def test_rocm_is_untested_and_so_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

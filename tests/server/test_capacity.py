@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any
 
 import pytest
 from servers import Server
-from tiny_models import VOCAB_SIZE
+from tiny_models import prompt_ids
 
 pytestmark = pytest.mark.server
 
@@ -17,9 +16,8 @@ POOL_TOKENS, PROMPT_TOKENS, BUDGET, INTERVAL = 8192, 100, 128, 32
 
 def calls(count: int, tokens: int, **keys: Any) -> list[dict[str, Any]]:
     """Prompts without a common first token, so nothing is shared."""
-    rng = random.Random(count)
-    draw = lambda: [rng.randrange(3, VOCAB_SIZE) for _ in range(PROMPT_TOKENS - 1)]  # noqa: E731
-    return [{"input_ids": [3 + i, *draw()], "tokens": tokens, **keys} for i in range(count)]
+    prompts = [[3 + i, *prompt_ids(i, PROMPT_TOKENS - 1)] for i in range(count)]
+    return [{"input_ids": prompt, "tokens": tokens, **keys} for prompt in prompts]
 
 
 def peak_running(server: Server, work: list[dict[str, Any]]) -> int:
@@ -36,7 +34,7 @@ def test_a_pool_runs_as_many_budgeted_calls_as_it_can_hold(server: Server) -> No
     arithmetic = POOL_TOKENS // (PROMPT_TOKENS + BUDGET + INTERVAL + 1)
     keys = {"kv_budget": BUDGET, "kv_policy": "streaming", "kv_params": {"interval": INTERVAL}}
     at = len(server.log)
-    budgeted = peak_running(server, calls(40, 600, **keys))
+    budgeted = peak_running(server, calls(40, 300, **keys))
     assert "Retract" not in server.log[at:]  # reserved in full, so nobody had to give way
     without = peak_running(server, calls(16, 600))
     print(f"peak running: {budgeted} with a budget, {without} without, {arithmetic} by arithmetic")

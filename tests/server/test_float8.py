@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fleet import Fleet
-from pool_books import plugin_and_topology
+from pool_content import plugin_and_topology
 from score_oracle import ScoreOracle
 from servers import Server
-from tiny_models import VOCAB_SIZE
+from tiny_models import prompt_ids
 from triton_tools import FLOAT8S
 
 from sgl_skipkv import policy
@@ -53,9 +52,7 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
-    batch = SimpleNamespace(req_to_token_pool=pages, token_to_kv_pool_allocator=allocator)
-    kv = SimpleNamespace(req_pool_idx=1, kv_allocated_len=7)
-    batch.reqs = [SimpleNamespace(kv=kv, output_ids=[])]
+    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
     layers[1].k_scale_float = 0.5  # after the binding was made, as new weights bring it
     scales = [1.0, 0.5 if backend == "triton" else 1.0]
     for layer, scale in zip(layers, scales, strict=True):
@@ -63,7 +60,8 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
         slots = pages.req_to_token[1, :7].long()
         given = None if backend == "torch_native" else scale
         pool.set_kv_buffer(layer, slots, keys.clone(), keys.clone(), given)
-        found = kv_cache.due_of(batch, 0, SimpleNamespace(), None).keys(layer.layer_id)
+        due = kv_cache.due_at(req, SimpleNamespace(), 7, pages, allocator)
+        found = due.keys(layer.layer_id)
         assert found.dtype == torch.float32
         assert torch.equal(found, (keys / scale).to(dtype).float() * scale)
         assert (found - keys.float()).abs().max() < 0.3  # float8 is coarse
@@ -94,8 +92,7 @@ def test_kept_sets_are_those_of_a_forward_with_a_rounded_cache(
     """
     wrong, compactions = {torch.float8_e4m3fn: 0, torch.float64: 0}, 0
     for name in ("rkv", "tova", "rpc"):
-        draw = random.Random(name)
-        prompt = [draw.randrange(3, VOCAB_SIZE) for _ in range(40)]
+        prompt = prompt_ids(name, 40)
         parameters = {"interval": 16, "kernel": 3} if name != "tova" else {"interval": 16}
         keys = {"kv_budget": 32, "kv_policy": name, "kv_params": parameters}
         answer = float8.generate(prompt, 200, rid=name, **keys)

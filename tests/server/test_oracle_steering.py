@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from fleet import DEFAULTS_BY_FLAG, STEERING_GAMMA, Fleet, addition
-from servers import HTTPFailure, Server, output_logprobs
-from tiny_models import VOCAB_SIZE
+from servers import HTTPFailure, Server, logprob_gap
+from tiny_models import VOCAB_SIZE, prompt_ids
 
 pytestmark = pytest.mark.server
 
@@ -70,8 +70,7 @@ def test_every_token_is_the_argmax_of_the_steered_forward(  # type: ignore[no-un
         added = addition(name, call, answer["output_ids"])
         verdict = oracle(FAMILIES[name]).judge(*sides, events, added)
         assert verdict.wrong == [], (call["rid"], verdict.wrong[:5])
-        pairs = zip(output_logprobs(answer), verdict.logprobs.tolist(), strict=True)
-        assert max(abs(a - b) for a, b in pairs) <= LOGPROB_TOLERANCE, call["rid"]
+        assert logprob_gap(answer, verdict.logprobs.tolist()) <= LOGPROB_TOLERANCE, call["rid"]
         info = answer["meta_info"]["skipkv"]
         if added is None:
             assert not {"steering_alpha", "nonexecution_sentences"} & info.keys()
@@ -94,16 +93,14 @@ def test_neighbours_do_not_notice(steered, answers, name) -> None:  # type: igno
 
 def test_steered_kv_is_never_found_by_an_unsteered_call(steered, oracle) -> None:  # type: ignore[no-untyped-def]
     """Two turns: the second one finds the prompt of the first and computes its answer anew."""
-    server, rng = steered["llama"], random.Random(9)
-    prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(90)]
+    server, prompt = steered["llama"], prompt_ids(9, 90)
     first = server.generate(prompt, 40, steering=1.5)
     turn = [*prompt, *first["output_ids"], 5, 6, 7]
     second = server.generate(turn, 40, rid="second")
     assert second["meta_info"]["cached_tokens"] == len(prompt)
     verdict = oracle("llama").judge(turn, second["output_ids"], [])
     assert verdict.wrong == []
-    pairs = zip(output_logprobs(second), verdict.logprobs.tolist(), strict=True)
-    assert max(abs(a - b) for a, b in pairs) <= LOGPROB_TOLERANCE
+    assert logprob_gap(second, verdict.logprobs.tolist()) <= LOGPROB_TOLERANCE
     # What nobody steered is shared with steered requests: prompts are the same KV for all.
     third = server.generate(turn, 40, rid="third", steering=1.5)
     assert third["meta_info"]["cached_tokens"] == len(turn) - 1

@@ -105,15 +105,18 @@ def test_nothing_of_a_call_is_logged_or_counted(after_calls: Any) -> None:
 
 
 def test_no_label_is_made_of_what_a_caller_wrote(after_calls: Any) -> None:
-    """Of ours: which server, which state. A label of a caller's would also be a leak of memory."""
+    """Of ours: which server, which state, why no history was reused. A label of a caller's would
+    also be a leak of memory."""
     _, metrics, _, _ = after_calls
     ours = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv_")]
     assert ours
     labels = {name for line in ours for name in re.findall(r'[{,](\w+)="', line)}
     assert labels <= {
-        *("state", "model_name", "engine_type", "pid"),
+        *("state", "reason", "model_name", "engine_type", "pid"),
         *("tp_rank", "pp_rank", "dp_rank", "moe_ep_rank"),
     }
+    reasons = set(re.findall(r'[{,]reason="([^"]*)"', "\n".join(ours)))
+    assert reasons <= {"evicted", "diverged", "context", "logprobs"}
 
 
 def test_the_trace_is_where_token_ids_are(server: Server, after_calls: Any) -> None:

@@ -22,7 +22,7 @@ from bench.reasoner import problems as generator
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "reasoner"
-SAMPLE = 8
+SAMPLE = 5
 HELDOUT = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
 
 
@@ -161,7 +161,7 @@ def test_skipkv_drops_repetitions_and_keeps_the_answer(hard: Replies) -> None:
 
 @pytest.mark.server
 def test_steering_shortens_traces_that_wander(fleet: Fleet) -> None:
-    """python -m bench.steering measures 100 problems; here are eight, steered and not, in one
+    """python -m bench.steering measures 100 problems; here are five, steered and not, in one
     batch."""
     wanderer, problems = fleet.ready("wanderer"), heldout("hard")[:SAMPLE]
     settings = {"off": {"kv_policy": "full"}, "on": {"steering": 0.2}}

@@ -24,7 +24,7 @@ def test_refused_when_asked(fleet: Fleet) -> None:
     assert refused.wait_exit() != 0
     last = refused.log.strip().splitlines()[-1]
     assert last.startswith("sgl_skipkv: refused: ")
-    assert "page size 16" in last and "allocator" in last and "strip thinking cache" in last
+    assert "page size 16" in last and "allocator" in last and "streaming sessions" in last
     assert "fired up" not in refused.log
     assert refused.wait_gone(20)
 
@@ -50,6 +50,39 @@ def test_unavailable_when_not_asked(fleet: Fleet) -> None:
     state = [line for line in metrics if line.startswith("sglang:skipkv_state")]
     assert any('state="unavailable"' in line and line.endswith(" 1.0") for line in state)
     unavailable.assert_clean()
+
+
+WITHOUT_REUSE = (
+    "kv_reuse without the radix cache, which keeps the KV (disable_radix_cache)",
+    "kv_reuse with KV events, which would publish private keys as token ids",
+)
+
+
+def test_kv_reuse_is_refused_when_asked(fleet: Fleet) -> None:
+    refused = fleet.started("reuse refused")
+    assert refused.wait_exit() != 0
+    last = refused.log.strip().splitlines()[-1]
+    assert last.startswith("sgl_skipkv: refused: ")
+    assert all(reason in last for reason in WITHOUT_REUSE)
+    assert "kv_params.drop_thoughts: the model's vocabulary has no </think>" in last
+    assert refused.wait_gone(20)
+
+
+def test_kv_reuse_is_refused_request_by_request(fleet: Fleet) -> None:
+    """Where it is not supported, budgets are served and a request with ``kv_reuse`` gets 400."""
+    server = fleet.ready("without reuse")
+    for mode in ("keep", "budget"):
+        with pytest.raises(HTTPFailure) as caught:
+            server.generate([3, 4, 5], 8, kv_budget=64, kv_reuse=mode)
+        assert caught.value.status == 400
+        message = json.loads(caught.value.body)["error"]["message"]
+        assert message.startswith("kv_reuse: expected false on this server (")
+        assert all(reason in message for reason in WITHOUT_REUSE)
+    for keys in ({"kv_budget": 64}, {"kv_budget": 64, "kv_reuse": False}):
+        info = server.generate([3, 4, 5], 8, **keys)["meta_info"]["skipkv"]
+        assert info["kv_budget"] == 64 and "kv_reuse_miss" not in info
+    assert server.get("/server_info")["skipkv"] == {"reasons": []}
+    server.assert_clean()
 
 
 def test_wrong_settings_stop_the_start_at_once(model_folder: Any, tmp_path: Path) -> None:

@@ -8,20 +8,32 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import on_triton
-from launches import POLICIES, decode_to_due, launches
-from synthetic import SyntheticServer, unlike
+from launches import POLICIES, launches
+from synthetic import SyntheticServer, decode_until_due, unlike
+
+from sgl_skipkv.policy import policy_class
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_many_due_requests_start_few_operations(name: str) -> None:
-    """At most 60, replay and rewrite included; each kernel as often as for two requests."""
-    few, many = launches(name, 2), launches(name, 16)
+    """At most 60, replay and rewrite included; each kernel as often as for two requests. Rows of
+    the benchmark have sixteen."""
+    few, many = launches(*[name] * 2), launches(*[name] * 6)
     assert many.total() <= 60, many
     kernels = {one: count for one, count in many.items() if one.endswith("_kernel")}
     assert kernels == {one: count for one, count in few.items() if one.endswith("_kernel")}
     assert many["_select_kernel"] == many["_compact_rows_kernel"] == 1
     replays = name in ("h2o", "raas", "lazy", "tova", "rpc")
     assert many["_mean_attention_kernel"] == replays
+    assert many["_importance_kernel"] == ("importance" in policy_class(name).kernel_scores)
+
+
+def test_policies_share_the_launches() -> None:
+    """Importance and redundancy are each launched once, the latter without SnapKV's request."""
+    counted = launches("skipkv", "rkv", "snapkv")
+    for kernel in ("importance", "spared_columns", "select", "compact_rows"):
+        assert counted[f"_{kernel}_kernel"] == 1
+    assert "redundancy" not in policy_class("snapkv").kernel_scores
 
 
 #: requests that are due together; rpc's budget grows, so it is due when the others are not
@@ -37,9 +49,9 @@ def test_a_request_keeps_in_a_batch_what_it_keeps_alone(asked: list[tuple[str, A
     servers = [SyntheticServer(check_ledger=False, **size) for _ in range(2)]
     together, alone = (unlike(server, asked, kv_budget=24) for server in servers)
     for server, calls in zip(servers, (together, alone), strict=True):
-        decode_to_due(server, calls)
+        decode_until_due(server, calls)
         server.decode(*calls)  # the first compaction, in plain torch
-        decode_to_due(server, calls)
+        decode_until_due(server, calls)
     with on_triton():
         plans = servers[0].plans(together)
         for plan, other in zip(plans, map(servers[1].plan, alone), strict=True):

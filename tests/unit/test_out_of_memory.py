@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -22,10 +24,10 @@ from sgl_skipkv.recording.sentence_table import TableMoves
 
 #: skipkv, rkv and snapkv allocate what skipkv+ allocates, or less
 SCORED = [name for name in names() if name not in ("full", "skipkv", "rkv", "snapkv")]
-#: policy, with kernels, and which allocations fail: the others share most of those of skipkv+
-WALKS = [(name, False, 1 if name == "skipkv+" else 4) for name in SCORED]
-WALKS += [("skipkv+", True, 11), ("h2o", True, 11)]
+#: policy, with kernels, and how many of the lines that allocate are passed over for one that fails
+WALKS = [*((name, False, 1) for name in SCORED), ("skipkv+", True, 13), ("h2o", True, 13)]
 REQUESTS = 3
+PYTORCH = str(Path(torch.__file__).parent)
 
 
 class Scarce(TorchDispatchMode):
@@ -34,11 +36,15 @@ class Scarce(TorchDispatchMode):
     Args:
         first: number of the first allocation that fails; -1: none.
         once: whether it is the only one.
+
+    Attributes:
+        places: operation and line of ours -> number of its last allocation.
     """
 
     def __init__(self, first: int = -1, *, once: bool = True) -> None:
         super().__init__()
         self.first, self.once, self.allocations = first, once, 0
+        self.places: dict[tuple[str, str, int], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
@@ -49,6 +55,9 @@ class Scarce(TorchDispatchMode):
 
     def _allocate(self, name: str) -> None:
         number, self.allocations = self.allocations, self.allocations + 1
+        walk = ((frame.f_code.co_filename, line) for frame, line in walk_stack(None))
+        file, line = next(place for place in walk if not place[0].startswith((PYTORCH, __file__)))
+        self.places[name, file, line] = number
         fails = number == self.first if self.once else 0 <= self.first <= number
         if fails:
             raise torch.OutOfMemoryError(f"planted at allocation {number}: {name}")
@@ -104,12 +113,13 @@ def copied(world: tuple[SyntheticServer, list[Call]]) -> tuple[SyntheticServer, 
 
 @pytest.mark.parametrize(("policy", "kernels", "stride"), WALKS)
 def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool, stride: int) -> None:
-    """The requests were planned together; then each is planned alone, and keeps what it would."""
+    """At every line that allocates, at its last allocation. The requests were planned together;
+    then each is planned alone, and keeps what it would."""
     world = due_together(policy)
     expected, counted = copied(world), Scarce()
     compacted(*expected, counted, kernels=kernels)
     assert counted.allocations > 20
-    for number in range(0, counted.allocations, stride):
+    for number in [*counted.places.values()][::stride]:
         server, calls = copied(world)
         compacted(server, calls, Scarce(number), kernels=kernels)
         assert [call.state.failure for call in calls] == [None] * REQUESTS, number

@@ -71,14 +71,6 @@ def test_ring_keeps_the_cache_precision() -> None:
     assert torch.equal(ring.read(1, 0, 1)[0, 0, 0], torch.tensor([1.0, 1 / 3]).bfloat16())
 
 
-def test_ring_takes_a_batch() -> None:
-    ring = query_rings(1, 4, 3, 1, 1)
-    tracks, positions = torch.tensor([1, 3, 0, 0]), torch.tensor([7, 5, 7, 7])
-    ring.write(0, tracks, positions, torch.tensor([[[1.0]], [[2.0]], [[8.0]], [[9.0]]]))
-    assert float(ring.read(1, 7, 1)) == 1.0 and float(ring.read(3, 5, 1)) == 2.0
-    assert not ring.data[0, [2, 4]].any()
-
-
 # -- sentence tables
 
 
@@ -131,24 +123,6 @@ def test_reset_forgets_the_last_request() -> None:
     assert_vector(table, 0, hidden)
 
 
-@pytest.mark.parametrize("ends", ["open", "closed"])
-def test_keep_entries_moves_survivors_and_goes_on_counting(ends: str) -> None:
-    table, hidden = sentence_table(), rows(12)
-    table.reset(1, PRESETS["paper"])
-    tokens = words(2, 2, 2, 2) + ([] if ends == "closed" else [WORD])
-    feed(table, 1, tokens, hidden[: len(tokens)])
-    table.redundancy[1, :4] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    keep_entries(table, [1], [[1, 3]], [ends == "closed"])
-    for entry, first in ((0, 2), (1, 6)):
-        assert_vector(table, entry, hidden[first : first + 2])
-    assert table.redundancy[1].tolist()[:2] == pytest.approx([0.2, 0.4])
-    assert (table.redundancy[1, 2:] == -1).all()
-
-    feed(table, 1, [WORD, DELIMITER], hidden[10:12])
-    last = torch.cat([hidden[8 : len(tokens)], hidden[10:12]])
-    assert_vector(table, 2, last)
-
-
 def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
     TableMoves(table, tracks, entries, closed).apply()
 
@@ -178,16 +152,6 @@ def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_a_delimiter_behind_a_kept_sentence_still_joins_it() -> None:
-    table, hidden = sentence_table(), rows(5)
-    table.reset(1, PRESETS["paper"])
-    feed(table, 1, words(2, 2), hidden[:4])
-    keep_entries(table, [1], [[1]], [True])
-    feed(table, 1, [DELIMITER], hidden[4:])
-    assert_vector(table, 0, hidden[2:5])
-    assert int(table.index[1]) == 0
-
-
 def test_keeping_nothing() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
@@ -207,15 +171,6 @@ def test_compare_raises_each_entry_to_its_most_similar_later_one() -> None:
     expected = [max(between[0][1:]), max(between[1][2:]), between[2][3], -1.0]
     assert found.redundancy.tolist() == pytest.approx(expected, abs=1e-6)
     assert found.starts.tolist() == [10, 12, 15, 18] and found.stops.tolist() == [12, 15, 18, 19]
-
-
-def test_redundancy_never_falls() -> None:
-    """The later partner is gone, the flag stays."""
-    table = sentence_table()
-    table.vectors[1, :3] = torch.tensor([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0]])
-    assert compared(table, [(0, 2), (2, 4), (4, 6)]).redundancy.tolist() == [1.0, 0.0, -1.0]
-    keep_entries(table, [1], [[0, 2]], [False])
-    assert compared(table, [(0, 2), (4, 6)]).redundancy.tolist() == [1.0, -1.0]
 
 
 # -- whole requests

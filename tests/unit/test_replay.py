@@ -12,7 +12,6 @@ from synthetic import Call, SyntheticServer, served
 from torch import Tensor
 
 from sgl_skipkv.eviction.replay import kept_statistics
-from sgl_skipkv.policy import make_policy
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("h2o", {}), ("lazy", {"alpha": 0.02}), ("raas", {"alpha": 0.02}), ("h2o", {}))
@@ -79,27 +78,6 @@ def test_an_up_to_date_request_is_left_alone() -> None:
     before = [call.state.kv.statistics for call in calls]
     server.runtime.track([server.due(call) for call in calls])
     assert all(call.state.kv.statistics is was for call, was in zip(calls, before, strict=True))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_gaps_of_all_steps_at_once(seed: int) -> None:
-    """LazyEviction's update against the paper's loop over steps, to the bit."""
-    draw = torch.Generator().manual_seed(seed)
-    steps, n, first = 12, 50, 80
-    attention = torch.rand(steps, n, generator=draw).pow(6)
-    rows = torch.arange(first, first + steps)[:, None].expand(steps, n).clone()
-    rows[8:, 20:], attention[8:, 20:] = -1, 0.0  # another request, with fewer steps
-    last = torch.randint(0, first + 4, (n,), generator=draw).float()
-    longest = torch.randint(0, 30, (n,), generator=draw).float()
-    policy = make_policy("lazy", alpha=0.1)
-    found = policy.track({"last_active": last, "longest_gap": longest}, attention, rows)
-    born = last
-    for step, received in zip(rows, attention, strict=True):
-        active = (received > 0.1) & (step > born)
-        longest = torch.where(active, torch.maximum(longest, step - last), longest)
-        last = torch.where(active, step.float(), last)
-    assert torch.equal(found["last_active"], last)
-    assert torch.equal(found["longest_gap"], longest)
 
 
 def test_what_remains_of_statistics() -> None:

@@ -81,7 +81,7 @@ def test_nothing_is_due_before_the_first_decode_step() -> None:
     server = SyntheticServer()
     parameters = {"protect_prompt": False, "count_prompt": True}
     call = served(server, prompt=[3] * 90, kv_params=parameters)
-    assert server.compact_if_due(call) is None
+    assert server.compact_due(call) == []
     server.decode(call)
     assert call.compactions == [] and len(call.slots) == 91
     server.decode(call)
@@ -217,17 +217,13 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
 
 
 def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[int]) -> None:
-    """Commit a plan with another selection, and keep the books."""
+    """Commit a plan with another selection."""
     kept = [i for i in range(len(call.slots)) if i not in drop]
     selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
     changed = plan._replace(selection=selection)
     compaction = Compaction([changed], server.req_to_token, server.recorder, check=True)
     compaction.apply()
-    [freed] = compaction.freed
-    server.free_slots += freed.tolist()
-    call.slots = [call.slots[i] for i in kept]
-    call.positions = [call.positions[i] for i in kept]
-    call.compactions.append(call.positions)
+    server.book([compaction], [call])
 
 
 def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
@@ -250,7 +246,7 @@ def test_dead_sentences_leave_the_table() -> None:
     server = SyntheticServer()
     call = served(server, words(6) * 20, kv_policy="streaming")
     server.run(call, 110)
-    server.compact_if_due(call)
+    server.compact_due(call)
     state, read_back = call.state, call.compactions[-2]
     known = {*read_back, *range(read_back[-1] + 1, PROMPT + 111)}
     assert len(state.sentences.live) < len(state.sentences.tracker.closed)
@@ -319,14 +315,19 @@ def test_a_sentence_that_is_no_number_is_like_no_other() -> None:
     assert call.state.failure is None and len(call.compactions) == 4
 
 
-def test_a_broken_call_does_not_touch_its_neighbour() -> None:
-    alone, pair = SyntheticServer(), SyntheticServer()
-    reference = served(alone, seed=1)
-    alone.run(reference, 100)
-    broken, sound = served(pair, seed=2), served(pair, seed=1)
-    broken.keys[:] = float("nan")
-    broken.hidden[:] = float("nan")
-    for _ in range(100):
-        pair.decode(broken, sound)
-    assert sound.compactions == reference.compactions
-    assert broken.state.failure is not None and sound.state.failure is None
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("prompts", [(10, 10, 10), (70, 5, 60)], ids=["alike", "unlike"])
+def test_a_broken_call_does_not_touch_its_neighbours(broken: int, prompts: tuple[int, ...]) -> None:
+    """They are due in the same steps, and rows of any lengths are laid side by side."""
+    lives = []
+    for breaks in (False, True):
+        server = SyntheticServer()
+        calls = [served(server, seed=i, prompt=[3] * n) for i, n in enumerate(prompts)]
+        if breaks:
+            calls[broken].keys[:, 20:] = calls[broken].hidden[20:] = float("nan")
+        for _ in range(100):
+            server.decode(*calls)
+        lives.append(calls)
+    for i, (sound, found) in enumerate(zip(*lives, strict=True)):
+        assert (found.state.failure is not None) == (i == broken)
+        assert i == broken or found.compactions == sound.compactions

@@ -135,20 +135,6 @@ def test_retraction_starts_eviction_anew() -> None:
     server.assert_idle()
 
 
-@pytest.mark.parametrize("generated", [0, 1, 30, 52, 55])
-def test_retraction_at_any_time_and_twice(generated: int) -> None:
-    server = SyntheticServer()
-    call = served(server)
-    for _ in range(2):
-        server.run(call, generated)
-        server.retract(call)
-        server.assert_idle()
-        server.prefill(call)
-    server.run(call, 20)
-    server.finish(call, reason="abort")
-    server.assert_idle()
-
-
 def test_a_request_that_ends_at_its_prefill() -> None:
     server = SyntheticServer()
     summary = server.finish(served(server))
@@ -162,25 +148,6 @@ def test_a_request_that_never_got_a_row_holds_nothing() -> None:
     assert server.runtime.open_requests == 0 and server.runtime.opened_requests == 1
     server.runtime.close(call.state, 0, [], "abort")
     assert call.state.report.summary is not None and call.state.report.summary["kv_tokens"] == 0
-    server.assert_idle()
-
-
-def test_a_call_closed_after_its_retraction_gives_back_once() -> None:
-    server = SyntheticServer(slots=2)
-    call = served(server)
-    server.run(call, 60)
-    server.retract(call)
-    server.runtime.close(call.state, 0, call.output_ids, "abort")
-    assert server.recorder.tracks.free == 2
-    server.assert_idle()
-
-
-def test_chunks_of_a_prompt_admit_once() -> None:
-    server = SyntheticServer(slots=2)
-    call = served(server, prompt=[3] * 50, prefill=False)
-    server.prefill(call, chunk=9)
-    assert server.recorder.tracks.free == 1 and server.runtime.open_requests == 1
-    server.finish(call)
     server.assert_idle()
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kernels_on_cpu import KERNELS, on_triton
 from pool_steering import make_steerer
-from synthetic import HIDDEN, LAYERS, PROMPT, TEXTS, SyntheticServer, served
+from synthetic import HIDDEN, LAYERS, PROMPT, TEXTS, SyntheticServer, served, unlike
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton_tools import triton_type, variant
 
-import sgl_skipkv.kernels.key_redundancy as key_redundancy
-import sgl_skipkv.kernels.row_compaction as row_compaction
-import sgl_skipkv.kernels.window_attention as window_attention
 from bench.kernels.compile import all_cases
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
@@ -23,7 +21,13 @@ from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import Recording
 from sgl_skipkv.recording.sentences import Delimiters
 
-NAMES = ("skipkv", "rkv", "snapkv", "skipkv+", "h2o", "rpc", "tova")
+#: requests of one launch that ask for different things
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"window": 4}) for name in ("skipkv", "rkv", "snapkv", "skipkv+", "h2o", "rpc")),
+    *(("rkv", {}), ("rkv", {"kernel": 1}), ("rkv", {"threshold": -0.1}), ("tova", {})),
+    *(("skipkv", {"threshold": 0.9, "kernel": 15}), ("rpc", {}), ("rpc", {"kernel": 31})),
+    *(("raas", {"alpha": 0.02}), ("lazy", {"alpha": 0.02})),
+]
 FUNCTIONS = {
     value.fn.__name__: value
     for module in KERNELS
@@ -32,19 +36,10 @@ FUNCTIONS = {
 }
 
 
-def history(steps: int, **config: Any) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
+def history(steps: int) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
     """Kept positions of every compaction of every request, and what was recorded."""
-    server = SyntheticServer(check_ledger=False, rows=len(NAMES), slots=len(NAMES), **config)
-    calls = [
-        served(
-            server,
-            seed=seed,
-            kv_policy=name,
-            kv_budget=24,
-            kv_params={"window": 4 + 4 * (seed % 2)},
-        )
-        for seed, name in enumerate(NAMES)
-    ]
+    server = SyntheticServer(check_ledger=False, rows=len(ASKED), slots=len(ASKED))
+    calls = unlike(server, ASKED, kv_budget=24)
     for _ in range(steps):
         server.decode(*calls)
     sentences = server.recorder.sentences
@@ -60,18 +55,15 @@ def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
     """And types of all arguments of a launch, None and other constants among them, are those of a
     compiled variant: any other would be compiled in a server, with spills that no test has seen."""
     variants = [case for _, case in all_cases()]
-    launched: set[tuple[Any, ...]] = set()
-    run = InterpretedFunction.run
 
-    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = {**dict(zip(self.arg_names, arguments, strict=False)), **options}
-        types = {name: triton_type(given[name]) for name in self.arg_names if name in given}
-        launched.add((self.fn.__name__, *types.items()))
-        return run(self, *arguments, **options)
+    def types(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        given = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+        named = [(name, triton_type(given[name])) for name in kernel.arg_names if name in given]
+        return (kernel.fn.__name__, *named)
 
     expected, tables = history(62)
     with on_triton():
-        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        launched = seen_launches(monkeypatch, types)
         found, recorded = history(62)
     assert found == expected and all(len(one) >= 3 for one in found)
     for name in ("queries", "length", "index"):
@@ -80,18 +72,27 @@ def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(recorded[name], tables[name], atol=1e-5, rtol=1e-5)
     compiled = {case.function.fn.__name__ for case in variants}
     assert {name for name, *_ in launched} == compiled - {"_steering_add_kernel"}
-    for name, *types in launched:
+    for name, *given in launched:
         of_kernel = [case for case in variants if case.function.fn.__name__ == name]
-        assert any(all(has(case, *one) for one in types) for case in of_kernel), (name, types)
+        assert any(all(has(case, *one) for one in given) for case in of_kernel), (name, given)
 
 
 def launched_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     """What Triton would compile for all launches from here on."""
+    return seen_launches(
+        monkeypatch, lambda kernel, *how: variant(FUNCTIONS[kernel.fn.__name__], *how)
+    )
+
+
+def seen_launches(
+    monkeypatch: pytest.MonkeyPatch, what: Callable[..., Any]
+) -> set[tuple[Any, ...]]:
+    """``what`` of kernel, arguments and options, for all launches from here on."""
     launched: set[tuple[Any, ...]] = set()
     run = InterpretedFunction.run
 
     def spied(self: Any, *arguments: Any, **options: Any) -> Any:
-        launched.add(variant(FUNCTIONS[self.fn.__name__], arguments, options))
+        launched.add(what(self, arguments, options))
         return run(self, *arguments, **options)
 
     monkeypatch.setattr(InterpretedFunction, "run", spied)
@@ -134,7 +135,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
                 server.finish(call)
         steerer.start(2, steerer.schedule(1.0, []))
         steerer.decode(torch.zeros(3, HIDDEN), torch.arange(3), torch.tensor([4, 21, 5]))
-        assert steerer.nonexecution_sentences(0) == 0
+        assert steerer._tables["nonexecution"][0] == 0
     assert compactions > 20
     assert launched == warm
     called_by_kernels = {"widened", "_query_offsets", "_logits"}
@@ -190,31 +191,3 @@ def has(case: Any, name: str, type_: str) -> bool:
     if name in case.constexprs:
         return triton_type(case.constexprs[name]) == type_
     return case.signature[name] == type_ or (case.signature[name], type_) == ("i64", "i32")
-
-
-def test_due_calls_share_the_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two scoring launches for any number of requests, and one that rewrites all of their rows."""
-    launches: list[tuple[str, int]] = []
-
-    def counted(module: Any, name: str, calls_of: Any) -> None:
-        original = getattr(module, name)
-
-        def run(*arguments: Any, **options: Any) -> Any:
-            launches.append((name, calls_of(*arguments)))
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(module, name, run)
-
-    with on_triton():
-        counted(window_attention, "window_attention", lambda paged, *_: len(paged.row_tokens))
-        counted(key_redundancy, "key_redundancy", lambda paged, *_: len(paged.row_tokens))
-        counted(row_compaction, "compact_rows", lambda table, rows, *_: len(rows))
-        server = SyntheticServer(check_ledger=False)
-        calls = [
-            served(server, seed=seed, kv_policy=name)
-            for seed, name in enumerate(("skipkv", "rkv", "snapkv"))
-        ]
-        while not server.runtime.due(calls[0].state, len(calls[0].slots)):
-            server.decode(*calls)
-        server.compact(calls)
-    assert launches == [("window_attention", 3), ("key_redundancy", 2), ("compact_rows", 3)]

@@ -27,12 +27,12 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def drawn(*strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
-    """300 examples in plain torch, 30 for the kernel, which takes its time."""
+    """300 examples in plain torch, 10 for the kernel, which takes its time."""
 
     def decorated(test: Any) -> Any:
         def run(way: str) -> None:
             examples = settings(
-                deadline=None, derandomize=True, max_examples=30 if way == "kernel" else 300
+                deadline=None, derandomize=True, max_examples=10 if way == "kernel" else 300
             )
             examples(given(*strategies)(test))()
 
@@ -50,7 +50,7 @@ def problems(
     draw: st.DrawFn, values: st.SearchStrategy[float] = VALUES
 ) -> tuple[list[float], Ranges, int]:
     """Scores, protected ranges (overlapping, empty, sticking out), and a count that can be met."""
-    n = draw(st.integers(1, 40))
+    n = draw(st.integers(0, 40))
     scores = draw(st.lists(values, min_size=n, max_size=n))
     edges = st.tuples(st.integers(0, n + 3), st.integers(0, n + 3)).map(sorted).map(tuple)
     protected = draw(st.lists(edges, max_size=4))
@@ -78,13 +78,6 @@ def test_protected_tokens_are_kept_whatever_any_score_is(
     kept, evicted = select(torch.tensor(scores), protected, keep)
     assert covered_positions(protected, len(scores)) <= set(kept.tolist())
     assert len(kept) == keep and len(kept) + len(evicted) == len(scores)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_broken_score_does_not_push_out_what_is_protected(value: float) -> None:
-    scores = torch.full((12,), value)
-    kept = select(scores, [(0, 4), (10, 12)], 6).kept.tolist()
-    assert kept == [0, 1, 2, 3, 10, 11]
 
 
 @drawn(problems())
@@ -125,11 +118,6 @@ def test_scores_are_not_changed() -> None:
 def test_a_count_that_cannot_be_met(protected: Ranges, keep: int) -> None:
     with pytest.raises(ValueError, match=rf"keep_tokens: .*got {keep}$"):
         select(torch.zeros(5), protected, keep)
-
-
-def test_nothing_cached() -> None:
-    kept, evicted = select(torch.zeros(0), [(0, 4)], 0)
-    assert kept.tolist() == evicted.tolist() == []
 
 
 @drawn(st.lists(problems(VALUES | st.just(math.nan)), min_size=1, max_size=4))

@@ -201,18 +201,6 @@ def test_feeding_in_pieces_is_feeding_at_once(tokens: list[int], cuts: list[int]
     assert vars(pieces) | {"_delimiters": 0} == vars(whole) | {"_delimiters": 0}
 
 
-def test_presets_of_two_calls_differ_on_the_same_tokens() -> None:
-    delimiters = Delimiters([(1, ".\n"), (2, ":\n"), (3, "?\n")], vocab_size=4)
-    spans = {}
-    for preset in PRESET_NAMES:
-        found = SentenceTracker(delimiters, preset)
-        found.feed([0, 1, 0, 2, 0, 3])
-        spans[preset] = found.closed
-    assert spans["paper"] == [(0, 2)]
-    assert spans["math"] == spans["code"] == [(0, 2), (2, 6)]
-    assert spans["any-newline"] == [(0, 2), (2, 4), (4, 6)]
-
-
 # -- the device's half
 
 

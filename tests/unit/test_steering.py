@@ -142,7 +142,7 @@ def test_the_device_adds_what_the_schedule_says(
             else:
                 assert (residual[i] - exact).abs().max() <= 2 * torch.finfo(torch.float32).eps * 10
     if recomputed < len(steered):
-        assert table.nonexecution_sentences(1) == defined_factors(steered, alpha_0, True)[1]
+        assert table._tables["nonexecution"][1] == defined_factors(steered, alpha_0, True)[1]
 
 
 def test_a_stopped_row_is_left_alone_and_half_precision_rounds_once() -> None:
@@ -157,13 +157,3 @@ def test_a_stopped_row_is_left_alone_and_half_precision_rounds_once() -> None:
     again = residual.clone()
     table.decode(again, torch.tensor([1]), torch.tensor([1]))
     assert torch.equal(again, residual)
-
-
-def test_a_prefill_adds_its_factors() -> None:
-    table = steerer()
-    table.factors = torch.tensor([0.0, 2.0, 0.0])
-    residual = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(4))
-    before = residual.clone()
-    table.prefill(residual)
-    assert torch.equal(residual[[0, 2]], before[[0, 2]])
-    torch.testing.assert_close(residual[1], before[1] + 2 * table._vector)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import on_triton
-from pool_books import plugin_and_topology
 from pool_machine import PARAMETERS
 from pool_world import World
 
@@ -23,10 +21,7 @@ KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": PARAMETERS}
 SECONDS = 60  # far more than anything here takes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    with plugin_and_topology():
-        yield
+pytestmark = pytest.mark.usefixtures("plugin_loaded")
 
 
 class HeldCompilation:
@@ -69,9 +64,7 @@ def assert_refused(req: Any, *reasons: str) -> None:
 
 
 def assert_served(world: World, *requests: Any) -> None:
-    while world.owners() or world.waiting_queue:
-        world.step()
-        world.check()
+    world.run_dry()
     for req in requests:
         assert req in world.finished and len(req.output_ids) == 40, "to its end"
 
@@ -124,14 +117,17 @@ def test_a_fault_of_the_device_while_kernels_are_compiled(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("head_dim", [16, 4])
 def test_when_a_server_with_kernels_compiles(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
+    enabled: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is ready where it was configured, else in a thread, in scratch memory."""
+    """Before it is ready where it was configured, else in a thread, in scratch memory. No kernel
+    reads heads of 4: their scores are plain torch, and all else is compiled the same."""
     launched: list[tuple[Any, bool]] = []
     warm_up = bind.warm_up
 
     def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, *, width: int) -> None:
+        assert (cache is None) == (head_dim == 4)
         beside = threading.current_thread().name == "skipkv-compile"
         if beside:
             held()
@@ -141,7 +137,7 @@ def test_when_a_server_with_kernels_compiles(
     monkeypatch.setattr(bind, "warm_up", spied)
     monkeypatch.setattr(bind, "uses_triton", lambda device: True)
     with on_triton(), HeldCompilation() as held:
-        world = World(head_dim=16, check_ledger=False)
+        world = World(head_dim=head_dim, check_ledger=False)
         config = world.runtime.config if enabled else ServerConfig()
         assert config.enabled == enabled
         world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=config)
@@ -156,29 +152,6 @@ def test_when_a_server_with_kernels_compiles(
         assert (recorder is world.recorder, beside) == (enabled, not enabled)
         assert ("queries" in vars(world.recorder)) == enabled
         world.skipkv.compilation.check()
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_heads_that_no_kernel_reads(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their scores are plain torch; recording and the rewrite of rows are compiled all the same."""
-    launched: list[Any] = []
-    warm_up = bind.warm_up
-
-    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, *, width: int) -> None:
-        assert cache is None
-        warm_up(recorder, cache, windows, steerer, width=width)
-        launched.append(recorder)
-
-    monkeypatch.setattr(bind, "warm_up", spied)
-    monkeypatch.setattr(bind, "uses_triton", lambda device: True)
-    with on_triton(), HeldCompilation() as held:
-        world = World(head_dim=4, check_ledger=False)
-        config = world.runtime.config if enabled else ServerConfig()
-        world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, config=config)
-        bind._warm_up(world.skipkv, world.runtime)
-        held.finish()
-        world.skipkv.compilation.check()
-    assert [one is world.recorder for one in launched] == [enabled]
 
 
 def test_a_server_without_kernels_compiles_nothing() -> None:

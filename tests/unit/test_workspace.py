@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pool_books import plugin_and_topology
 from pool_machine import PARAMETERS
 from pool_world import World
 
@@ -26,10 +24,7 @@ QWEN_HEADS = 28 * 4
 WORK_BYTES = ServerConfig().compaction_work_bytes
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plugin() -> Iterator[None]:
-    with plugin_and_topology():
-        yield
+pytestmark = pytest.mark.usefixtures("plugin_loaded")
 
 
 @given(st.lists(st.integers(1, 60_000), max_size=80), st.sampled_from([0, 8, QWEN_HEADS, 512]))
@@ -121,9 +116,7 @@ def test_parts_change_nothing_but_the_memory(
             world.arrive([5, 6, 7, 20 + i], 50, kv_budget=8, kv_policy=name, kv_params=PARAMETERS)
             for i, name in enumerate(("streaming", "random", "rkv"))
         ]
-        while world.owners() or world.waiting_queue:
-            world.step()
-            world.check()
+        world.run_dry()
         assert min(call.skipkv.report.summary["compactions"] for call in calls) > 4
         assert (max(together) > 1) == (work_bytes == WORK_BYTES)
         found.append([(list(call.output_ids), call.skipkv.report.summary) for call in calls])

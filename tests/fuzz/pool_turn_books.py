@@ -1,0 +1,183 @@
+"""The books of conversations: which history a request continues, and what it leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pool_content import DELIMITER, VOCAB
+from pool_turns import (
+    Apart,
+    Conversation,
+    Entry,
+    Left,
+    closed_sentences,
+    namespace_of,
+    reuse_of,
+    separated,
+    thought_of,
+)
+
+
+class TurnBooks:
+    """What ``Books`` has of turns; its attributes are explained there."""
+
+    runtime: Any
+    recorder: Any
+    computed: dict[str, dict[int, int]]
+    talks: dict[str, Conversation]
+    left: dict[Any, Left]
+    turns: list[Any]
+    ample: bool
+    recomputed: set[str]
+    count: Counter[str]
+    _compactions: Callable[[Any], int]
+    _in_tree: Callable[[Sequence[int], Apart], list[int]]
+
+    def _continued(self, req: Any, slots: list[int]) -> list[Entry]:
+        """The row of the history that the request continues; its conversation is in the books."""
+        prompt, state = req.origin_input_ids, getattr(req, "skipkv", None)
+        prompt_tokens = len(prompt)
+        self.talks[req.rid] = Conversation(
+            prompt, prompt_tokens, prompt_tokens, sentences_from=prompt_tokens
+        )
+        self.computed[req.rid] = {}
+        if reuse_of(req) is None:
+            return []
+        continued = state.reuse.continued
+        cut = 0 if continued is None else continued.cut
+        if continued is not None or state.reuse.miss != "evicted":
+            self._check_farthest(req, 0 if continued is None else continued.sent_tokens)
+        if continued is None:
+            self.count[f"no history, {state.reuse.miss}"] += 1
+            return []
+        rows = [
+            (left, talk)
+            for left in self.left.values()
+            if left.continues(namespace_of(req), req.origin_input_ids, cut)
+            # Another one may have as many tokens there: other thoughts, or none and more text.
+            and [*left.tokens[:cut]] == [*continued.tokens[:cut]]
+            and (talk := self._talk_behind(req, left, cut)) is not None
+        ]
+        assert rows, "a history that nobody left"
+        left, self.talks[req.rid] = rows[-1]
+        self.computed[req.rid] = {at: tag for at, tag in left.computed.items() if at < cut}
+        row = left.row_before(cut)
+        assert len(row) == continued.row_tokens <= len(slots), "the history's row is all there"
+        # The first compaction waits for a decode step, and until the ring has no query of a token
+        # that was left out.
+        prompt_tokens = len(self.prompt_of(req))
+        longest = len(row) + max(prompt_tokens + 1, continued.recorded_tokens) - cut
+        bound = state.settings.peak_budgeted_tokens() + self.talks[req.rid].prompt_row_tokens
+        if longest > bound:
+            self.recomputed.add(req.rid)
+        self.count["continued"] += 1
+        self.count["continued, evicted from"] += cut > len(row)
+        self.count["continued, not to its end"] += cut < len(left.tokens)
+        self.count["continued behind thoughts"] += left.unsent_tokens > 0
+        return row
+
+    def _talk_behind(self, req: Any, left: Left, cut: int) -> Conversation | None:
+        """The conversation of a request that continues this history, if that is how the runtime
+        continues it: two histories may differ in no token, but in where turns ended."""
+        state, talk = req.skipkv, left.talk
+        prompt = [*left.tokens[:cut], *req.origin_input_ids[cut - left.unsent_tokens :]]
+        if reuse_of(req) == "keep":
+            prompt_tokens = len(prompt)
+            row_tokens = prompt_tokens - cut + len(left.row_before(cut))
+            return Conversation(
+                *(prompt, prompt_tokens, row_tokens, cut, prompt_tokens, (), 0, talk.compacted_at)
+            )
+        closed = tuple(span for span in talk.closed if span[1] <= cut)
+        expected = (talk.prompt_tokens, talk.compactions)
+        if (state.prompt_tokens, state.earlier_compactions) != expected:
+            return None
+        if state.settings.policy.needs_sentences and self._closed_first(req, cut) != closed:
+            return None
+        if cut < talk.prompt_tokens:
+            return None
+        first, compactions = talk.prompt_tokens, talk.compactions
+        return Conversation(prompt, first, first, cut, cut, closed, compactions, talk.compacted_at)
+
+    def prompt_of(self, req: Any) -> Sequence[int]:
+        """The request's prompt, with the thoughts that its history dropped."""
+        talk = self.talks.get(req.rid)
+        return req.origin_input_ids if talk is None else talk.prompt
+
+    @staticmethod
+    def _closed_first(req: Any, cut: int) -> tuple[tuple[int, int], ...]:
+        """The sentences that the runtime has from the history."""
+        spans = map(req.skipkv.span, range(len(req.skipkv.sentences.tracker.closed)))
+        return tuple(span for span in spans if span[1] <= cut)
+
+    def next_text(self, req: Any) -> list[int]:
+        """Prompt and output of a finished request, as a template has them that drops thoughts."""
+        prompt, (opener, thought) = req.origin_input_ids, (0, 0)
+        if req.skipkv.settings.drops_thoughts:
+            opener, thought = thought_of(prompt, req.output_ids)
+        return [*prompt[: len(prompt) - opener], *req.output_ids[thought:]]
+
+    def _check_farthest(self, req: Any, sent: int) -> None:
+        """No history that the runtime still knows has more of the prompt."""
+        prompt, known = req.origin_input_ids, self.runtime.histories._by_use
+        for history in known:
+            left = self.left[history]
+            pairs = enumerate(zip(left.sent, prompt[:-1], strict=False))
+            unequal = (at for at, (one, other) in pairs if one != other)
+            longest = next(unequal, min(len(left.sent), len(prompt) - 1))
+            shortest = history.first_cut - left.unsent_tokens
+            own = left.namespace == namespace_of(req)
+            assert not own or longest <= max(sent, shortest - 1), "a longer history"
+
+    def _leave(self, req: Any, row: list[Entry]) -> None:
+        """A request has finished: what it leaves is in the books."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        newest = next(reversed(self.runtime.histories._by_use), None)
+        if newest is None or newest in self.left:
+            return
+        talk, prompt = self.talks[req.rid], self.prompt_of(req)
+        tokens = [*prompt, *req.output_ids][: row[-1].position + 1]
+        assert reuse_of(req) is not None, "it did not ask for that"
+        assert not isinstance(req.finished_reason, FINISH_ABORT), (
+            "the history of an aborted request"
+        )
+        talk.compactions += self._compactions(req)
+        unsent, (opener, thought) = len(prompt) - len(req.origin_input_ids), (0, 0)
+        if req.skipkv.settings.drops_thoughts:
+            opener, thought = thought_of(req.origin_input_ids, req.output_ids)
+        if len(prompt) + thought >= len(tokens):  # no KV of an answer
+            opener, thought = 0, 0
+        if thought:
+            answer_at = len(prompt) + thought
+            row = [one for one in row if not len(prompt) <= one.position < answer_at]
+            talk.compacted_at = max(talk.compacted_at, answer_at + 1)
+            talk.compactions -= 1  # it is no step of the budget
+            self.count["thoughts dropped"] += 1
+        sent = [
+            *req.origin_input_ids[: len(req.origin_input_ids) - opener],
+            *tokens[len(prompt) + thought :],
+        ]
+        assert len(tokens) - len(sent) == unsent + opener + thought
+        assert (tokens, sent) == ([*newest.tokens], [*newest.sent]), "another text"
+        own = closed_sentences(tokens, talk.sentences_from, DELIMITER)
+        talk.closed = (*talk.closed, *own)
+        computed = self.computed[req.rid]
+        self.left[newest] = Left(
+            *(namespace_of(req), separated(req), tokens, sent, row, dict(computed), talk)
+        )
+        self.turns.append(req)
+        self.count["histories"] += 1
+
+    def _check_histories(self) -> None:
+        """None is dropped as long as the tree has its KV, and room for what is known of it."""
+        memory = self.runtime.histories.memory
+        full = memory.used_bytes and not memory.fits(self.recorder.request_bytes())
+        for history in [one for one in self.left if one not in self.runtime.histories._by_use]:
+            left = self.left.pop(history)
+            self.count["histories lost"] += 1
+            # Text that is computed again brings its keys back, but not private ones.
+            if self.ample and not full and history.key[-1] >= VOCAB:
+                found = self._in_tree(history.key, left.apart)
+                assert len(found) < len(left.row), "a history was dropped that could be continued"
