@@ -3,8 +3,9 @@
     python -m sglang.launch_server --model-path examples/reasoner --port 30000
     python examples/quickstart.py --url http://127.0.0.1:30000
 
-It thinks about one problem within 512 KV tokens, answers within 32, and lets three branches of a
-fork think for themselves within 384 each; the branches share the prompt's KV cache, and only that.
+It thinks about one problem within 512 KV tokens, and answers from what these keep (``kv_reuse``)
+within 32 more. Three branches of a fork think for themselves within 384 each; they share the
+question's KV cache.
 """
 
 from __future__ import annotations
@@ -46,15 +47,22 @@ def main() -> None:
     lines = (json.loads(line) for line in PROBLEMS.read_text().splitlines())
     problem = [line for line in lines if line["level"] == "hard"][arguments.problem]
 
-    state = solve.run(problem["prompt"], backend=sgl.RuntimeEndpoint(arguments.url))
+    backend = sgl.RuntimeEndpoint(arguments.url)
+    state = solve.run(problem["prompt"], backend=backend, kv_reuse="keep")
     thought = state.get_meta_info("thoughts")["skipkv"]
+    answered = state.get_meta_info("answer")
+    reused = answered["skipkv"]
+    computed = answered["prompt_tokens"] - reused["reused_tokens"]
     print(f"question  {' '.join(problem['prompt'].split())[:90]}...")
     print(f"right     Answer: {problem['answer']}")
     print(
         f"thought   {thought['full_kv_tokens']} tokens, never more than "
         f"{thought['peak_kv_tokens']} of them cached (kv_budget {thought['kv_budget']})"
     )
-    print(f"said      {state['answer'].strip()}")
+    print(
+        f"said      {state['answer'].strip()}, from {reused['reused_kv_tokens']} cached tokens of "
+        f"the {reused['reused_tokens']} before it; {computed} computed"
+    )
     peaks = ", ".join(str(branch["peak_kv_tokens"]) for branch in state["branches"])
     (vote, count), *_ = Counter(state["votes"]).most_common()
     print(f"branches  {count} of 3 say {vote}, with peaks of {peaks} KV tokens (kv_budget 384)")

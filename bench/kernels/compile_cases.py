@@ -25,7 +25,7 @@ from sgl_skipkv.kernels import (
     step_attention,
     window_attention,
 )
-from sgl_skipkv.kernels.dtype_names import KEY_NAMES, TRITON_NAMES
+from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 #: dtype of keys and head size

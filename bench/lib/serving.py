@@ -90,11 +90,7 @@ class RunningServer(ServerProcess):
     """A server that somebody else started."""
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
-
-    @property
-    def url(self) -> str:
-        return self._url
+        self.url = url.rstrip("/")
 
 
 @contextlib.contextmanager

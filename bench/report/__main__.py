@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and five files in docs/ between their markers
+python -m bench.report            # rewrite README.md and six files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from bench.lib.table_text import ROOT
 from bench.report import (
     accuracy_tables,
+    conversation_tables,
     device_tables,
     goal_table,
     policy_tables,
@@ -24,7 +25,7 @@ from bench.report import (
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,
-    *(ROOT / "docs" / f"{one}.md" for one in ("results", "settings", "steering")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
@@ -43,6 +44,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": accuracy_tables.layers,
     "needed_tokens": accuracy_tables.needed_tokens,
     "peer": accuracy_tables.peer,
+    "conversation": conversation_tables.conversation,
+    "conversation_first_token": conversation_tables.conversation_first_token,
+    "conversation_pressure": conversation_tables.conversation_pressure,
     "off_cost": system_tables.off_cost,
     "similarity": accuracy_tables.similarity,
     "strength": lambda: steering_tables.strength("wanderer"),

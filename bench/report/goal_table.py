@@ -111,6 +111,17 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
             "left behind; clean starts",
             *load.both("L7", "{}; {}; {}; {}", *KILLED),
         ),
+        (
+            "G13 conversations in a quarter of the KV memory that they need: turns, and those that "
+            "the masking oracle explains; histories continued, lost; turns restored, recomputed",
+            NONE,
+            "{}, {}; {}, {}; {}, {}".format(*(load.value("L8", name) for name in CROWDED)),
+        ),
+        (
+            "G14 no budget sent, among these conversations: answers like those of plain SGLang",
+            NONE,
+            f"{load.value('L8', 'identical answers: without a budget, beside conversations')}, all",
+        ),
     ]
 
 
@@ -125,6 +136,14 @@ KILLED = (
     "clients left waiting",
     "processes left behind",
     "clean starts",
+)
+CROWDED = (
+    "turns",
+    "turns that the masking oracle explains",
+    "turns that continued a history",
+    "histories lost",
+    "turns restored",
+    "turns recomputed",
 )
 
 

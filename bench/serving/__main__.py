@@ -34,7 +34,6 @@ from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
 from bench.serving import latency, off_cost
-from sgl_skipkv.cli.report import capacity
 from sgl_skipkv.cli.server_process import ServerProcess
 
 MEASUREMENTS = ("pressure", "latency", "compaction", "off")
@@ -114,10 +113,10 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             "tokens_per_s_p50": round(statistics.median(rates[one]), 1),
             **paired_ratio(rates[one], rates[None]),
             "peak_running": max(running for _, running, _ in found[one]),
-            "fits_by_arithmetic": capacity(
-                arguments.pool_tokens,
+            "fits_by_arithmetic": arguments.pool_tokens
+            // (
                 arguments.prompt_tokens
-                + (arguments.tokens if one is None else one + arguments.interval + 1),
+                + (arguments.tokens if one is None else one + arguments.interval + 1)
             ),
             "retractions": sum(retracted for _, _, retracted in found[one]),
         }

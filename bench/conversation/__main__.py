@@ -1,0 +1,228 @@
+"""What a conversation remembers, holds and computes, with a full cache, with a budget, with reuse.
+
+    python -m bench.conversation
+    python -m bench.conversation --only accuracy --policies streaming --kv-budgets 64
+
+- ``accuracy``: share of right answers by turn, KV tokens held at the end of the turn, prompt tokens
+  computed. One row per way and turn in bench/rows/conversation.csv; rows that are there are kept.
+- ``first_token``: seconds from the last turn's question to its first token, one conversation at a
+  time, of every way over that of the same budget without reuse, in turn.
+- ``pressure``: one pool that holds a few full conversations, more conversations than that: turns
+  per minute and requests at once.
+
+``bench/conversation/figure.py`` draws the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench.conversation.dialogue import (
+    Conversation,
+    Dialogue,
+    Measured,
+    Way,
+    read_conversations,
+)
+from bench.lib.grading import wilson
+from bench.lib.pairs import START_S, paired_ratio
+from bench.lib.record import append_row, recorded
+from bench.reasoner.vocabulary import build_tokenizer
+from sgl_skipkv import policy
+from sgl_skipkv.cli.server_process import ServerProcess
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "conversant"
+MEASUREMENTS = ("accuracy", "first_token", "pressure")
+REUSES = ("off", "keep", "budget")
+#: this model's compactions come more often than the default, because its conversations are short
+PARAMS: dict[str, Any] = {"interval": 32}
+TOKENIZER = build_tokenizer()
+
+
+def ways_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Way]:
+    """A full cache, then every policy and budget without reuse and with both kinds of it."""
+    ways = [Way()]
+    for name in policies:
+        params = json.dumps(PARAMS | ({"tau": 0.85} if name == "skipkv" else {}), sort_keys=True)
+        ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in REUSES]
+    return ways
+
+
+def columns(way: Way) -> dict[str, str | int]:
+    return {name: "" if value is None else value for name, value in asdict(way).items()}
+
+
+def hold(
+    server: ServerProcess, way: Way, max_new_tokens: int, conversation: Conversation
+) -> list[Measured]:
+    dialogue = Dialogue(server, TOKENIZER, way, max_new_tokens)
+    return [dialogue.take(turn) for turn in conversation]
+
+
+def accuracy(
+    server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for every way and turn that has none."""
+    size = {"conversations": len(conversations), "max_new_tokens": arguments.max_new_tokens}
+    done = {tuple(row[name] for name in columns(Way())) for row in recorded("conversation")
+            if all(row[name] == str(value) for name, value in size.items())}  # fmt: skip
+    ways = ways_of(arguments.policies, arguments.kv_budgets)
+    for way in ways:
+        if tuple(map(str, columns(way).values())) in done:
+            continue
+        server.post("/flush_cache")
+        work = partial(hold, server, way, arguments.max_new_tokens)
+        with ThreadPoolExecutor(arguments.parallel) as pool:
+            name = " ".join(map(str, columns(way).values()))
+            held = list(tqdm(pool.map(work, conversations), desc=name, total=len(conversations)))
+        for number, turns in enumerate(zip(*held, strict=True), start=1):
+            right = sum(turn.right for turn in turns)
+            low, high = wilson(right, len(turns))
+            means = {
+                one: round(statistics.mean(getattr(turn, one) for turn in turns), 1)
+                for one in ("prompt_tokens", "output_tokens", "computed_tokens", "held_kv_tokens")
+            }
+            shares = {"accuracy": right / len(turns), "wilson_low": low, "wilson_high": high}
+            rounded = {one: round(value, 4) for one, value in shares.items()}
+            row = {**columns(way), **size, "turn": number, "right": right, **rounded, **means}
+            yield "conversation", row
+
+
+def first_token(
+    server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for every way over the same budget without reuse."""
+    full, *ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:])
+    ways = [*ways, full]
+    seconds: dict[Way, list[float]] = {way: [] for way in ways}
+    computed: dict[Way, list[int]] = {way: [] for way in ways}
+    for number, conversation in enumerate(tqdm(conversations[: arguments.rounds + 1])):
+        for way in ways if number % 2 else reversed(ways):
+            server.post("/flush_cache")
+            dialogue = Dialogue(server, TOKENIZER, way, arguments.max_new_tokens)
+            for turn in conversation[:-1]:
+                dialogue.take(turn)
+            prompt = dialogue.hear("user", conversation[-1]["question"])
+            params = {"temperature": 0, "max_new_tokens": 1, **way.keys}
+            start = time.perf_counter()
+            answer = server.post("/generate", {"input_ids": prompt, "sampling_params": params})
+            if number > 0:  # the first one warms up
+                seconds[way].append(time.perf_counter() - start)
+                info = answer["meta_info"]
+                reused = info.get("skipkv", {}).get("reused_tokens", 0)
+                computed[way].append(len(prompt) - (reused or info["cached_tokens"]))
+    for way in ways:
+        yield (
+            "conversation_first_token",
+            {
+                **columns(way),
+                "turn": len(conversations[0]),
+                "rounds": len(seconds[way]),
+                "first_token_ms_p50": round(1000 * statistics.median(seconds[way]), 2),
+                **paired_ratio(seconds[way], seconds[ways[0]]),
+                "computed_tokens_p50": statistics.median(computed[way]),
+            },
+        )
+
+
+def pressure(
+    server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A row for every way, each at its best: all conversations begin at once."""
+    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:])
+    rates: dict[Way, list[float]] = {way: [] for way in ways}
+    running: dict[Way, int] = dict.fromkeys(ways, 0)
+    retracted: dict[Way, int] = dict.fromkeys(ways, 0)
+    for number in tqdm(range(arguments.pressure_rounds + 1), desc="rounds"):
+        for way in ways if number % 2 else reversed(ways):
+            server.post("/flush_cache")
+            logged, start = len(server.log), time.perf_counter()
+            work = partial(hold, server, way, arguments.max_new_tokens)
+            with ThreadPoolExecutor(len(conversations)) as pool:
+                turns = sum(map(len, pool.map(work, conversations)))
+            if number == 0:
+                continue
+            rates[way].append(60 * turns / (time.perf_counter() - start))
+            log = server.log[logged:]
+            found = map(int, re.findall(r"Decode batch, #running-req: (\d+)", log))
+            running[way] = max([running[way], *found])
+            retracted[way] += sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
+    for way in ways:
+        yield (
+            "conversation_pressure",
+            {
+                **columns(way),
+                "pool_tokens": arguments.pool_tokens,
+                "conversations": len(conversations),
+                "rounds": arguments.pressure_rounds,
+                "turns_per_minute_p50": round(statistics.median(rates[way]), 1),
+                **paired_ratio(rates[way], rates[ways[0]]),
+                "peak_running": running[way],
+                "retractions": retracted[way],
+            },
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--model-path", default=str(MODEL))
+    made.add_argument("--conversation-file", type=Path, default=MODEL / "heldout.jsonl")
+    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS)
+    made.add_argument(
+        "--policies", nargs="*", choices=policy.names(), default=["skipkv", "skipkv+", "streaming"]
+    )
+    made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
+    made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
+    made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")
+    made.add_argument("--parallel", type=int, default=32, help="conversations at once")
+    made.add_argument("--rounds", type=int, default=21, help="conversations whose turn is timed")
+    made.add_argument("--pool-tokens", type=int, default=12288, help="under pressure")
+    made.add_argument("--crowd", type=int, default=32, help="conversations under pressure")
+    made.add_argument("--pressure-rounds", type=int, default=3, help="after a warm-up")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    # A run that is told to end takes its server with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for name in arguments.only:
+        measure, count = {
+            "accuracy": (accuracy, arguments.conversations),
+            "first_token": (first_token, arguments.rounds + 1),
+            "pressure": (pressure, arguments.crowd),
+        }[name]
+        pool = arguments.pool_tokens if name == "pressure" else 4096 * arguments.parallel
+        most = max(arguments.parallel, arguments.crowd)
+        flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(most)]
+        flags += ["--decode-log-interval", "5"]
+        conversations = read_conversations(arguments.conversation_file, count)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ServerProcess(arguments.model_path, Path(folder) / "server", flags) as server,
+        ):
+            server.wait_ready(START_S)
+            for file, row in measure(server, arguments, conversations):
+                append_row(file, row)
+                print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Tables of conversations: what each way of serving them remembers, holds, computes and costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from bench.lib.record import recorded
+from bench.lib.table_text import Row, table
+
+#: columns that say how a conversation is served
+WAY = ("policy", "kv_budget", "kv_reuse")
+
+
+def way(row: Row) -> list[str]:
+    """Its columns as cells of a table; without a budget there is no policy."""
+    if not row["policy"]:
+        return ["none", "", ""]
+    return [f"`{row['policy']}`", row["kv_budget"], row["kv_reuse"]]
+
+
+def most(found: Sequence[Row]) -> list[Row]:
+    """The rows with the most conversations."""
+    count = max(int(row["conversations"]) for row in found)
+    return [row for row in found if int(row["conversations"]) == count]
+
+
+def conversation() -> str:
+    """Accuracy by turn; memory and computation in the last one."""
+    found = most(recorded("conversation"))
+    turns: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in found:
+        turns[tuple(row[name] for name in WAY)].append(row)
+    last = max(int(row["turn"]) for row in found)
+    header = ["policy", "`kv_budget`", "`kv_reuse`", *(f"turn {i}" for i in range(1, last + 1))]
+    header += [f"KV tokens held after turn {last}", f"prompt tokens computed, turns 2 to {last}"]
+    lines = []
+    for rows in turns.values():
+        right = [f"{100 * float(row['accuracy']):.1f}" for row in rows]
+        computed = sum(float(row["computed_tokens"]) for row in rows[1:])
+        held = float(rows[-1]["held_kv_tokens"])
+        lines.append([*way(rows[0]), *right, f"{held:,.0f}", f"{computed:,.0f}"])
+    return table(header, lines, found, "conversation")
+
+
+def conversation_first_token() -> str:
+    found = recorded("conversation_first_token")
+    header = ["policy", "`kv_budget`", "`kv_reuse`", "first token, ms"]
+    header += ["over the same budget without reuse", "prompt tokens computed"]
+    lines = [
+        [
+            *way(row),
+            row["first_token_ms_p50"],
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            f"{float(row['computed_tokens_p50']):,.0f}",
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "conversation_first_token")
+
+
+def conversation_pressure() -> str:
+    found = recorded("conversation_pressure")
+    header = ["policy", "`kv_budget`", "`kv_reuse`", "turns per minute", "over the full cache"]
+    header += ["requests at once", "retractions"]
+    lines = [
+        [
+            *way(row),
+            row["turns_per_minute_p50"],
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            f"{row['peak_running']} of {row['conversations']}",
+            row["retractions"],
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "conversation_pressure")

@@ -1,0 +1,169 @@
+"""What a conversation computes and holds, turn by turn, without and with ``kv_reuse``.
+
+    python examples/agent.py                                # starts a server of examples/conversant
+    python examples/agent.py --url http://127.0.0.1:30000   # or uses one that runs
+
+An agent loop through the OpenAI client: the user asks, the model thinks, calls a tool where it has
+to, answers, and later questions need what earlier turns found. Then a program in SGLang's frontend
+language that forks and joins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sglang as sgl
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+import sgl_skipkv.frontend  # noqa: F401  # gives run its kv_reuse
+from sgl_skipkv.cli.server_process import ServerProcess
+
+MODEL = Path(__file__).resolve().parent / "conversant"
+BUDGET = 128
+# Where this model's repetitions begin: bench/rows/similarity.csv.
+KEYS: dict[str, Any] = {"kv_budget": BUDGET, "kv_params": {"interval": 32, "tau": 0.85}}
+MODES = (False, "keep", "budget")
+
+
+def row(name: str, info: Mapping[str, Any], first_prompt: int, said: str) -> list[str]:
+    """One request of a conversation, from its ``meta_info``.
+
+    ``kv_tokens`` counts what the request generated; with ``kv_reuse: "budget"`` it counts all of
+    the conversation behind its first prompt.
+    """
+    prompt, skipkv = info["prompt_tokens"], info["skipkv"]
+    reused, slots = skipkv.get("reused_tokens", 0), skipkv.get("reused_kv_tokens", 0)
+    counts_history = reused > 0 and skipkv["full_kv_tokens"] > info["completion_tokens"]
+    before = first_prompt if counts_history else prompt - reused + slots
+    computed = prompt - (reused or info["cached_tokens"])
+    numbers = (prompt + info["completion_tokens"], computed, before + skipkv["kv_tokens"])
+    found = f"{reused:,} in {slots:,}" if reused else skipkv.get("kv_reuse_miss", "")
+    return [name, *(f"{one:,}" for one in numbers), found, said]
+
+
+def table(title: str) -> Table:
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    made.add_column("")
+    for column in ("tokens of the\nconversation", "prompt tokens\ncomputed", "KV tokens\nheld"):
+        made.add_column(column, justify="right")
+    made.add_column("reused: tokens\nin KV tokens, or miss", justify="right")
+    made.add_column("answer")
+    return made
+
+
+def conversation(number: int) -> list[dict[str, Any]]:
+    """The turns of a held-out conversation."""
+    turns: list[dict[str, Any]] = json.loads(
+        (MODEL / "heldout.jsonl").read_text().splitlines()[number]
+    )["turns"]
+    return turns
+
+
+def tool_loop(url: str, mode: str | bool, turns: int) -> Table:
+    """The agent: each request sends the whole conversation, as chat clients do."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    shown = table(f"tool loop, kv_budget {BUDGET}, kv_reuse {json.dumps(mode)}")
+    messages: list[Any] = []
+    first_prompt = 0
+    extra = {**KEYS, "kv_reuse": mode, "return_meta_info": True, "skip_special_tokens": False}
+    for number, turn in enumerate(conversation(0)[:turns], start=1):
+        messages.append({"role": "user", "content": turn["question"]})
+        name, told = turn["lookup"] or ("", "")
+        while True:
+            answer = client.chat.completions.create(
+                model="default", messages=messages, max_tokens=1000, temperature=0, extra_body=extra
+            )
+            choice = answer.choices[0]
+            content = choice.message.content or ""
+            info: dict[str, Any] = (choice.model_extra or {})["meta_info"]
+            first_prompt = first_prompt or info["prompt_tokens"]
+            # The thoughts are part of what is sent again, or the row could not be continued.
+            messages.append({"role": "assistant", "content": content})
+            call = re.search(r"</think>\nLet me check (\w+)\.", content)
+            if call is None or not told:
+                break
+            shown.add_row(*row(f"turn {number}, a call", info, first_prompt, f"checks {call[1]}"))
+            known = told if call[1] == name else f"{call[1]} is not known."
+            messages.append({"role": "tool", "tool_call_id": f"{number}", "content": known})
+            told = ""
+        match = re.search(r"Answer: (\d+)", content)
+        said = f"{match[1] if match else 'none'} (right: {turn['answer']})"
+        shown.add_row(*row(f"turn {number}", info, first_prompt, said))
+    return shown
+
+
+@sgl.function
+def check_twice(s: Any, question: str, names: list[str]) -> None:
+    s += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    s += sgl.gen("thoughts", max_tokens=1000, temperature=0, stop="</think>")
+    s.sync()  # or the fork may come before there is a text that it could send once for all branches
+    branches = s.fork(len(names))
+    for branch, name in zip(branches, names, strict=True):
+        branch += f"Wait, let me check {name} again.\n"
+        branch += sgl.gen("check", max_tokens=64, temperature=0, stop="\n\n")
+    for branch, name in zip(branches, names, strict=True):  # the join: their text, one by one
+        s += f"Wait, let me check {name} again.\n{branch['check']}\n\n"
+    s += "</think>\n" + sgl.gen("answer", max_tokens=8, temperature=0)
+    s["checks"] = [(branch.get_meta_info("check"), branch["check"]) for branch in branches]
+
+
+def fork_and_join(url: str, mode: str | bool) -> Table:
+    """``run`` gives every ``gen`` and every fork the same keys."""
+    task = conversation(0)[0]
+    names = re.findall(r"^\d+\. (\w+) has as many", task["question"], re.MULTILINE)
+    backend = sgl.RuntimeEndpoint(url)
+    state = check_twice.run(task["question"], names, backend=backend, kv_reuse=mode, **KEYS)
+    shown = table(f"fork and join, kv_budget {BUDGET}, kv_reuse {json.dumps(mode)}")
+    thought = state.get_meta_info("thoughts")
+    first_prompt = thought["prompt_tokens"]
+    shown.add_row(*row("thoughts", thought, first_prompt, ""))
+    for name, (info, check) in zip(names, state["checks"], strict=True):
+        shown.add_row(*row(f"branch: {name}", info, first_prompt, check.strip().split(", so ")[-1]))
+    said = f"{state['answer'].strip()} (right: {task['answer']})"
+    shown.add_row(*row("answer", state.get_meta_info("answer"), first_prompt, said))
+    return shown
+
+
+@contextmanager
+def server_at(url: str | None) -> Iterator[str]:
+    """The address of a running server, or of one of the bundled model that ends with the block."""
+    if url is not None:
+        yield url
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess(MODEL, Path(folder), ["--max-total-tokens", "16384"]) as server,
+    ):
+        yield server.wait_ready().url
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="of a running server")
+    parser.add_argument("--turns", type=int, default=8, help="of the conversation")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    with server_at(arguments.url) as url:
+        for mode in MODES:
+            sgl.RuntimeEndpoint(url).flush_cache()  # so that each starts with nothing cached
+            console.print(tool_loop(url, mode, arguments.turns), "")
+        for mode in MODES:
+            sgl.RuntimeEndpoint(url).flush_cache()
+            console.print(fork_and_join(url, mode), "")
+
+
+if __name__ == "__main__":
+    main()
