@@ -5,8 +5,8 @@
 
 - ``accuracy``: share of right answers by turn, KV tokens held at the end of the turn, prompt tokens
   computed. One row per way and turn in bench/rows/conversation.csv; rows that are there are kept.
-- ``first_token``: seconds from the last turn's question to its first token, one conversation at a
-  time, of every way over that of the same budget without reuse, in turn.
+- ``first_token``: seconds from the last turn's question to its first token, one request at a time,
+  of every way over that of the same budget without reuse, in turn. Replies have a fixed length.
 - ``pressure``: one pool that holds a few full conversations, more conversations than that: turns
   per minute and requests at once.
 
@@ -37,6 +37,7 @@ from bench.conversation.dialogue import (
     Dialogue,
     Measured,
     Way,
+    computed_tokens,
     read_conversations,
 )
 from bench.lib.grading import wilson
@@ -111,27 +112,38 @@ def first_token(
     ways = [*ways, full]
     seconds: dict[Way, list[float]] = {way: [] for way in ways}
     computed: dict[Way, list[int]] = {way: [] for way in ways}
-    for number, conversation in enumerate(tqdm(conversations[: arguments.rounds + 1])):
-        for way in ways if number % 2 else reversed(ways):
-            server.post("/flush_cache")
-            dialogue = Dialogue(server, TOKENIZER, way, arguments.max_new_tokens)
-            for turn in conversation[:-1]:
-                dialogue.take(turn)
-            prompt = dialogue.hear("user", conversation[-1]["question"])
-            params = {"temperature": 0, "max_new_tokens": 1, **way.keys}
+
+    def until_last(way: Way, conversation: Conversation) -> Dialogue:
+        """Its last turn comes next. Ways share nothing, and all replies are of one length."""
+        dialogue = Dialogue(
+            *(server, TOKENIZER, way, arguments.reply_tokens),
+            body={"extra_key": str(ways.index(way))},
+            ignore_eos=True,
+        )
+        for turn in conversation[:-1]:
+            dialogue.say("user", turn["question"])
+        return dialogue
+
+    held = [(way, one) for one in conversations for way in ways]
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        dialogues = list(tqdm(pool.map(until_last, *zip(*held, strict=True)), total=len(held)))
+    for number, conversation in enumerate(tqdm(conversations)):
+        of_it = dialogues[number * len(ways) : (number + 1) * len(ways)]
+        pairs = list(zip(ways, of_it, strict=True))
+        for way, dialogue in pairs if number % 2 else reversed(pairs):
+            dialogue.max_new_tokens = 1
             start = time.perf_counter()
-            answer = server.post("/generate", {"input_ids": prompt, "sampling_params": params})
+            answer = dialogue.say("user", conversation[-1]["question"])
             if number > 0:  # the first one warms up
                 seconds[way].append(time.perf_counter() - start)
-                info = answer["meta_info"]
-                reused = info.get("skipkv", {}).get("reused_tokens", 0)
-                computed[way].append(len(prompt) - (reused or info["cached_tokens"]))
+                computed[way].append(computed_tokens(answer["meta_info"]))
     for way in ways:
         yield (
             "conversation_first_token",
             {
                 **columns(way),
                 "turn": len(conversations[0]),
+                "reply_tokens": arguments.reply_tokens,
                 "rounds": len(seconds[way]),
                 "first_token_ms_p50": round(1000 * statistics.median(seconds[way]), 2),
                 **paired_ratio(seconds[way], seconds[ways[0]]),
@@ -192,7 +204,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")
     made.add_argument("--parallel", type=int, default=32, help="conversations at once")
-    made.add_argument("--rounds", type=int, default=21, help="conversations whose turn is timed")
+    made.add_argument("--rounds", type=int, default=11, help="conversations whose turn is timed")
+    made.add_argument("--reply-tokens", type=int, default=400, help="of those conversations")
     made.add_argument("--pool-tokens", type=int, default=12288, help="under pressure")
     made.add_argument("--crowd", type=int, default=32, help="conversations under pressure")
     made.add_argument("--pressure-rounds", type=int, default=3, help="after a warm-up")

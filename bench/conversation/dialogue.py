@@ -64,11 +64,24 @@ class Dialogue:
     Args:
         way: of all of its requests.
         max_new_tokens: per reply.
+        body: what else its requests say.
+        ignore_eos: replies go on up to ``max_new_tokens``.
     """
 
-    def __init__(self, server: Poster, tokenizer: Tokenizer, way: Way, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        server: Poster,
+        tokenizer: Tokenizer,
+        way: Way,
+        max_new_tokens: int,
+        body: Mapping[str, Any] | None = None,
+        *,
+        ignore_eos: bool = False,
+    ) -> None:
+        self.max_new_tokens = max_new_tokens
         self._server, self._tokenizer, self._way = server, tokenizer, way
-        self._params = {**GREEDY, "max_new_tokens": max_new_tokens, **way.keys}
+        self._params = {**GREEDY, "ignore_eos": ignore_eos, **way.keys}
+        self._body = body or {}
         self._end = token_id(tokenizer, TURN_END)
         self._ids: list[int] = []
         self._first_prompt_tokens = 0
@@ -89,7 +102,7 @@ class Dialogue:
             asked and not cut_off and found is not None and int(found[1]) == turn["answer"],
             last["meta_info"]["prompt_tokens"],
             sum(info["completion_tokens"] for info in infos),
-            sum(map(_computed_tokens, infos)),
+            sum(map(computed_tokens, infos)),
             self._held_kv_tokens(last["meta_info"]),
         )
 
@@ -102,8 +115,9 @@ class Dialogue:
     def say(self, role: str, content: str) -> Mapping[str, Any]:
         """Send a message; the reply becomes part of the conversation."""
         prompt = self.hear(role, content)
+        params = {**self._params, "max_new_tokens": self.max_new_tokens}
         answer: Mapping[str, Any] = self._server.post(
-            "/generate", {"input_ids": prompt, "sampling_params": self._params}
+            "/generate", {"input_ids": prompt, "sampling_params": params, **self._body}
         )
         self._first_prompt_tokens = self._first_prompt_tokens or len(prompt)
         self._ids = [*prompt, *answer["output_ids"]]
@@ -121,7 +135,8 @@ class Dialogue:
         return int(prompt_tokens - reused + slots + skipkv["kv_tokens"])
 
 
-def _computed_tokens(info: Mapping[str, Any]) -> int:
+def computed_tokens(info: Mapping[str, Any]) -> int:
+    """Prompt tokens that were not found in any cache, from a request's ``meta_info``."""
     reused = info.get("skipkv", {}).get("reused_tokens", 0)
     return int(info["prompt_tokens"] - (reused or info["cached_tokens"]))
 

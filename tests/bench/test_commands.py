@@ -58,7 +58,7 @@ SERVED = {
     "accuracy.demo": "--problems 1",
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
     "conversation": "--conversations 2 --policies streaming --kv-budgets 48 --max-new-tokens 8 "
-    "--rounds 2 --crowd 2 --pressure-rounds 2",
+    "--rounds 2 --reply-tokens 8 --crowd 2 --pressure-rounds 2",
     "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
     "--kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
     "serving.against": f"--python none --commit none {_PAIRS}",

@@ -7,6 +7,7 @@ have, now or when it is planned alone, or it keeps its row and ends with its ``f
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,8 +20,10 @@ from kernels_on_cpu import as_one_each, on_triton
 from synthetic import Call, SyntheticServer, decode_until_due, unlike
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.policy import names
 from sgl_skipkv.recording.sentence_table import TableMoves
+from sgl_skipkv.reuse.continuation import Left
 
 #: skipkv, rkv and snapkv allocate what skipkv+ allocates, or less
 SCORED = [name for name in names() if name not in ("full", "skipkv", "rkv", "snapkv")]
@@ -67,13 +70,13 @@ class Scarce(TorchDispatchMode):
         return as_one_each(lambda name, again: None)
 
 
-def due_together(policy: str) -> tuple[SyntheticServer, list[Call]]:
+def due_together(policy: str, **keys: Any) -> tuple[SyntheticServer, list[Call]]:
     """Requests that have compacted once and are due again, with sentences of every length."""
     # Every world is copied many times; host memory for backups would be copied with it.
     small = {"max_sentences": 12, "retraction_backup_bytes": 0}
     server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, **small)
     parameters = {"tau": 0.2} if policy.startswith("skipkv") else {}
-    calls = unlike(server, [(policy, parameters)] * REQUESTS)
+    calls = unlike(server, [(policy, parameters)] * REQUESTS, **keys)
     decode_until_due(server, calls)
     server.compact(calls)
     decode_until_due(server, calls)
@@ -141,6 +144,32 @@ def test_no_memory_at_all_ends_the_requests_that_are_due(policy: str) -> None:
             ended += failed
             assert failed or call.compactions == one.compactions
     assert ended
+
+
+def test_dropping_thoughts_with_little_memory_changes_nothing() -> None:
+    """At every line that allocates: the request fails, and leaves no history of a changed row."""
+    world = due_together("h2o", kv_reuse="budget")  # which has statistics to drop, too
+
+    def dropped(server: SyntheticServer, call: Call, scarce: Scarce) -> Compaction | None:
+        generated, due = (call.prompt_tokens, call.positions[-1] - 8), server.due(call)
+        with scarce:
+            return server.runtime.drop(due, generated, server.req_to_token)
+
+    counted = Scarce()
+    server, (one, *_) = copied(world)
+    expected = dropped(server, one, counted)
+    assert expected is not None and counted.allocations > 5
+    assert len(expected.freed[0]) == len(one.slots) - one.prompt_tokens - 9
+    for number in counted.places.values():
+        server, (call, *_) = copied(world)
+        row, vectors = server.row_of(call), server.recorder.sentences.vectors.clone()
+        assert dropped(server, call, Scarce(number)) is None
+        assert "OutOfMemoryError" in str(call.state.failure)
+        assert server.row_of(call) == row
+        assert torch.equal(server.recorder.sentences.vectors, vectors)
+        tokens = array("q", [3] * call.prompt_tokens + call.output_ids)
+        left = Left(tokens[: call.prompt_tokens], tokens, tokens[: len(row)], None, 0)
+        assert server.runtime.leave_history(call.state, "namespace", left) is None
 
 
 def test_writing_a_compaction_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
