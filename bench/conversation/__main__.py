@@ -55,12 +55,14 @@ PARAMS: dict[str, Any] = {"interval": 32}
 TOKENIZER = build_tokenizer()
 
 
-def ways_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Way]:
-    """A full cache, then every policy and budget without reuse and with both kinds of it."""
+def ways_of(
+    policies: Sequence[str], budgets: Sequence[int], reuses: Sequence[str] = REUSES
+) -> list[Way]:
+    """A full cache, then every policy and budget with these kinds of reuse."""
     ways = [Way()]
     for name in policies:
         params = json.dumps(PARAMS | ({"tau": 0.85} if name == "skipkv" else {}), sort_keys=True)
-        ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in REUSES]
+        ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in reuses]
     return ways
 
 
@@ -82,7 +84,7 @@ def accuracy(
     size = {"conversations": len(conversations), "max_new_tokens": arguments.max_new_tokens}
     done = {tuple(row[name] for name in columns(Way())) for row in recorded("conversation")
             if all(row[name] == str(value) for name, value in size.items())}  # fmt: skip
-    ways = ways_of(arguments.policies, arguments.kv_budgets)
+    ways = ways_of(arguments.policies, arguments.kv_budgets, arguments.reuses)
     for way in ways:
         if tuple(map(str, columns(way).values())) in done:
             continue
@@ -201,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
         "--policies", nargs="*", choices=policy.names(), default=["skipkv", "skipkv+", "streaming"]
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
+    made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")
     made.add_argument("--parallel", type=int, default=32, help="conversations at once")
