@@ -162,15 +162,15 @@ def pressure(
     rates: dict[Way, list[float]] = {way: [] for way in ways}
     running: dict[Way, int] = dict.fromkeys(ways, 0)
     retracted: dict[Way, int] = dict.fromkeys(ways, 0)
-    for number in tqdm(range(arguments.pressure_rounds + 1), desc="rounds"):
+    for way in ways:
+        hold(server, way, arguments.max_new_tokens, conversations[0])  # warms up
+    for number in tqdm(range(arguments.pressure_rounds), desc="rounds"):
         for way in ways if number % 2 else reversed(ways):
             server.post("/flush_cache")
             logged, start = len(server.log), time.perf_counter()
             work = partial(hold, server, way, arguments.max_new_tokens)
             with ThreadPoolExecutor(len(conversations)) as pool:
                 turns = sum(map(len, pool.map(work, conversations)))
-            if number == 0:
-                continue
             rates[way].append(60 * turns / (time.perf_counter() - start))
             log = server.log[logged:]
             found = map(int, re.findall(r"Decode batch, #running-req: (\d+)", log))
@@ -209,9 +209,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--parallel", type=int, default=32, help="conversations at once")
     made.add_argument("--rounds", type=int, default=11, help="conversations whose turn is timed")
     made.add_argument("--reply-tokens", type=int, default=400, help="of those conversations")
-    made.add_argument("--pool-tokens", type=int, default=12288, help="under pressure")
-    made.add_argument("--crowd", type=int, default=32, help="conversations under pressure")
-    made.add_argument("--pressure-rounds", type=int, default=3, help="after a warm-up")
+    made.add_argument("--pool-tokens", type=int, default=8192, help="under pressure")
+    made.add_argument("--crowd", type=int, default=16, help="conversations under pressure")
+    made.add_argument("--pressure-rounds", type=int, default=3)
     return made
 
 
