@@ -5,7 +5,7 @@
 
 An agent loop through the OpenAI client: the user asks, the model thinks, calls a tool where it has
 to, answers, and later questions need what earlier turns found. Then a program in SGLang's frontend
-language that forks and joins.
+language that forks, lets the branches vote, and goes on from the majority.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ BUDGET = 128
 # Where this model's repetitions begin: bench/rows/similarity.csv.
 KEYS: dict[str, Any] = {"kv_budget": BUDGET, "kv_params": {"interval": 32, "tau": 0.85}}
 MODES = (False, "keep", "budget")
+VOTED_ON = 1  # a conversation whose first three turns need no tool
 
 
 def row(name: str, info: Mapping[str, Any], first_prompt: int, said: str) -> list[str]:
@@ -103,35 +104,42 @@ def tool_loop(url: str, mode: str | bool, turns: int) -> Table:
     return shown
 
 
+def reply_to(question: str) -> str:
+    """What a prompt goes on with, up to where the model replies."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+
+
 @sgl.function
-def check_twice(s: Any, question: str, names: list[str]) -> None:
-    s += f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    s += sgl.gen("thoughts", max_tokens=1000, temperature=0, stop="</think>")
+def vote(s: Any, questions: list[str], branches: int) -> None:
+    """The second question is answered by several branches; the third goes on from the majority."""
+    s += reply_to(questions[0]) + sgl.gen("first", max_tokens=1000, temperature=0)
+    s += "<|im_end|>\n" + reply_to(questions[1])
     s.sync()  # or the fork may come before there is a text that it could send once for all branches
-    branches = s.fork(len(names))
-    for branch, name in zip(branches, names, strict=True):
-        branch += f"Wait, let me check {name} again.\n"
-        branch += sgl.gen("check", max_tokens=64, temperature=0, stop="\n\n")
-    for branch, name in zip(branches, names, strict=True):  # the join: their text, one by one
-        s += f"Wait, let me check {name} again.\n{branch['check']}\n\n"
-    s += "</think>\n" + sgl.gen("answer", max_tokens=8, temperature=0)
-    s["checks"] = [(branch.get_meta_info("check"), branch["check"]) for branch in branches]
+    forks = s.fork(branches)
+    for fork in forks:
+        fork += sgl.gen("second", max_tokens=1000, temperature=0.7)
+    replies = [fork["second"] for fork in forks]
+    answers = [reply.rpartition("Answer: ")[2] for reply in replies]
+    majority = max(answers, key=answers.count)
+    s += replies[answers.index(majority)] + "<|im_end|>\n" + reply_to(questions[2])  # the join
+    s += sgl.gen("third", max_tokens=1000, temperature=0)
+    s["branches"] = [(fork.get_meta_info("second"), fork["second"]) for fork in forks]
 
 
 def fork_and_join(url: str, mode: str | bool) -> Table:
     """``run`` gives every ``gen`` and every fork the same keys."""
-    task = conversation(0)[0]
-    names = re.findall(r"^\d+\. (\w+) has as many", task["question"], re.MULTILINE)
-    backend = sgl.RuntimeEndpoint(url)
-    state = check_twice.run(task["question"], names, backend=backend, kv_reuse=mode, **KEYS)
+    turns = conversation(VOTED_ON)[:3]
+    asked = [turn["question"] for turn in turns]
+    state = vote.run(asked, 3, backend=sgl.RuntimeEndpoint(url), kv_reuse=mode, **KEYS)
     shown = table(f"fork and join, kv_budget {BUDGET}, kv_reuse {json.dumps(mode)}")
-    thought = state.get_meta_info("thoughts")
-    first_prompt = thought["prompt_tokens"]
-    shown.add_row(*row("thoughts", thought, first_prompt, ""))
-    for name, (info, check) in zip(names, state["checks"], strict=True):
-        shown.add_row(*row(f"branch: {name}", info, first_prompt, check.strip().split(", so ")[-1]))
-    said = f"{state['answer'].strip()} (right: {task['answer']})"
-    shown.add_row(*row("answer", state.get_meta_info("answer"), first_prompt, said))
+    first = state.get_meta_info("first")
+    replies = [("turn 1", first, state["first"], turns[0])]
+    for number, (info, reply) in enumerate(state["branches"], start=1):
+        replies.append((f"turn 2, branch {number}", info, reply, turns[1]))
+    replies.append(("turn 3", state.get_meta_info("third"), state["third"], turns[2]))
+    for name, info, reply, turn in replies:
+        said = f"{reply.rpartition('Answer: ')[2] or 'none'} (right: {turn['answer']})"
+        shown.add_row(*row(name, info, first["prompt_tokens"], said))
     return shown
 
 
