@@ -205,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
+    made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")
     made.add_argument("--parallel", type=int, default=32, help="conversations at once")
     made.add_argument("--rounds", type=int, default=11, help="conversations whose turn is timed")
@@ -229,7 +230,8 @@ def main() -> None:
         most = max(arguments.parallel, arguments.crowd)
         flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(most)]
         flags += ["--decode-log-interval", "5"]
-        conversations = read_conversations(arguments.conversation_file, count)
+        held_out = read_conversations(arguments.conversation_file, count)
+        conversations = [conversation[: arguments.turns] for conversation in held_out]
         with (
             tempfile.TemporaryDirectory() as folder,
             ServerProcess(arguments.model_path, Path(folder) / "server", flags) as server,

@@ -57,8 +57,8 @@ SERVED = {
     "accuracy.batch_size": f"{_FEW} --trace {{trace}}",
     "accuracy.demo": "--problems 1",
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
-    "conversation": "--conversations 2 --policies streaming --kv-budgets 48 --max-new-tokens 8 "
-    "--rounds 2 --reply-tokens 8 --crowd 2 --pressure-rounds 2",
+    "conversation": "--conversations 2 --turns 2 --policies streaming --kv-budgets 48 --crowd 2 "
+    "--max-new-tokens 8 --rounds 2 --reply-tokens 8 --pressure-rounds 2",
     "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
     "--kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
     "serving.against": f"--python none --commit none {_PAIRS}",
