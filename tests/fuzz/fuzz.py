@@ -1,6 +1,7 @@
 """Long runs of the state machine, and how soon it finds planted bugs.
 
     python tests/fuzz/fuzz.py --examples 20000          # make fuzz
+    python tests/fuzz/fuzz.py --examples 20000 --record # goes on behind the lives on record
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test runs
 
@@ -35,9 +36,12 @@ from pool_machine import PoolMachine, run_machine
 from row_table import show
 from tqdm import tqdm
 
+from bench.lib.record import append_row, recorded
+
 T = TypeVar("T")
 Row = dict[str, Any]
 STEPS = 50
+PART, RECORDED_AT_ONCE = 500, 2_000
 logging.disable()  # requests that the machine has refused are not news
 
 
@@ -62,18 +66,36 @@ def side_by_side(work: Callable[..., T], tasks: Sequence[Any], workers: int, uni
             pool.shutdown(cancel_futures=True)
 
 
-def fuzz(examples: int, seed: int, workers: int, part: int = 500) -> list[Row]:
+def fuzz(examples: int, seed: int, workers: int) -> list[Row]:
     """Lives in parts of their own seed, so that a failure names a short run that shows it.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
-    parts = [(min(part, examples - number), seed + number) for number in range(0, examples, part)]
+    numbers = range(0, examples, PART)
+    parts = [(min(PART, examples - number), seed + number) for number in numbers]
     total: Counter[str] = Counter()
-    for events in side_by_side(some_lives, parts, workers, f"{part} lives"):
+    for events in side_by_side(some_lives, parts, workers, f"{PART} lives"):
         total += events
     sizes = {"lives": examples, "steps": STEPS, "seed": seed}
     return [{**sizes, "event": name, "times": count} for name, count in sorted(total.items())]
+
+
+def fuzz_on(examples: int, seed: int, workers: int) -> list[Row]:
+    """The same in steps, each recorded when it is done; those on record are not run again.
+
+    Raises:
+        SystemExit: an invariant does not hold.
+    """
+    done = {row["seed"] for row in recorded("fuzz")}
+    rows: list[Row] = []
+    for start in range(seed, seed + examples, RECORDED_AT_ONCE):
+        if str(start) not in done:
+            found = fuzz(min(RECORDED_AT_ONCE, seed + examples - start), start, workers)
+            for row in found:
+                append_row("fuzz", row)
+            rows += found
+    return rows
 
 
 def some_lives(count: int, seed: int) -> Counter[str]:
@@ -144,17 +166,21 @@ def main() -> int:
     )
     parser.add_argument("--most", type=int, default=3_000, help="lives per planted bug and seed")
     parser.add_argument("--report", type=Path, help="write the rows, as JSON")
-    parser.add_argument("--record", action="store_true", help="append to bench/rows")
+    parser.add_argument(
+        "--record", action="store_true", help="append to bench/rows; random lives go on there"
+    )
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes that run the parts"
     )
     arguments = parser.parse_args()
+    seeds, workers = arguments.seeds, arguments.workers
     if arguments.planted:
-        name, workers = "planted_bugs", arguments.workers
-        rows = planted(arguments.seeds, arguments.most, workers, soonest=arguments.soonest)
+        rows = planted(seeds, arguments.most, workers, soonest=arguments.soonest)
+        show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
-        name, rows = "fuzz", fuzz(arguments.examples, arguments.seeds[0], arguments.workers)
-    show(rows, name, record=name if arguments.record else None)
+        rows = (fuzz_on if arguments.record else fuzz)(arguments.examples, seeds[0], workers)
+        if rows:
+            show(rows, "random lives")
     if arguments.report is not None:
         arguments.report.write_text(json.dumps(rows))
     return int(any(row.get("lives") == "" for row in rows))
