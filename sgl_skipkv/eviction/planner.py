@@ -54,7 +54,7 @@ class Planner:
         selections, finite = select_together(
             [scores[i] for i in range(len(due))],
             [_protected(one.state, one.row_tokens) for one in due],
-            [one.state.keep_tokens for one in due],
+            [one.state.keep_tokens(one.row_tokens) for one in due],
         )
         parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
         return [
@@ -180,8 +180,8 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     policy, params = state.settings.policy, state.settings.policy.params
     prompt = state.prompt_row_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
-    keep = state.keep_tokens
-    tail = policy.protected_tail(state.settings.budget_after(state.compactions + 1))
+    keep = state.keep_tokens(row_tokens)
+    tail = policy.protected_tail(state.next_budget(row_tokens))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose

@@ -183,7 +183,7 @@ class Runtime:
         if not state.settings.evicts or state.failure is not None:
             return False
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
-        return decodes and state.budgeted_tokens(row_tokens) >= state.due_tokens
+        return decodes and state.is_due(row_tokens)
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,16 +282,40 @@ class RequestState:
             else self.request_tokens - continued.evicted_tokens
         )
 
-    @property
-    def due_tokens(self) -> int:
-        """Budgeted tokens at which the next compaction is due: ``budget_after(k) + interval``."""
+    def is_due(self, row_tokens: int) -> bool:
+        """Whether a row of this length is ``interval`` tokens past the budget of the compactions so
+        far. If so, the same is true of every longer row."""
         interval = self.settings.policy.params.interval
-        return self.settings.budget_after(self.compactions) + interval
+        budget = self._budget_after(self.compactions, row_tokens)
+        return self.budgeted_tokens(row_tokens) >= budget + interval
 
     @property
-    def keep_tokens(self) -> int:
-        """Cached tokens after the next compaction, prompt included."""
-        return self.settings.keep_tokens(self.prompt_row_tokens, self.compactions + 1)
+    def due_row_tokens(self) -> int:
+        """Row length at which the next compaction is due."""
+        settings = self.settings
+        longest = settings.prompt_on_top(self.prompt_row_tokens) + settings.peak_budgeted_tokens()
+        return bisect_left(range(longest), True, key=self.is_due)
+
+    def next_budget(self, row_tokens: int) -> int:
+        """Budget of a compaction of a row of this length."""
+        return self._budget_after(self.compactions + 1, row_tokens)
+
+    def keep_tokens(self, row_tokens: int) -> int:
+        """Cached tokens that a compaction of a row of this length keeps, prompt included."""
+        return self.next_budget(row_tokens) + self.settings.prompt_on_top(self.prompt_row_tokens)
+
+    def _budget_after(self, compactions: int, row_tokens: int) -> int:
+        """The policy's budget, or the share of what a row of this length stands for."""
+        budget = self.settings.budget_after(compactions)
+        if self.settings.policy.params.fraction == 1:
+            return budget
+        share = self.settings.share(self._full_tokens(row_tokens), self.prompt_row_tokens)
+        return min(budget, share)
+
+    def _full_tokens(self, row_tokens: int) -> int:
+        """Budgeted tokens of a row of this length, and those that this request's eviction took."""
+        evicted_tokens = self.kv.evicted_tokens - self.prompt_evicted_tokens
+        return self.budgeted_tokens(row_tokens) + evicted_tokens
 
     @property
     def records_from(self) -> int:
@@ -298,8 +323,8 @@ class RequestState:
         policy = self.settings.policy
         if policy.needs_attention:
             return self.kv.tracked_tokens
-        due = self.due_tokens + self.settings.prompt_on_top(self.prompt_row_tokens)
-        first = max(self.kv.not_before, due + self.kv.evicted_tokens) - policy.params.window
+        due = self.due_row_tokens + self.kv.evicted_tokens
+        first = max(self.kv.not_before, due) - policy.params.window
         if self.settings.kv_reuse == "budget":  # the next turn may evict before it has as many
             first = min(first, self.request_tokens - policy.params.window)
         return first
@@ -317,5 +342,6 @@ class RequestState:
         """KV tokens that the request may still need beyond this row length, for admission."""
         if not self.settings.evicts:
             return tokens_left
-        room = self.settings.peak_budgeted_tokens() - self.budgeted_tokens(row_tokens)
-        return min(tokens_left, max(room, 1))
+        full_tokens = self._full_tokens(row_tokens + tokens_left)
+        peak_tokens = self.settings.peak_until(full_tokens, self.prompt_row_tokens)
+        return min(tokens_left, max(peak_tokens - self.budgeted_tokens(row_tokens), 1))

@@ -183,9 +183,21 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a compaction comes a step too late",
-            life.due,
-            "state.budgeted_tokens(row_tokens) >= state.due_tokens",
-            "state.budgeted_tokens(row_tokens) > state.due_tokens + 1",
+            request_state.RequestState.is_due,
+            ">= budget + interval",
+            "> budget + interval + 1",
+        ),
+        (
+            "a share is of the tokens that are still cached",
+            request_state.RequestState._full_tokens,
+            " + evicted_tokens",
+            "",
+        ),
+        (
+            "a share counts the evictions that the request reports",
+            request_state.RequestState._full_tokens,
+            "self.kv.evicted_tokens - self.prompt_evicted_tokens",
+            "self.report.evicted_tokens",
         ),
         (
             "a request reserves a track that is taken",

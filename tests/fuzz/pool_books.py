@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from budgets import budget_at
 from pool_content import (
     DELIMITER,
     HEAD_DIM,
@@ -180,7 +181,12 @@ class Books(TurnBooks):
             pinned |= {entry.position for entry in old if entry.position < talk.prompt_tokens}
         assert pinned <= kept and len(kept) == sum(stays)
         compactions = talk.compactions + state.report.compactions
-        assert len(kept) == settings.keep_tokens(talk.prompt_row_tokens, compactions)
+        generated = old[-1].position + 1 - talk.prompt_tokens
+        counts_prompt = params.count_prompt
+        budget = budget_at(
+            settings.policy, settings.kv_budget, compactions, generated, talk.prompt_tokens
+        )
+        assert len(kept) == budget + (0 if counts_prompt else talk.prompt_row_tokens)
         if state.held.track_id:
             newest = old[-params.window :]
             if settings.policy.needs_attention:  # of decode steps only
@@ -284,7 +290,12 @@ class Books(TurnBooks):
         assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else own_text)
         settings, prompt = state.settings, self.talks[req.rid].prompt_row_tokens
         if req.rid not in self.recomputed and not settings.policy.params.count_prompt:
-            assert len(row) - prompt <= settings.peak_budgeted_tokens(), "the bound of the contract"
+            talk = self.talks[req.rid]
+            compactions = talk.compactions + state.report.compactions
+            generated = row[-1].position + 1 - talk.prompt_tokens
+            budget = budget_at(settings.policy, settings.kv_budget, compactions, generated)
+            bound = budget + settings.policy.params.interval + 1
+            assert len(row) - prompt <= bound, "the bound of the contract"
         return private
 
     def _shared_slots(self, req: Any) -> list[int]:

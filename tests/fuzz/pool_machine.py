@@ -55,6 +55,8 @@ BUDGETED = st.fixed_dictionaries(
                 {**PARAMETERS, "window": 1, "sink": 0},
                 {**PARAMETERS, "protect_prompt": False},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True},
+                {**PARAMETERS, "fraction": 0.5},
+                {**PARAMETERS, "protect_prompt": False, "count_prompt": True, "fraction": 0.25},
             ]
         ),
     }
@@ -64,7 +66,12 @@ REUSING = st.fixed_dictionaries(
     {
         "kv_budget": st.integers(5, 16),
         "kv_policy": st.sampled_from(["skipkv", "skipkv", "rkv", "streaming", "random", "h2o"]),
-        "kv_params": st.sampled_from([PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}]),
+        "kv_params": st.sampled_from(
+            [
+                *(PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}),
+                *({**PARAMETERS, "fraction": 0.25}, {**PARAMETERS, "fraction": 0.625}),
+            ]
+        ),
         "kv_reuse": st.sampled_from(["keep", "budget"]),
     }
 )

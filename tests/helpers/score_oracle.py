@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from budgets import budget_at
 from oracle import Event, visible_keys
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -65,6 +66,7 @@ class ScoreOracle:
         is_delimiter: Sequence[bool],
         policy: Any,
         *,
+        kv_budget: int | None = None,
         earlier: Sequence[Event] = (),
         turns: Sequence[int] = (),
         uncounted: Sequence[Span] = (),
@@ -79,6 +81,8 @@ class ScoreOracle:
             events: its ``compact`` lines.
             is_delimiter: of every output token.
             policy: a scored policy of the package; only its settings are read.
+            kv_budget: the request's, from which it follows how many are kept; None: as many as the
+                trace says.
             earlier: compactions of the prompt.
             turns: positions at which a later turn begins, and with it a sentence.
             uncounted: positions whose queries came in a prefill.
@@ -93,10 +97,14 @@ class ScoreOracle:
         redundancy: dict[int, float] = {}  # by the first token of the sentence
         found: list[Choice] = []
         row = [*earlier[-1]["kept"]] if earlier else []
-        for event in events:
+        for number, event in enumerate(events, start=1):
             first_new = row[-1] + 1 if row else 0
             row += range(first_new, prompt + event["generated"])
             positions, held = torch.tensor(row), sum(position < prompt for position in row)
+            budget = event["after"] - held
+            if kv_budget is not None:
+                budget = budget_at(policy, kv_budget, number, event["generated"])
+                assert event["after"] == held + budget, "another budget"
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
             scores = _scores(
                 policy.name,
@@ -110,7 +118,7 @@ class ScoreOracle:
             )
             tail = params.window
             if policy.name == "h2o":
-                tail = max(tail, (event["after"] - held) // 2)
+                tail = max(tail, budget // 2)
             if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
@@ -120,7 +128,6 @@ class ScoreOracle:
                     if likeness > params.tau and stop - start > 1:
                         scores[(positions >= start) & (positions < stop)] -= likeness
                 if policy.name == "skipkv+":
-                    budget = event["after"] - held
                     tail = max(tail, min(params.recent, budget // 2))
                     for start, stop in live:
                         for back in range(1, params.ending + 1):  # tokens before the delimiter
@@ -128,7 +135,7 @@ class ScoreOracle:
                                 scores[positions == stop - 1 - back] += params.ending + 1 - back
                 begun = [turn for turn in turns if turn <= row[-1]]
                 opened = row[-1] + 1 - max([prompt, *begun, *(stop for _, stop in spans)])
-                tail = max(tail, min(opened, (event["after"] - held) // 2))
+                tail = max(tail, min(opened, budget // 2))
             scores[: max(held, params.sink)] = torch.inf
             scores[-tail:] = torch.inf
             found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
