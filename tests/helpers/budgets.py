@@ -22,6 +22,6 @@ def budget_at(
     least = params.sink + params.window + 1 + (counted if params.protect_prompt else 0)
     if policy.name == "rpc":
         grown = params.window + compaction * params.interval // params.ratio
-        kv_budget = min(kv_budget, max(grown, least if compaction else 0))
+        kv_budget = min(kv_budget, max(grown, least - (0 if compaction else params.interval)))
     share = math.floor(Fraction(params.fraction) * (generated + counted))
     return min(kv_budget, max(share, least))

@@ -387,6 +387,16 @@ def test_many_sinks_and_a_long_open_sentence_share_the_budget(
         assert set(range(sink)) <= set(kept)
 
 
+def test_a_budget_that_grows_begins_with_many_sinks() -> None:
+    """RPC's first compaction waits until there are as many tokens as it must keep."""
+    server = SyntheticServer()
+    sinks = {"interval": 8, "sink": 100}
+    call = served(server, prompt=[3], kv_budget=120, kv_policy="rpc", kv_params=sinks)
+    server.run(call, 200)
+    assert call.state.failure is None
+    assert [len(kept) - 1 for kept in call.compactions][:2] == [109, 109]
+
+
 # -- broken content
 
 
