@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
@@ -96,6 +97,10 @@ class Planner:
     def track(self, due: Sequence[Due]) -> None:
         """Bring the policies' statistics up to date with every decode step of these requests."""
         replay_steps(due, self._recorder, scale=self._scale)
+
+    def measure(self, due: Sequence[Due]) -> None:
+        """Measure how many tokens of these requests reach their ``coverage``."""
+        measure(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[_Table | None]

@@ -190,6 +190,12 @@ class Runtime:
         for _ in self._in_parts(due, self.planner.track, steps=self.config.query_window):
             pass
 
+    def measure(self, due: Sequence[Due]) -> None:
+        """Measure the requests' demands; a request's ``failure`` is set if that fails."""
+        steps = self.config.query_window
+        for _ in self._in_parts(due, self.planner.measure, steps=steps):
+            pass
+
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
         ``failure`` is set.

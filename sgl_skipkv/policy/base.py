@@ -51,6 +51,12 @@ class PolicyParams(Settings):
         le=1,
         description="a compaction keeps at most this share of what is generated so far",
     )
+    coverage: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a compaction keeps no more than reaches this share of recent attention",
+    )
     protect_prompt: bool = Field(
         True, description="false: the prompt may be evicted, and is not shared in the radix cache"
     )
@@ -207,6 +213,11 @@ class Policy(ABC):
 
     def __init__(self, params: PolicyParams) -> None:
         self.params = params
+
+    @property
+    def records_queries(self) -> bool:
+        """Whether the last ``window`` queries are used, by its scores or by ``coverage``."""
+        return self.needs_queries or self.params.coverage < 1
 
     @property
     def min_budget_tokens(self) -> int:

@@ -68,10 +68,10 @@ class RequestSettings:
 
     def share(self, full_tokens: int, prompt_tokens: int) -> int:
         """``fraction`` of as many budgeted tokens, at least what the policy must keep."""
-        least = self._least_tokens(prompt_tokens)
+        least = self.least_tokens(prompt_tokens)
         return max(int(self.policy.params.fraction * full_tokens), least)
 
-    def _least_tokens(self, prompt_tokens: int) -> int:
+    def least_tokens(self, prompt_tokens: int) -> int:
         """The policy's smallest budget, with the prompt where it counts and is kept."""
         params = self.policy.params
         counted = prompt_tokens if params.count_prompt and params.protect_prompt else 0
@@ -107,7 +107,7 @@ class RequestSettings:
             return
         if not (params.count_prompt and params.protect_prompt):
             return
-        least = self._least_tokens(prompt_tokens)
+        least = self.least_tokens(prompt_tokens)
         if self.kv_budget < least:
             raise SettingError(
                 "kv_budget",
@@ -217,7 +217,7 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         expected = f"an integer in [{least}, {server.kv_budget_max}]{detail}"
         choices = "any integer in that range, or leave it out for the server default"
         raise SettingError("kv_budget", expected, kv_budget, choices)
-    if policy.needs_queries and params.window > server.query_window:
+    if policy.records_queries and params.window > server.query_window:
         expected = f"an integer in [1, {server.query_window}], the server's query_window"
         choices = "a smaller window, or a server with a larger query_window"
         raise SettingError("kv_params.window", expected, params.window, choices)

@@ -23,6 +23,7 @@ SOONEST = {
     "a sentence goes on behind its turn": 7,
     "a continued row has the recordings of whoever held its track before": 9,
     "recordings of a history are never let go": 7,
+    "a share counts the evictions that the request reports": 6,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
 RARE = {
@@ -198,6 +199,24 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             request_state.RequestState._full_tokens,
             "self.kv.evicted_tokens - self.prompt_evicted_tokens",
             "self.report.evicted_tokens",
+        ),
+        (
+            "a demand is that of the row before the last compaction",
+            request_state.RequestState._demand.fget,
+            "demand.logical_tokens > last.logical_tokens",
+            "last is not None",
+        ),
+        (
+            "a demand is measured without the queries of a prefill",
+            request_state.RequestState.records_from.fget,
+            "min(first, max(self.kv.not_before, self._measured_from) - window)",
+            "max(self.kv.not_before, self._measured_from)",
+        ),
+        (
+            "a history is shared although its demand may evict from it",
+            request_state.RequestState.may_be_due_until,
+            "return reads_demand or ",
+            "return ",
         ),
         (
             "a request reserves a track that is taken",

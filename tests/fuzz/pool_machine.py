@@ -56,6 +56,7 @@ BUDGETED = st.fixed_dictionaries(
                 {**PARAMETERS, "protect_prompt": False},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True},
                 {**PARAMETERS, "fraction": 0.5},
+                {**PARAMETERS, "coverage": 0.75},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True, "fraction": 0.25},
             ]
         ),
@@ -70,6 +71,7 @@ REUSING = st.fixed_dictionaries(
             [
                 *(PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}),
                 *({**PARAMETERS, "fraction": 0.25}, {**PARAMETERS, "fraction": 0.625}),
+                *({**PARAMETERS, "coverage": 0.6}, {**PARAMETERS, "window": 4, "coverage": 0.9}),
             ]
         ),
         "kv_reuse": st.sampled_from(["keep", "budget"]),

@@ -10,7 +10,7 @@ from typing import Any
 def budget_at(
     policy: Any, kv_budget: int, compaction: int, generated: int, prompt_tokens: int = 0
 ) -> int:
-    """The budget of a request's n-th compaction after so many generated tokens.
+    """The budget of a request's n-th compaction after so many generated tokens, without coverage.
 
     Args:
         compaction: n, the first is 1; 0: of no compaction, from which the first is due.
@@ -19,9 +19,17 @@ def budget_at(
     """
     params = policy.params
     counted = prompt_tokens if params.count_prompt else 0
-    least = params.sink + params.window + 1 + (counted if params.protect_prompt else 0)
+    least = least_budget(policy, prompt_tokens)
     if policy.name == "rpc":
         grown = params.window + compaction * params.interval // params.ratio
         kv_budget = min(kv_budget, max(grown, least - (0 if compaction else params.interval)))
     share = math.floor(Fraction(params.fraction) * (generated + counted))
     return min(kv_budget, max(share, least))
+
+
+def least_budget(policy: Any, prompt_tokens: int = 0) -> int:
+    """What every compaction keeps."""
+    params = policy.params
+    counted = prompt_tokens if params.count_prompt and params.protect_prompt else 0
+    least: int = params.sink + params.window + 1 + counted
+    return least

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from budgets import budget_at
+from budgets import budget_at, least_budget
 from oracle import Event, visible_keys
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 Span = tuple[int, int]
+AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads it
+DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
 
@@ -103,8 +105,16 @@ class ScoreOracle:
             positions, held = torch.tensor(row), sum(position < prompt for position in row)
             budget = event["after"] - held
             if kv_budget is not None:
-                budget = budget_at(policy, kv_budget, number, event["generated"])
-                assert event["after"] == held + budget, "another budget"
+                most = budget_at(policy, kv_budget, number, event["generated"])
+                measured = _measured_at(policy, prompt, row[-1] + 1, first_new)
+                if params.coverage < 1 and measured is not None:
+                    seen = positions[positions < measured]
+                    recent = range(measured - params.window, measured)
+                    received = _received(queries[:, recent], keys[:, seen])[held:]
+                    newer = row[-1] + 1 - measured
+                    _check_demand(received, policy, budget - newer, most - newer)
+                else:
+                    assert budget == most, "another budget"
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
             scores = _scores(
                 policy.name,
@@ -280,6 +290,36 @@ def _importance_and_redundancy(
             total[: n - window] += sigma * pooled[0]
             total -= (1.0 - sigma) * repeats
     return total / (layers * kv_heads)
+
+
+def _measured_at(policy: Any, prompt: int, now: int, compacted_at: int) -> int | None:
+    """When the demand was measured that a compaction reads: four steps before ``interval`` tokens
+    were there since the last one, or a multiple of that later; None: no demand was there yet."""
+    params = policy.params
+    first = max(prompt + least_budget(policy), compacted_at) + params.interval - AHEAD_TOKENS
+    times = range(first, now - AHEAD_TOKENS + 1, params.interval)
+    return times[-1] if times else None
+
+
+def _received(queries: Tensor, keys: Tensor) -> Tensor:
+    """What each token of a row received from its last queries, mean over heads and layers: [n]."""
+    (layers, window, query_heads, size), n = queries.shape, keys.shape[1]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer, head, step in itertools.product(range(layers), range(query_heads), range(window)):
+        seen = n - window + 1 + step
+        k = keys[layer, :seen, head // (query_heads // keys.shape[2])]
+        total[:seen] += (k @ queries[layer, step, head] / size**0.5).softmax(dim=0)
+    return total / (layers * query_heads)
+
+
+def _check_demand(received: Tensor, policy: Any, budget: int, most: int) -> None:
+    """As many are kept as reach the coverage, at least the least budget, at most ``most``."""
+    reached = F.pad(received.sort(descending=True).values.cumsum(dim=0), (1, 0))
+    wanted = policy.params.coverage * float(reached[-1])
+    least = least_budget(policy) - AHEAD_TOKENS
+    assert min(least, most) <= budget <= most, "another budget"
+    assert budget == most or reached[budget] > wanted - DEMAND_TOLERANCE, "too few"
+    assert budget <= least or reached[budget - 1] < wanted + DEMAND_TOLERANCE, "too many"
 
 
 def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:

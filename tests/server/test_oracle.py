@@ -26,7 +26,7 @@ LOGPROB_TOLERANCE = 2e-3
 SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
 INTERVAL = 16
 TOKENS = 150
-SHARE = 0.375
+SHARE, COVERAGE = 0.375, 0.8
 # Random models repeat themselves less than real ones, and attend to everything a little.
 PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
     ("skipkv", 40): {"tau": 0.3},
@@ -45,7 +45,7 @@ SERVERS = {
 
 def make_calls(tag: str) -> list[dict[str, Any]]:
     """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared, every other one
-    of the larger budgets under a share."""
+    of the larger budgets under a share; a few follow their demand."""
     rng = random.Random(7)
     draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     prefix = draw(100)
@@ -55,6 +55,8 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
             parameters = PARAMETERS.get((policy, kv_budget), {})
             if kv_budget == 40 and i % 2:
                 parameters = {**parameters, "fraction": SHARE}
+            elif kv_budget == 40 and i % 4 == 2:
+                parameters = {**parameters, "coverage": COVERAGE}
             calls.append(
                 {
                     "rid": f"{tag}-{policy}-{kv_budget}",
@@ -104,6 +106,7 @@ def test_the_masks_matter(server, answers, oracle):  # type: ignore[no-untyped-d
 
 
 def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-untyped-def]
+    below = 0
     for key, server in families.items():
         for call, answer in zip(make_calls("all"), answers[key], strict=True):
             info, prompt = answer["meta_info"]["skipkv"], len(call["input_ids"])
@@ -117,11 +120,16 @@ def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-un
                 before, after = (budget(count + i, event["generated"]) for i in (0, 1))
                 assert event["kept"][:prompt] == list(range(prompt))
                 assert event["kept"] == sorted(set(event["kept"]))
-                assert event["after"] == len(event["kept"]) == prompt + after
-                assert event["before"] == prompt + before + INTERVAL
+                assert event["after"] == len(event["kept"]) <= prompt + after
+                assert event["before"] <= prompt + before + INTERVAL
+                below += event["after"] < prompt + after
+                if policy.params.coverage == 1:
+                    assert event["after"] == prompt + after
+                    assert event["before"] == prompt + before + INTERVAL
             bound = budget_at(policy, call["kv_budget"], len(compactions), TOKENS)
             assert info["peak_kv_tokens"] <= bound + INTERVAL + 1
             assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+    assert below >= 10  # of those that follow their demand
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=str)

@@ -57,9 +57,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
             *(("window", 0), ("window", 17), ("window", 8.0), ("window", 10**40), ("sink", -1)),
             *(("sink", 1025), ("sink", None), ("protect_prompt", 1), ("count_prompt", "yes")),
             *(("delimiters", "lines"), ("delimiters", 3), ("delimiters", None), ("taus", 0.9)),
-            *(("fraction", 0), ("fraction", 0.0), ("fraction", -0.5), ("fraction", 1.001)),
-            *(("fraction", True), ("fraction", "0.5"), ("fraction", math.nan)),
-            *(("fraction", math.inf), ("fraction", None), ("fraction", [0.5])),
+            *(
+                (name, value)
+                for name in ("fraction", "coverage")
+                for value in (0, 0.0, -0.5, 1.001, True, "0.5", math.nan, math.inf, None, [0.5])
+            ),
             *(("seed", 0), ("TAU", 0.9), ("kv_budget", 128), ("policy", "rkv")),
         )
     ],
@@ -163,7 +165,7 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
         {"kv_budget": 13, "steering": False},
         {"kv_budget": 64, "kv_params": {"tau": 1, "sigma": 0}},  # whole numbers are numbers
         {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 17}},  # no queries
-        {"kv_budget": 64, "kv_params": {"fraction": 1e-9}},
+        {"kv_budget": 64, "kv_params": {"fraction": 1e-9, "coverage": 1e-9}},
         {"kv_budget": 64, "kv_policy": "rpc", "kv_params": {"fraction": 1}},
     ],
     ids=repr,
