@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,3 +60,15 @@ def device_tensors(parts: Sequence[Sequence[int]], device: torch.device) -> tupl
     packed = device_tensor([*chain(*padded)], device)
     split = torch.split(packed, [len(part) for part in padded])
     return tuple(piece[: len(part)] for piece, part in zip(split, parts, strict=True))
+
+
+def started_copy(tensor: Tensor) -> tuple[Tensor, Any]:
+    """A copy in pinned memory and the event after which it is there; of a CPU tensor itself, and
+    None."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.Event(tensor.device)
+    copied.record()
+    return host, copied

@@ -271,7 +271,8 @@ def describe(model: type[Settings], name: str) -> tuple[str, str]:
         choices = ", ".join(str(value) for value in entry["enum"])
         return f"one of {choices}", choices
     expected = _TYPES.get(str(entry.get("type")), "a valid value")
-    if "minimum" not in entry or "maximum" not in entry:
+    least = f"[{entry['minimum']}" if "minimum" in entry else f"({entry.get('exclusiveMinimum')}"
+    if least == "(None" or "maximum" not in entry:
         return expected, f"{expected}, or leave it out for the default"
-    expected = f"{expected} in [{entry['minimum']}, {entry['maximum']}]"
+    expected = f"{expected} in {least}, {entry['maximum']}]"
     return expected, "any value in that range, or leave it out for the default"

@@ -44,6 +44,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         return
     due: dict[RequestState, int] = {}
     tracked: dict[RequestState, int] = {}
+    measured: dict[RequestState, int] = {}
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
@@ -59,12 +60,16 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
                 due[state] = i
             if runtime.planner.must_track(state, row_tokens, is_due):
                 tracked[state] = i
-    if not due and not tracked:
+            if not is_due and state.must_measure(row_tokens):
+                measured[state] = i
+    if not due and not tracked and not measured:
         return
     # The running step writes keys, queries and hidden states on the forward stream.
     binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
     cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
     runtime.track([due_of(batch, i, state, cache) for state, i in tracked.items()])
+    sound = [(state, i) for state, i in measured.items() if state.failure is None]
+    runtime.measure([due_of(batch, i, state, cache) for state, i in sound])
     wanted = [due_of(batch, i, state, cache) for state, i in due.items() if state.failure is None]
     if not wanted:
         return

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
@@ -54,7 +55,7 @@ class Planner:
         selections, finite = select_together(
             [scores[i] for i in range(len(due))],
             [_protected(one.state, one.row_tokens) for one in due],
-            [one.state.keep_tokens for one in due],
+            [one.state.keep_tokens(one.row_tokens) for one in due],
         )
         parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
         return [
@@ -96,6 +97,10 @@ class Planner:
     def track(self, due: Sequence[Due]) -> None:
         """Bring the policies' statistics up to date with every decode step of these requests."""
         replay_steps(due, self._recorder, scale=self._scale)
+
+    def measure(self, due: Sequence[Due]) -> None:
+        """Measure how many tokens of these requests reach their ``coverage``."""
+        measure(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[_Table | None]
@@ -180,8 +185,8 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     policy, params = state.settings.policy, state.settings.policy.params
     prompt = state.prompt_row_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
-    keep = state.keep_tokens
-    tail = policy.protected_tail(state.settings.budget_after(state.compactions + 1))
+    keep = state.keep_tokens(row_tokens)
+    tail = policy.protected_tail(state.next_budget(row_tokens))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose

@@ -32,9 +32,10 @@ def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -
     for chosen in by_policy(behind):
         together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
+        steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in together]
         tracked = policy.track(
             _statistics(policy, together, recorder.device),
-            _attention(together, recorder, scale),
+            replayed_attention(together, steps, recorder, scale),
             _step_positions(together, recorder.device),
         )
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
@@ -90,9 +91,14 @@ def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -
     return joined
 
 
-def _attention(requests: Sequence[Due], recorder: Recorder, scale: float) -> Tensor:
-    """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in requests]
+def replayed_attention(
+    requests: Sequence[Due], steps: Sequence[int], recorder: Recorder, scale: float
+) -> Tensor:
+    """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it.
+
+    Args:
+        steps: of each request, how many of its last decode steps.
+    """
     if all(due.cache is not None for due in requests):
         from sgl_skipkv.kernels.step_attention import step_attention
 

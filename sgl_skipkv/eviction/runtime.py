@@ -183,11 +183,17 @@ class Runtime:
         if not state.settings.evicts or state.failure is not None:
             return False
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
-        return decodes and state.budgeted_tokens(row_tokens) >= state.due_tokens
+        return decodes and state.is_due(row_tokens)
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
         for _ in self._in_parts(due, self.planner.track, steps=self.config.query_window):
+            pass
+
+    def measure(self, due: Sequence[Due]) -> None:
+        """Measure the requests' demands; a request's ``failure`` is set if that fails."""
+        steps = self.config.query_window
+        for _ in self._in_parts(due, self.planner.measure, steps=steps):
             pass
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:

@@ -45,6 +45,18 @@ class PolicyParams(Settings):
     window: int = Field(
         8, ge=1, le=1024, description="last tokens, always kept; their queries score, where any do"
     )
+    fraction: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a compaction keeps at most this share of what is generated so far",
+    )
+    coverage: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="a compaction keeps no more than reaches this share of recent attention",
+    )
     protect_prompt: bool = Field(
         True, description="false: the prompt may be evicted, and is not shared in the radix cache"
     )
@@ -203,12 +215,17 @@ class Policy(ABC):
         self.params = params
 
     @property
+    def records_queries(self) -> bool:
+        """Whether the last ``window`` queries are used, by its scores or by ``coverage``."""
+        return self.needs_queries or self.params.coverage < 1
+
+    @property
     def min_budget_tokens(self) -> int:
         """Smallest budget this policy can keep: sinks, window, and one token to choose."""
         return self.params.sink + self.params.window + 1
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
-        """Budget after this many compactions, at most ``kv_budget``.
+        """Budget after this many compactions, at most ``kv_budget``, whatever ``fraction`` says.
 
         The next compaction is due ``interval`` tokens beyond it, the first beyond that of none.
         """

@@ -57,7 +57,8 @@ class RPC(Policy):
         """``window + compactions * interval / ratio``, at most ``kv_budget``."""
         params = self.params
         grown = params.window + compactions * params.interval // params.ratio
-        least = self.min_budget_tokens if compactions else 0
+        # The first compaction comes ``interval`` tokens past the budget of none.
+        least = self.min_budget_tokens - (0 if compactions else params.interval)
         return min(max(grown, least), kv_budget)
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:

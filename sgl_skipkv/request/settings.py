@@ -66,9 +66,16 @@ class RequestSettings:
         assert self.kv_budget is not None
         return self.policy.budget_after(self.kv_budget, compactions)
 
-    def keep_tokens(self, prompt_tokens: int, compactions: int = 1) -> int:
-        """Cached tokens after this many compactions, prompt included."""
-        return self.budget_after(compactions) + self.prompt_on_top(prompt_tokens)
+    def share(self, full_tokens: int, prompt_tokens: int) -> int:
+        """``fraction`` of as many budgeted tokens, at least what the policy must keep."""
+        least = self.least_tokens(prompt_tokens)
+        return max(int(self.policy.params.fraction * full_tokens), least)
+
+    def least_tokens(self, prompt_tokens: int) -> int:
+        """The policy's smallest budget, with the prompt where it counts and is kept."""
+        params = self.policy.params
+        counted = prompt_tokens if params.count_prompt and params.protect_prompt else 0
+        return counted + self.policy.min_budget_tokens
 
     def prompt_on_top(self, prompt_tokens: int) -> int:
         """Prompt tokens that do not count against the budget."""
@@ -83,6 +90,11 @@ class RequestSettings:
         assert self.kv_budget is not None
         return self.kv_budget + self.policy.params.interval + 1
 
+    def peak_until(self, full_tokens: int, prompt_tokens: int) -> int:
+        """The most budgeted tokens that it can hold until so many would count without eviction."""
+        share = self.share(full_tokens, prompt_tokens) + self.policy.params.interval + 1
+        return min(self.peak_budgeted_tokens(), share)
+
     def check_prompt(self, prompt_tokens: int) -> None:
         """Refuse a budget that the prompt alone uses up (``count_prompt`` with a pinned prompt).
 
@@ -95,7 +107,7 @@ class RequestSettings:
             return
         if not (params.count_prompt and params.protect_prompt):
             return
-        least = prompt_tokens + self.policy.min_budget_tokens
+        least = self.least_tokens(prompt_tokens)
         if self.kv_budget < least:
             raise SettingError(
                 "kv_budget",
@@ -205,7 +217,7 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         expected = f"an integer in [{least}, {server.kv_budget_max}]{detail}"
         choices = "any integer in that range, or leave it out for the server default"
         raise SettingError("kv_budget", expected, kv_budget, choices)
-    if policy.needs_queries and params.window > server.query_window:
+    if policy.records_queries and params.window > server.query_window:
         expected = f"an integer in [1, {server.query_window}], the server's query_window"
         choices = "a smaller window, or a server with a larger query_window"
         raise SettingError("kv_params.window", expected, params.window, choices)

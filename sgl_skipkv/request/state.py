@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.recording.sentences import SentenceTracker
+from sgl_skipkv.request.demand import AHEAD_TOKENS, Demand
 from sgl_skipkv.request.last_compaction import LastCompaction
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.steering.steerer import Schedule
@@ -34,13 +36,14 @@ class Held:
 
 @dataclass
 class KVState:
-    """Eviction state of the row. Written by ``Compaction.apply``, ``Planner.track`` and
-    ``Runtime``; a recomputation begins with a new one.
+    """Eviction state of the row. Written by ``Compaction.apply``, ``Planner.track``,
+    ``Planner.measure`` and ``Runtime``; a recomputation begins with a new one.
 
     Attributes:
         evicted_tokens: evicted since the last prefill; row length + evicted = logical length.
         last: the last compaction since the last prefill.
         last_is_read: whether it was read back to the CPU.
+        demand: last measurement of ``coverage``.
         statistics: of the policy, name -> one value per row entry that has a statistic.
         tracked_tokens: logical tokens whose queries are included in the statistics.
         recorded_tokens: logical tokens that were recorded before the row was restored.
@@ -51,6 +54,7 @@ class KVState:
     evicted_tokens: int = 0
     last: LastCompaction | None = None
     last_is_read: bool = False
+    demand: Demand | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     recorded_tokens: int = 0
     not_before: int = 0
@@ -246,7 +250,7 @@ class RequestState:
     def needs_track(self) -> bool:
         """Whether its policy uses recorded queries or sentences."""
         policy = self.settings.policy
-        needs = policy.needs_queries or policy.needs_sentences or policy.needs_attention
+        needs = policy.records_queries or policy.needs_sentences or policy.needs_attention
         return self.settings.evicts and needs
 
     @property
@@ -281,27 +285,104 @@ class RequestState:
             else self.request_tokens - continued.evicted_tokens
         )
 
-    @property
-    def due_tokens(self) -> int:
-        """Budgeted tokens at which the next compaction is due: ``budget_after(k) + interval``."""
+    def is_due(self, row_tokens: int) -> bool:
+        """Whether a row of this length is ``interval`` tokens past the budget of the compactions so
+        far, or longer than its demand. If so, the same is true of every longer row."""
         interval = self.settings.policy.params.interval
-        return self.settings.budget_after(self.compactions) + interval
+        budget = self._budget_after(self.compactions, row_tokens)
+        if self.budgeted_tokens(row_tokens) >= budget + interval:
+            return True
+        covering = self._covering_budget(row_tokens)
+        return covering is not None and covering < self.budgeted_tokens(row_tokens)
+
+    def may_be_due_until(self, row_tokens: int) -> bool:
+        """Whether a compaction may come before a row is longer than this."""
+        logical_tokens = row_tokens + self.kv.evicted_tokens
+        measures = self.settings.policy.params.coverage < 1
+        reads_demand = measures and logical_tokens >= self._measured_from + AHEAD_TOKENS
+        return reads_demand or self.is_due(row_tokens)
+
+    def must_measure(self, row_tokens: int) -> bool:
+        """Whether the demand of a row of this length is measured: ``AHEAD_TOKENS`` before
+        ``interval`` tokens have been generated since the last compaction, and every ``interval``
+        tokens if nothing had to be evicted then."""
+        params = self.settings.policy.params
+        if params.coverage == 1 or not self.settings.evicts:
+            return False
+        demand = self._demand
+        first = self._measured_from
+        if demand is not None:
+            first = demand.logical_tokens + params.interval
+        return row_tokens + self.kv.evicted_tokens >= max(first, self.kv.not_before)
 
     @property
-    def keep_tokens(self) -> int:
-        """Cached tokens after the next compaction, prompt included."""
-        return self.settings.keep_tokens(self.prompt_row_tokens, self.compactions + 1)
+    def _measured_from(self) -> int:
+        """Logical length at which the demand is first measured since the last compaction."""
+        start = self.prompt_tokens + self.settings.policy.min_budget_tokens
+        if self.kv.last is not None:
+            start = max(start, self.kv.last.logical_tokens)
+        return start + self.settings.policy.params.interval - AHEAD_TOKENS
+
+    @property
+    def _demand(self) -> Demand | None:
+        """Measured since the last compaction."""
+        demand, last = self.kv.demand, self.kv.last
+        if demand is not None and last is not None:
+            return demand if demand.logical_tokens > last.logical_tokens else None
+        return demand
+
+    def _covering_budget(self, row_tokens: int) -> int | None:
+        """The budget that the demand asks for; None as long as its copy may be on its way."""
+        demand, logical_tokens = self._demand, row_tokens + self.kv.evicted_tokens
+        if demand is None or logical_tokens < demand.logical_tokens + AHEAD_TOKENS:
+            return None
+        needed = self.budgeted_tokens(demand.row_tokens(logical_tokens))
+        return max(needed, self.settings.least_tokens(self.prompt_row_tokens))
+
+    @property
+    def due_row_tokens(self) -> int:
+        """Row length at which the next compaction is due."""
+        settings = self.settings
+        longest = settings.prompt_on_top(self.prompt_row_tokens) + settings.peak_budgeted_tokens()
+        return bisect_left(range(longest), True, key=self.is_due)
+
+    def next_budget(self, row_tokens: int) -> int:
+        """Budget of a compaction of a row of this length."""
+        budget = self._budget_after(self.compactions + 1, row_tokens)
+        covering = self._covering_budget(row_tokens)
+        return budget if covering is None else min(budget, covering)
+
+    def keep_tokens(self, row_tokens: int) -> int:
+        """Cached tokens that a compaction of a row of this length keeps, prompt included."""
+        return self.next_budget(row_tokens) + self.settings.prompt_on_top(self.prompt_row_tokens)
+
+    def _budget_after(self, compactions: int, row_tokens: int) -> int:
+        """The policy's budget, or the share of what a row of this length stands for."""
+        budget = self.settings.budget_after(compactions)
+        if self.settings.policy.params.fraction == 1:
+            return budget
+        share = self.settings.share(self._full_tokens(row_tokens), self.prompt_row_tokens)
+        return min(budget, share)
+
+    def _full_tokens(self, row_tokens: int) -> int:
+        """Budgeted tokens of a row of this length, and those that this request's eviction took."""
+        evicted_tokens = self.kv.evicted_tokens - self.prompt_evicted_tokens
+        return self.budgeted_tokens(row_tokens) + evicted_tokens
 
     @property
     def records_from(self) -> int:
         """First position of a prefill whose query is used later."""
-        policy = self.settings.policy
-        if policy.needs_attention:
-            return self.kv.tracked_tokens
-        due = self.due_tokens + self.settings.prompt_on_top(self.prompt_row_tokens)
-        first = max(self.kv.not_before, due + self.kv.evicted_tokens) - policy.params.window
+        policy, window = self.settings.policy, self.settings.policy.params.window
+        first = self.kv.tracked_tokens
+        if not policy.needs_attention:
+            due = self.due_row_tokens + self.kv.evicted_tokens
+            first = max(self.kv.not_before, due) - window
+        if policy.params.coverage < 1:
+            first = min(first, max(self.kv.not_before, self._measured_from) - window)
+        elif policy.needs_attention:
+            return first
         if self.settings.kv_reuse == "budget":  # the next turn may evict before it has as many
-            first = min(first, self.request_tokens - policy.params.window)
+            first = min(first, self.request_tokens - window)
         return first
 
     @property
@@ -317,5 +398,6 @@ class RequestState:
         """KV tokens that the request may still need beyond this row length, for admission."""
         if not self.settings.evicts:
             return tokens_left
-        room = self.settings.peak_budgeted_tokens() - self.budgeted_tokens(row_tokens)
-        return min(tokens_left, max(room, 1))
+        full_tokens = self._full_tokens(row_tokens + tokens_left)
+        peak_tokens = self.settings.peak_until(full_tokens, self.prompt_row_tokens)
+        return min(tokens_left, max(peak_tokens - self.budgeted_tokens(row_tokens), 1))

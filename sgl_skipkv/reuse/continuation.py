@@ -95,8 +95,7 @@ def continue_history(
     # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
     # steps evict, and the first generated token comes from the prefill.
     last_row_tokens = state.request_tokens - history.evicted_tokens + max_new_tokens
-    is_ever_due = state.budgeted_tokens(last_row_tokens) >= state.due_tokens
-    continued.copies = max_new_tokens > 1 and is_ever_due
+    continued.copies = max_new_tokens > 1 and state.may_be_due_until(last_row_tokens)
 
 
 def history_of(

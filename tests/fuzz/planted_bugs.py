@@ -13,20 +13,23 @@ import pytest
 #: bug -> the first seed whose first few lives find it; 4 or 5 where nothing is said
 SOONEST = {
     "a part forgets what the others freed": 6,
-    "KV of before a pause comes back": 5,
     "the input of a backup that was forgotten stays short": 14,
     "a pause leaves a request that cannot be recomputed in the queue": 11,
-    "backups have no bound": 5,
-    "tokens that are computed again are not steered": 5,
-    "a request that comes back is steered as at its start": 5,
     "a shared history is compacted without a copy": 6,
     "the lock on a history is kept": 6,
     "the whole history stays locked": 6,
-    "another cache_salt's request continues a history": 33,
-    "another extra_key's request continues a history": 25,
+    "another cache_salt's request continues a history": 24,
+    "another extra_key's request continues a history": 16,
     "a sentence goes on behind its turn": 7,
     "a continued row has the recordings of whoever held its track before": 9,
-    "recordings of a history are never let go": 8,
+    "recordings of a history are never let go": 7,
+    "a share counts the evictions that the request reports": 6,
+    "backups have no bound": 6,
+    "tokens that are computed again are not steered": 7,
+    "a request that comes back is steered as at its start": 7,
+    "a demand is that of the row before the last compaction": 8,
+    "a demand is measured without the queries of a prefill": 6,
+    "a history is shared although its demand may evict from it": 27,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
 RARE = {
@@ -187,9 +190,39 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         ),
         (
             "a compaction comes a step too late",
-            life.due,
-            "state.budgeted_tokens(row_tokens) >= state.due_tokens",
-            "state.budgeted_tokens(row_tokens) > state.due_tokens + 1",
+            request_state.RequestState.is_due,
+            ">= budget + interval",
+            "> budget + interval + 1",
+        ),
+        (
+            "a share is of the tokens that are still cached",
+            request_state.RequestState._full_tokens,
+            " + evicted_tokens",
+            "",
+        ),
+        (
+            "a share counts the evictions that the request reports",
+            request_state.RequestState._full_tokens,
+            "self.kv.evicted_tokens - self.prompt_evicted_tokens",
+            "self.report.evicted_tokens",
+        ),
+        (
+            "a demand is that of the row before the last compaction",
+            request_state.RequestState._demand.fget,
+            "demand.logical_tokens > last.logical_tokens",
+            "last is not None",
+        ),
+        (
+            "a demand is measured without the queries of a prefill",
+            request_state.RequestState.records_from.fget,
+            "min(first, max(self.kv.not_before, self._measured_from) - window)",
+            "max(self.kv.not_before, self._measured_from)",
+        ),
+        (
+            "a history is shared although its demand may evict from it",
+            request_state.RequestState.may_be_due_until,
+            "return reads_demand or ",
+            "return ",
         ),
         (
             "a request reserves a track that is taken",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from budgets import budget_at, least_budget
 from pool_content import (
     DELIMITER,
     HEAD_DIM,
@@ -22,6 +23,8 @@ from pool_content import (
 )
 from pool_turn_books import TurnBooks
 from pool_turns import Apart, Conversation, Entry, Left, closed_sentences, separated
+
+from sgl_skipkv.request.demand import AHEAD_TOKENS
 
 
 class Books(TurnBooks):
@@ -180,7 +183,12 @@ class Books(TurnBooks):
             pinned |= {entry.position for entry in old if entry.position < talk.prompt_tokens}
         assert pinned <= kept and len(kept) == sum(stays)
         compactions = talk.compactions + state.report.compactions
-        assert len(kept) == settings.keep_tokens(talk.prompt_row_tokens, compactions)
+        generated = old[-1].position + 1 - talk.prompt_tokens
+        budget = budget_at(
+            settings.policy, settings.kv_budget, compactions, generated, talk.prompt_tokens
+        )
+        budget = min(budget, self._covering(req, old, budget))
+        assert len(kept) == budget + settings.prompt_on_top(talk.prompt_row_tokens)
         if state.held.track_id:
             newest = old[-params.window :]
             if settings.policy.needs_attention:  # of decode steps only
@@ -202,6 +210,33 @@ class Books(TurnBooks):
         self.recomputed.discard(req.rid)
         self.count["compactions"] += 1
         self.count["evicted"] += len(freed)
+
+    def _covering(self, req: Any, old: Sequence[Entry], budget: int) -> int:
+        """The budget that the row's last queries asked for a few steps before a compaction."""
+        settings, talk, demand = req.skipkv.settings, self.talks[req.rid], req.skipkv.kv.demand
+        params, now = settings.policy.params, old[-1].position + 1
+        row_tokens = settings.budgeted_tokens(len(old), talk.prompt_row_tokens)
+        measured = 0 if demand is None else demand.logical_tokens
+        if params.coverage == 1 or not talk.compacted_at < measured <= now - AHEAD_TOKENS:
+            assert row_tokens >= budget, "evicted for no reason"
+            return budget
+        entries = [entry for entry in old if entry.position < measured]
+        tags = [self.computed[req.rid][at] for at in range(measured - params.window, measured)]
+        queries = self.widened(QUERIES[[tag % len(QUERIES) for tag in tags]]).double()
+        keys = self.widened(keys_of([entry.tag for entry in entries])).double()
+        logits = torch.einsum("qhd,kd->qhk", queries, keys[:, 0]) / self.head_dim**0.5
+        last_seen = torch.arange(len(entries) - params.window, len(entries))
+        hidden = torch.arange(len(entries)) > last_seen[:, None]
+        attention = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=2)
+        pinned = talk.prompt_row_tokens if params.protect_prompt else 0
+        received = attention.mean(dim=1).sum(dim=0)[pinned:].sort(descending=True).values
+        reached = torch.cat([received.new_zeros(1), received.cumsum(dim=0)])
+        wanted, count = params.coverage * float(reached[-1]), demand.measured_row_tokens - pinned
+        assert reached[count - 1] - 1e-5 < wanted < reached[count] + 1e-5, "another demand"
+        self.count["demands"] += 1
+        needed = demand.measured_row_tokens + now - measured
+        needed -= settings.prompt_on_top(talk.prompt_row_tokens)
+        return max(needed, least_budget(settings.policy, talk.prompt_tokens))
 
     def _check_closed_sentences(self, req: Any, talk: Conversation) -> None:
         """After a compaction the table has the mean of every sentence that it still names."""
@@ -284,7 +319,12 @@ class Books(TurnBooks):
         assert kv.cache_protected_len <= (0 if state.keeps_prompt_private else own_text)
         settings, prompt = state.settings, self.talks[req.rid].prompt_row_tokens
         if req.rid not in self.recomputed and not settings.policy.params.count_prompt:
-            assert len(row) - prompt <= settings.peak_budgeted_tokens(), "the bound of the contract"
+            talk = self.talks[req.rid]
+            compactions = talk.compactions + state.report.compactions
+            generated = row[-1].position + 1 - talk.prompt_tokens
+            budget = budget_at(settings.policy, settings.kv_budget, compactions, generated)
+            bound = budget + settings.policy.params.interval + 1
+            assert len(row) - prompt <= bound, "the bound of the contract"
         return private
 
     def _shared_slots(self, req: Any) -> list[int]:

@@ -55,6 +55,9 @@ BUDGETED = st.fixed_dictionaries(
                 {**PARAMETERS, "window": 1, "sink": 0},
                 {**PARAMETERS, "protect_prompt": False},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True},
+                {**PARAMETERS, "fraction": 0.5},
+                {**PARAMETERS, "coverage": 0.75},
+                {**PARAMETERS, "protect_prompt": False, "count_prompt": True, "fraction": 0.25},
             ]
         ),
     }
@@ -64,7 +67,13 @@ REUSING = st.fixed_dictionaries(
     {
         "kv_budget": st.integers(5, 16),
         "kv_policy": st.sampled_from(["skipkv", "skipkv", "rkv", "streaming", "random", "h2o"]),
-        "kv_params": st.sampled_from([PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}]),
+        "kv_params": st.sampled_from(
+            [
+                *(PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}),
+                *({**PARAMETERS, "fraction": 0.25}, {**PARAMETERS, "fraction": 0.625}),
+                *({**PARAMETERS, "coverage": 0.6}, {**PARAMETERS, "window": 4, "coverage": 0.9}),
+            ]
+        ),
         "kv_reuse": st.sampled_from(["keep", "budget"]),
     }
 )

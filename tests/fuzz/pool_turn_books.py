@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from budgets import budget_at
 from pool_content import DELIMITER, VOCAB
 from pool_turns import (
     Apart,
@@ -68,9 +69,12 @@ class TurnBooks:
         # The first compaction waits for a decode step, and until the ring has no query of a token
         # that was left out.
         prompt_tokens = len(self.prompt_of(req))
-        longest = len(row) + max(prompt_tokens + 1, continued.recorded_tokens) - cut
-        bound = state.settings.peak_budgeted_tokens() + self.talks[req.rid].prompt_row_tokens
-        if longest > bound:
+        first_due = max(prompt_tokens + 1, continued.recorded_tokens)
+        talk, settings = self.talks[req.rid], state.settings
+        generated = first_due - talk.prompt_tokens
+        budget = budget_at(settings.policy, settings.kv_budget, talk.compactions, generated)
+        bound = talk.prompt_row_tokens + budget + settings.policy.params.interval + 1
+        if len(row) + first_due - cut > bound:
             self.recomputed.add(req.rid)
         self.count["continued"] += 1
         self.count["continued, evicted from"] += cut > len(row)

@@ -100,11 +100,18 @@ def test_who_cannot_come_back_stays_while_another_can_go(overlap: bool) -> None:
     world.drain()
 
 
+SELF_SET = [
+    *(("rkv", {"coverage": 0.7}), ("h2o", {"coverage": 0.7}), ("streaming", {"coverage": 0.7})),
+    *(("skipkv", {"fraction": 0.2}), ("rpc", {"fraction": 0.2, "coverage": 0.8})),
+]
+ASKED = [(name, {}) for name in policy.names() if name != "full"] + SELF_SET
+
+
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
+@pytest.mark.parametrize(("name", "parameters"), ASKED, ids=str)
 @pytest.mark.parametrize("apart", [2, 3, 7, 16])
 def test_a_restored_call_goes_on_as_if_nothing_had_happened(
-    overlap: bool, name: str, apart: int
+    overlap: bool, name: str, parameters: dict[str, Any], apart: int
 ) -> None:
     """Retracted every few tokens, at every place of its interval: the same tokens in the end.
 
@@ -116,7 +123,9 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
         world = World(overlap=overlap, late=overlap, backup_bytes=1 << 20)
         # SGLang retracts the shorter output and always keeps one request.
         long_calls(world, 20)
-        call = world.arrive([5, 6, 7, 21, 22], 120, **asks(12, name))
+        asked = asks(12, name)
+        asked["kv_params"] = {**PARAMETERS, **parameters}
+        call = world.arrive([5, 6, 7, 21, 22], 120, **asked)
         for step in range(400):
             if call in world.running_batch.reqs and world.count["retractions"] < retractions:
                 world.retract_now = step % apart == 0

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from budgets import budget_at, least_budget
 from oracle import Event, visible_keys
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 Span = tuple[int, int]
+AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads it
+DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
 
@@ -65,6 +68,7 @@ class ScoreOracle:
         is_delimiter: Sequence[bool],
         policy: Any,
         *,
+        kv_budget: int | None = None,
         earlier: Sequence[Event] = (),
         turns: Sequence[int] = (),
         uncounted: Sequence[Span] = (),
@@ -79,6 +83,8 @@ class ScoreOracle:
             events: its ``compact`` lines.
             is_delimiter: of every output token.
             policy: a scored policy of the package; only its settings are read.
+            kv_budget: the request's, from which it follows how many are kept; None: as many as the
+                trace says.
             earlier: compactions of the prompt.
             turns: positions at which a later turn begins, and with it a sentence.
             uncounted: positions whose queries came in a prefill.
@@ -93,10 +99,22 @@ class ScoreOracle:
         redundancy: dict[int, float] = {}  # by the first token of the sentence
         found: list[Choice] = []
         row = [*earlier[-1]["kept"]] if earlier else []
-        for event in events:
+        for number, event in enumerate(events, start=1):
             first_new = row[-1] + 1 if row else 0
             row += range(first_new, prompt + event["generated"])
             positions, held = torch.tensor(row), sum(position < prompt for position in row)
+            budget = event["after"] - held
+            if kv_budget is not None:
+                most = budget_at(policy, kv_budget, number, event["generated"])
+                measured = _measured_at(policy, prompt, row[-1] + 1, first_new)
+                if params.coverage < 1 and measured is not None:
+                    seen = positions[positions < measured]
+                    recent = range(measured - params.window, measured)
+                    received = _received(queries[:, recent], keys[:, seen])[held:]
+                    newer = row[-1] + 1 - measured
+                    _check_demand(received, policy, budget - newer, most - newer)
+                else:
+                    assert budget == most, "another budget"
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
             scores = _scores(
                 policy.name,
@@ -110,7 +128,7 @@ class ScoreOracle:
             )
             tail = params.window
             if policy.name == "h2o":
-                tail = max(tail, (event["after"] - held) // 2)
+                tail = max(tail, budget // 2)
             if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
@@ -120,7 +138,6 @@ class ScoreOracle:
                     if likeness > params.tau and stop - start > 1:
                         scores[(positions >= start) & (positions < stop)] -= likeness
                 if policy.name == "skipkv+":
-                    budget = event["after"] - held
                     tail = max(tail, min(params.recent, budget // 2))
                     for start, stop in live:
                         for back in range(1, params.ending + 1):  # tokens before the delimiter
@@ -128,7 +145,7 @@ class ScoreOracle:
                                 scores[positions == stop - 1 - back] += params.ending + 1 - back
                 begun = [turn for turn in turns if turn <= row[-1]]
                 opened = row[-1] + 1 - max([prompt, *begun, *(stop for _, stop in spans)])
-                tail = max(tail, min(opened, (event["after"] - held) // 2))
+                tail = max(tail, min(opened, budget // 2))
             scores[: max(held, params.sink)] = torch.inf
             scores[-tail:] = torch.inf
             found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
@@ -273,6 +290,36 @@ def _importance_and_redundancy(
             total[: n - window] += sigma * pooled[0]
             total -= (1.0 - sigma) * repeats
     return total / (layers * kv_heads)
+
+
+def _measured_at(policy: Any, prompt: int, now: int, compacted_at: int) -> int | None:
+    """When the demand was measured that a compaction reads: four steps before ``interval`` tokens
+    were there since the last one, or a multiple of that later; None: no demand was there yet."""
+    params = policy.params
+    first = max(prompt + least_budget(policy), compacted_at) + params.interval - AHEAD_TOKENS
+    times = range(first, now - AHEAD_TOKENS + 1, params.interval)
+    return times[-1] if times else None
+
+
+def _received(queries: Tensor, keys: Tensor) -> Tensor:
+    """What each token of a row received from its last queries, mean over heads and layers: [n]."""
+    (layers, window, query_heads, size), n = queries.shape, keys.shape[1]
+    total = torch.zeros(n, dtype=torch.float64)
+    for layer, head, step in itertools.product(range(layers), range(query_heads), range(window)):
+        seen = n - window + 1 + step
+        k = keys[layer, :seen, head // (query_heads // keys.shape[2])]
+        total[:seen] += (k @ queries[layer, step, head] / size**0.5).softmax(dim=0)
+    return total / (layers * query_heads)
+
+
+def _check_demand(received: Tensor, policy: Any, budget: int, most: int) -> None:
+    """As many are kept as reach the coverage, at least the least budget, at most ``most``."""
+    reached = F.pad(received.sort(descending=True).values.cumsum(dim=0), (1, 0))
+    wanted = policy.params.coverage * float(reached[-1])
+    least = least_budget(policy) - AHEAD_TOKENS
+    assert min(least, most) <= budget <= most, "another budget"
+    assert budget == most or reached[budget] > wanted - DEMAND_TOLERANCE, "too few"
+    assert budget <= least or reached[budget - 1] < wanted + DEMAND_TOLERANCE, "too many"
 
 
 def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:

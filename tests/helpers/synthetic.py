@@ -184,6 +184,10 @@ class SyntheticServer:
         behind = [call for call in behind if must_track(call.state, len(call.slots))]
         if behind:
             self.runtime.track([self.due(call) for call in behind])
+        measured = [call for call in running if call not in due]
+        measured = [call for call in measured if call.state.must_measure(len(call.slots))]
+        if measured:
+            self.runtime.measure([self.due(call) for call in measured])
         return self.compact(due) if due else []
 
     def is_due(self, call: Call) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from budgets import budget_at
 from score_inputs import all_keys, score_input, with_statistics
 from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
 
@@ -114,6 +116,9 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "short prompt": {"prompt": [3]},
     "evictable": {"protect_prompt": False},
     "counted": {"protect_prompt": False, "count_prompt": True},
+    "half": {"fraction": 0.5},
+    "half, counted": {"fraction": 0.5, "protect_prompt": False, "count_prompt": True},
+    "half, counted and pinned": {"fraction": 0.5, "count_prompt": True},
 }
 
 
@@ -131,7 +136,8 @@ LIVES = [
 def test_every_compaction_keeps_its_promises(
     case: tuple[str, dict[str, Any]], scene: str, prompt: str
 ) -> None:
-    """The count is exact, pinned tokens stay, order stays, scores are finite, nothing is lost."""
+    """Bound and count are exact, pinned tokens stay, order stays, scores are finite, nothing is
+    lost."""
     tokens, change = SCENES[scene]
     parameters = {name: value for name, value in PROMPTS[prompt].items() if name != "prompt"}
     if case[0] == "rpc" and "count_prompt" in parameters:
@@ -141,18 +147,19 @@ def test_every_compaction_keeps_its_promises(
     call = served(server, tokens, kv_policy=case[0], kv_params={**case[1], **parameters}, **opening)
     change(call)
     server.prefill(call)
-    params, settings = call.state.settings.policy.params, call.state.settings
-    evicted = 0
+    policy, settings = call.state.settings.policy, call.state.settings
+    params, evicted = policy.params, 0
     for _ in range(120):
         before, compactions = call.positions.copy(), len(call.compactions)
         server.decode(call)
-        assert (
-            settings.budgeted_tokens(len(call.slots), call.prompt_tokens) <= BUDGET + INTERVAL + 1
-        )
+        budget = partial(budget_at, policy, BUDGET, len(call.compactions))
+        held = settings.budgeted_tokens(len(call.slots), call.prompt_tokens)
+        assert held <= budget(call.generated, call.prompt_tokens) + INTERVAL + 1
         if len(call.compactions) == compactions:
             continue
         kept = call.compactions[-1]
-        keep = settings.keep_tokens(call.prompt_tokens, len(call.compactions))
+        keep = budget(call.generated - 1, call.prompt_tokens)
+        keep += 0 if params.count_prompt else call.prompt_tokens
         evicted += len(before) - len(kept)
         assert len(kept) == keep and kept == sorted(set(kept)) and set(kept) <= set(before)
         pinned = set(before[-params.window :]) | set(range(params.sink)) & set(before)

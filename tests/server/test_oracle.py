@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+from budgets import budget_at
 from fleet import Fleet
 from score_oracle import SPELLED_OUT
 from servers import HTTPFailure, Server, logprob_gap
@@ -24,6 +26,7 @@ LOGPROB_TOLERANCE = 2e-3
 SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
 INTERVAL = 16
 TOKENS = 150
+SHARE, COVERAGE = 0.375, 0.8
 # Random models repeat themselves less than real ones, and attend to everything a little.
 PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
     ("skipkv", 40): {"tau": 0.3},
@@ -41,7 +44,8 @@ SERVERS = {
 
 
 def make_calls(tag: str) -> list[dict[str, Any]]:
-    """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared."""
+    """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared, every other one
+    of the larger budgets under a share; a few follow their demand."""
     rng = random.Random(7)
     draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     prefix = draw(100)
@@ -49,6 +53,10 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
     for i, policy in enumerate(names()):
         for kv_budget in (make_policy(policy).min_budget_tokens, 40):
             parameters = PARAMETERS.get((policy, kv_budget), {})
+            if kv_budget == 40 and i % 2:
+                parameters = {**parameters, "fraction": SHARE}
+            elif kv_budget == 40 and i % 4 == 2:
+                parameters = {**parameters, "coverage": COVERAGE}
             calls.append(
                 {
                     "rid": f"{tag}-{policy}-{kv_budget}",
@@ -98,22 +106,30 @@ def test_the_masks_matter(server, answers, oracle):  # type: ignore[no-untyped-d
 
 
 def test_budgets_hold_and_prompts_stay(families, answers):  # type: ignore[no-untyped-def]
+    below = 0
     for key, server in families.items():
         for call, answer in zip(make_calls("all"), answers[key], strict=True):
             info, prompt = answer["meta_info"]["skipkv"], len(call["input_ids"])
             if call["kv_policy"] == "full":
                 assert info["compactions"] == info["evicted_tokens"] == 0
                 continue
-            assert info["peak_kv_tokens"] <= call["kv_budget"] + INTERVAL + 1
             policy = make_policy(call["kv_policy"], **call["kv_params"])
             compactions = [e for e in server.events(call["rid"]) if e["event"] == "compact"]
             for count, event in enumerate(compactions):
-                before, after = (policy.budget_after(call["kv_budget"], count + i) for i in (0, 1))
+                budget = partial(budget_at, policy, call["kv_budget"])
+                before, after = (budget(count + i, event["generated"]) for i in (0, 1))
                 assert event["kept"][:prompt] == list(range(prompt))
                 assert event["kept"] == sorted(set(event["kept"]))
-                assert event["after"] == len(event["kept"]) == prompt + after
-                assert event["before"] == prompt + before + INTERVAL
+                assert event["after"] == len(event["kept"]) <= prompt + after
+                assert event["before"] <= prompt + before + INTERVAL
+                below += event["after"] < prompt + after
+                if policy.params.coverage == 1:
+                    assert event["after"] == prompt + after
+                    assert event["before"] == prompt + before + INTERVAL
+            bound = budget_at(policy, call["kv_budget"], len(compactions), TOKENS)
+            assert info["peak_kv_tokens"] <= bound + INTERVAL + 1
             assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
+    assert below >= 10  # of those that follow their demand
 
 
 @pytest.mark.parametrize("key", SERVERS, ids=str)
@@ -127,7 +143,8 @@ def test_every_kept_set_is_the_one_with_the_best_scores(families, answers, score
         delimiters = [PIECES[token] in LINE_ENDS for token in answer["output_ids"]]
         policy = make_policy(call["kv_policy"], **call["kv_params"])
         sides = call["input_ids"], answer["output_ids"], events, delimiters, policy
-        for choice in score_oracle(key[0]).choices(*sides):
+        judged = score_oracle(key[0]).choices(*sides, kv_budget=call["kv_budget"])
+        for choice in judged:
             # Sums over a hundred steps carry more of float32's error.
             tolerance = SCORE_TOLERANCE * (10 if call["kv_policy"] in ("h2o", "lazy") else 1)
             assert choice.inversion < tolerance, call["rid"]

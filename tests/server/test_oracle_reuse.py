@@ -178,6 +178,7 @@ def test_every_kept_set_is_the_one_with_the_best_scores(talks, score_oracle, fam
             *(tokens[:prompt], tokens[prompt:], [behind(e, prompt) for e in own]),
             [PIECES[token] in LINE_ENDS for token in tokens[prompt:]],
             make_policy(name, **keys(mode, name)["kv_params"]),
+            kv_budget=BUDGET,
             earlier=[behind(e, prompt) for e in earlier],
             turns=[turn.info["reused_tokens"] for turn in talk[1:]] if counted else (),
             uncounted=[

@@ -35,6 +35,7 @@ WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchron
 #: function -> why it may
 ALLOWED = {
     ("last_compaction.py", "read"): "of a copy that was started many steps ago",
+    ("demand.py", "measured_row_tokens"): "of a copy that was started four steps ago",
     ("steerer.py", "nonexecution_sentences"): "for tests; says so",
     ("page_table.py", "check_ledger"): "a debug check; says so",
 }
@@ -56,9 +57,17 @@ def nothing_waits(device: str) -> Iterator[None]:
 def test_no_operation_of_a_compaction_reads_the_device(name: str, device: str) -> None:
     """In plain torch, and on a GPU; launches.py looks the same way at interpreted kernels."""
     server = SyntheticServer(check_ledger=False, device=torch.device(device))
-    calls = [served(server, seed=seed, kv_policy=name, kv_budget=24) for seed in range(2)]
+    keys = {"kv_policy": name, "kv_budget": 24}
+    calls = [
+        served(server, seed=seed, **keys, kv_params=params)
+        for seed, params in enumerate(({}, {"coverage": 0.9}))
+    ]
     compactions = 0
     for _ in range(102):
+        for call in calls:
+            if call.decoded and call.state.must_measure(len(call.slots)):
+                with nothing_waits(device):
+                    server.runtime.measure([server.due(call)])
         server.decode(*calls)
         for call in filter(server.is_due, calls):
             # What the last compaction kept arrived with its event; here it never left the host.

@@ -57,6 +57,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
             *(("window", 0), ("window", 17), ("window", 8.0), ("window", 10**40), ("sink", -1)),
             *(("sink", 1025), ("sink", None), ("protect_prompt", 1), ("count_prompt", "yes")),
             *(("delimiters", "lines"), ("delimiters", 3), ("delimiters", None), ("taus", 0.9)),
+            *(
+                (name, value)
+                for name in ("fraction", "coverage")
+                for value in (0, 0.0, -0.5, 1.001, True, "0.5", math.nan, math.inf, None, [0.5])
+            ),
             *(("seed", 0), ("TAU", 0.9), ("kv_budget", 128), ("policy", "rkv")),
         )
     ],
@@ -134,6 +139,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
         ({**ASKED, "kv_policy": "h2"}, ["a policy name", "'h2'", ", ".join(names())]),
         ({**ASKED, "kv_params": {"taus": 1}}, ["a known name", "'taus'", "tau", "window"]),
         ({**ASKED, "kv_params": {"tau": 3}}, ["a finite number in [0.0, 1.0]", "got 3"]),
+        ({**ASKED, "kv_params": {"fraction": 0}}, ["a finite number in (0, 1]", "got 0"]),
         ({**ASKED, "kv_params": {"window": 17}}, ["[1, 16]", "query_window", "got 17"]),
         ({**ASKED, "kv_params": {"kernel": 4}}, ["an odd integer", "got 4"]),
         ({**ASKED, "kv_params": {"protect_prompt": 1}}, ["true or false", "got 1"]),
@@ -159,6 +165,8 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
         {"kv_budget": 13, "steering": False},
         {"kv_budget": 64, "kv_params": {"tau": 1, "sigma": 0}},  # whole numbers are numbers
         {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 17}},  # no queries
+        {"kv_budget": 64, "kv_params": {"fraction": 1e-9, "coverage": 1e-9}},
+        {"kv_budget": 64, "kv_policy": "rpc", "kv_params": {"fraction": 1}},
     ],
     ids=repr,
 )
@@ -277,14 +285,23 @@ def settings_for(budget: int, **parameters: Any) -> RequestSettings:
 
 
 @pytest.mark.parametrize(
-    ("count", "protect", "kept", "own"),
-    [(False, True, 100 + 30, 200 - 30), (False, False, 130, 170), (True, True, 100, 200)],
+    ("count", "protect", "own"),
+    [(False, True, 200 - 30), (False, False, 170), (True, True, 200)],
 )
-def test_what_counts_against_the_budget(count: bool, protect: bool, kept: int, own: int) -> None:
+def test_what_counts_against_the_budget(count: bool, protect: bool, own: int) -> None:
     settings = settings_for(100, count_prompt=count, protect_prompt=protect, interval=20)
-    assert settings.keep_tokens(prompt_tokens=30) == kept
     assert settings.budgeted_tokens(row_tokens=200, prompt_tokens=30) == own
     assert settings.peak_budgeted_tokens() == 121
+
+
+def test_a_share_is_at_most_the_fraction_and_at_least_what_must_stay() -> None:
+    settings = settings_for(100, fraction=0.25)
+    assert [settings.share(tokens, 30) for tokens in (0, 55, 56, 59, 400)] == [13, 13, 14, 14, 100]
+    counted = settings_for(100, fraction=0.25, count_prompt=True)
+    assert [counted.share(tokens, 30) for tokens in (30, 172, 176)] == [43, 43, 44]
+    evictable = settings_for(100, fraction=0.25, count_prompt=True, protect_prompt=False)
+    assert [evictable.share(tokens, 30) for tokens in (30, 176)] == [13, 44]
+    assert [settings.peak_until(tokens, 30) for tokens in (50, 200, 4000)] == [142, 179, 229]
 
 
 def test_counted_and_pinned_prompt_must_leave_room() -> None:

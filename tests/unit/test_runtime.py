@@ -3,10 +3,12 @@ content."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from budgets import budget_at
 from loops import cosine_matrix, importance, redundancy
 from synthetic import (
     BUDGET,
@@ -26,6 +28,7 @@ from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.policy import Policy
 
 WINDOW = 8
+POLICIES = ("skipkv", "h2o", "rkv", "snapkv")
 
 
 # -- when
@@ -99,6 +102,105 @@ def test_own_tokens_never_pass_the_bound_of_the_contract(budget: int, interval: 
         assert len(call.slots) - PROMPT <= budget + interval + 1
     assert call.compactions
     assert server.finish(call)["peak_kv_tokens"] <= budget + interval + 1
+
+
+SHARED = {"interval": INTERVAL, "fraction": 0.25}
+
+
+def test_a_share_is_due_when_an_interval_is_past_it() -> None:
+    """Every compaction evicts ``interval`` tokens once the share is more than the least budget."""
+    server = SyntheticServer()
+    call = served(server, words(4) * 130, kv_budget=60, kv_params=SHARED)
+    at, own = decoded(server, call, 400)
+    shares = [max(13, fed // 4) for fed in at]
+    assert at[:9] == [25, 37, 49, 63, 79, 95, 111, 127, 143] and len(at) == 28
+    assert [len(kept) - PROMPT for kept in call.compactions] == [min(60, one) for one in shares]
+    bounds = [min(60, max(13, fed // 4)) + INTERVAL for fed in range(1, 401)]
+    assert all(held <= bound + 1 for held, bound in zip(own, bounds, strict=True))
+    assert {before - after for before, after in pairwise(own) if after < before} == {INTERVAL - 1}
+    summary = server.finish(call)
+    assert (summary["kv_budget"], summary["peak_kv_tokens"]) == (60, 72)
+    assert summary["kv_tokens"] == own[-1] == 400 - summary["evicted_tokens"]
+
+
+def test_a_share_below_the_least_budget_is_the_least_budget() -> None:
+    server = SyntheticServer()
+    call = served(server, kv_params={"fraction": 1e-6})
+    decoded(server, call, 100)
+    assert {len(kept) - PROMPT for kept in call.compactions} == {13}
+
+
+@pytest.mark.parametrize("policy", ["skipkv", "rpc"])
+def test_a_share_of_everything_changes_nothing(policy: str) -> None:
+    server = SyntheticServer()
+    calls = [served(server, kv_policy=policy, kv_params=one) for one in ({}, {"fraction": 1})]
+    server.run(calls[0], 120)
+    server.run(calls[1], 120)
+    assert calls[0].compactions == calls[1].compactions != []
+
+
+def test_a_budget_that_grows_stays_within_its_share() -> None:
+    """RPC's own budgets are 13, 14, 17, 20 ... tokens."""
+    server = SyntheticServer()
+    for fraction, kept in ((1.0, [13, 14, 17, 20, 23]), (0.25, [13, 13, 13, 14, 18])):
+        call = served(server, kv_policy="rpc", kv_params={"fraction": fraction})
+        at, _ = decoded(server, call, 150)
+        assert [len(one) - PROMPT for one in call.compactions][:5] == kept
+        policy = call.state.settings.policy
+        expected = [budget_at(policy, BUDGET, i, fed) for i, fed in enumerate(at, start=1)]
+        assert [len(one) - PROMPT for one in call.compactions] == expected
+
+
+def test_requests_of_several_shares_keep_in_a_batch_what_they_keep_alone() -> None:
+    shares = (0.2, 0.5, 0.5, 1.0)
+    servers = [SyntheticServer() for _ in range(2)]
+    together, alone = (
+        [
+            served(server, seed=seed, kv_policy=policy, kv_params={"fraction": share})
+            for seed, (share, policy) in enumerate(zip(shares, POLICIES, strict=True))
+        ]
+        for server in servers
+    )
+    for _ in range(150):
+        servers[0].decode(*together)
+    for call in alone:
+        servers[1].run(call, 150)
+    assert [call.compactions for call in together] == [call.compactions for call in alone]
+    assert all(len(call.compactions) > 4 for call in together)
+
+
+@pytest.mark.parametrize("policy", ["skipkv", "h2o", "rpc", "streaming"])
+def test_a_recomputed_request_keeps_the_share_of_all_it_generated(policy: str) -> None:
+    server = SyntheticServer()
+    call = served(server, words(5) * 50, kv_budget=60, kv_policy=policy, kv_params=SHARED)
+    server.run(call, 90)
+    done = len(call.compactions)
+    server.retract(call)
+    server.prefill(call)
+    assert len(call.slots) == PROMPT + 91 and len(call.compactions) == done
+    server.run(call, 2)  # the first decode step may still be running beside the prefill
+    assert len(call.compactions) == done + 1
+    assert len(call.compactions[-1]) == PROMPT + 92 // 4
+    server.run(call, 100)
+    assert len(call.slots) - PROMPT <= 192 // 4 + INTERVAL + 1
+
+
+@pytest.mark.parametrize("prefilled", [5, 60])
+def test_admission_counts_with_the_share_of_the_longest_output(prefilled: int) -> None:
+    """What a request holds never passes what was set aside for it."""
+    server = SyntheticServer()
+    call = served(server, words(4) * 130, kv_budget=60, kv_params=SHARED)
+    server.run(call, prefilled)
+    for steps in (4, 100, 300):
+        left = call.state.future_tokens(len(call.slots), steps)
+        share = max(13, min((prefilled + steps) // 4, 60))
+        assert left == min(steps, share + INTERVAL + 1 - (len(call.slots) - PROMPT))
+    own = []
+    set_aside = len(call.slots) + call.state.future_tokens(len(call.slots), 200)
+    for _ in range(200):
+        server.decode(call)
+        own.append(len(call.slots))
+    assert max(own) <= set_aside
 
 
 def test_a_budget_above_the_length_changes_nothing() -> None:
@@ -283,6 +385,16 @@ def test_many_sinks_and_a_long_open_sentence_share_the_budget(
     assert call.compactions
     for kept in call.compactions:
         assert set(range(sink)) <= set(kept)
+
+
+def test_a_budget_that_grows_begins_with_many_sinks() -> None:
+    """RPC's first compaction waits until there are as many tokens as it must keep."""
+    server = SyntheticServer()
+    sinks = {"interval": 8, "sink": 100}
+    call = served(server, prompt=[3], kv_budget=120, kv_policy="rpc", kv_params=sinks)
+    server.run(call, 200)
+    assert call.state.failure is None
+    assert [len(kept) - 1 for kept in call.compactions][:2] == [109, 109]
 
 
 # -- broken content
