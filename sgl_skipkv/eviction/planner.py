@@ -133,8 +133,8 @@ class Planner:
         state, policy = due.state, due.state.settings.policy
         queries, location = None, None
         newest = due.logical_tokens - 1
-        if due.cache is not None and policy.kernel_scores:
-            location = due.location(self._recorder.queries.data)
+        if due.cache is not None and (policy.kernel_scores or policy.joins_keys):
+            location = due.location(self._recorder.queries.data if policy.needs_queries else None)
         elif policy.needs_queries:
             queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())

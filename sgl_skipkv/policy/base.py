@@ -83,12 +83,14 @@ class PagedCache:
         k_ptrs: int64 [L], where each layer's keys are.
         req_to_token: int32 [rows, width], the page table.
         k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
+        k_layers: every layer's keys, for policies that gather them; none in scratch memory.
     """
 
     layer: Tensor
     k_ptrs: Tensor
     req_to_token: Tensor
     k_scales: Tensor | None = None
+    k_layers: Sequence[Tensor] = ()
 
     @property
     def heads(self) -> int:
@@ -107,7 +109,7 @@ class PagedCache:
         scales = None
         if k_scales is not None:
             scales = on_device.device_tensor(k_scales, first.device, torch.float32)
-        return cls(first, pointers, req_to_token, scales)
+        return cls(first, pointers, req_to_token, scales, layers)
 
     def scratch(self) -> PagedCache:
         """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
@@ -115,7 +117,8 @@ class PagedCache:
         layer = torch.empty_strided(
             slot.shape, strides, dtype=slot.dtype, device=slot.device
         ).zero_()
-        return replace(self, layer=layer, k_ptrs=torch.full_like(self.k_ptrs, layer.data_ptr()))
+        k_ptrs = torch.full_like(self.k_ptrs, layer.data_ptr())
+        return replace(self, layer=layer, k_ptrs=k_ptrs, k_layers=())
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,15 @@ class KeyLocation:
 
     Attributes:
         row: of the page table.
-        ring: float [L, tracks, R, Hq, d], recent queries of every tracked request.
+        ring: float [L, tracks, R, Hq, d], recent queries of every tracked request; None where the
+            policy needs none.
         track_id: the request's own.
         last_position: logical position of the newest query.
     """
 
     cache: PagedCache
     row: int
-    ring: Tensor
+    ring: Tensor | None
     track_id: int
     last_position: int
 
@@ -196,6 +200,8 @@ class Policy(ABC):
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
+    #: whether it gathers the keys of all due requests, layer by layer, where the cache is known
+    joins_keys: ClassVar[bool] = False
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 

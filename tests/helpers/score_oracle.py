@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 Span = tuple[int, int]
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
+SPELLED_OUT += ("keydiff",)
 
 
 @dataclass(frozen=True)
@@ -205,11 +206,19 @@ def _scores(
         return _importance_and_redundancy(queries, keys, params.kernel, 1.0, 0.5)
     if name == "rpc":
         return _selected(queries, keys, held, params.kernel)
+    if name == "keydiff":
+        return -_likeness_to_mean(keys).mean(dim=(0, 2))
     if name == "tova":
         return steps[-1]
     if name == "h2o":
         return steps.sum(dim=0)
     return _recurrence(name, params, prompt, positions, steps)
+
+
+def _likeness_to_mean(keys: Tensor) -> Tensor:
+    """Cosine of every key and its head's mean unit key: [L, n, Hkv]."""
+    unit = keys / keys.norm(dim=3, keepdim=True)
+    return F.cosine_similarity(keys, unit.mean(dim=1, keepdim=True), dim=3)
 
 
 def _recurrence(name: str, params: Any, prompt: int, positions: Tensor, steps: Tensor) -> Tensor:

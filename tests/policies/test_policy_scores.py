@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import attention, importance, redundancy
+from loops import attention, dot, importance, redundancy
 from score_inputs import score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
@@ -152,6 +152,28 @@ def test_tova_scores(seed: int) -> None:
             exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
     found = make_policy("tova").scores(inputs).double()
     assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_keydiff_scores(seed: int) -> None:
+    """Minus the cosine to the mean unit key; 0 where all keys are 0, -1 where all are the same."""
+    inputs = score_input(seed)
+    n, exact = len(inputs.positions), [0.0] * len(inputs.positions)
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double().tolist()
+        heads = len(keys[0])
+        for head in range(heads):
+            units = [[x / math.sqrt(dot(key[head], key[head])) for x in key[head]] for key in keys]
+            mean = [math.fsum(column) / n for column in zip(*units, strict=True)]
+            length = math.sqrt(dot(mean, mean))
+            for i, unit in enumerate(units):
+                exact[i] -= dot(unit, mean) / length / heads / inputs.layers
+    policy = make_policy("keydiff")
+    found = policy.scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+    for value, expected in ((0.0, 0.0), (3.0, -1.0)):
+        same = dataclasses.replace(inputs, keys=lambda _, x=value: torch.full((n, 2, 8), x))
+        assert policy.scores(same).tolist() == pytest.approx([expected] * n, abs=1e-6)
 
 
 @pytest.mark.parametrize("protect_prompt", [True, False])
