@@ -36,6 +36,7 @@ def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -
             _statistics(policy, together, recorder.device),
             _attention(together, recorder, scale),
             _step_positions(together, recorder.device),
+            lengths,
         )
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
         for i, due in enumerate(together):
@@ -92,14 +93,17 @@ def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -
 
 def _attention(requests: Sequence[Due], recorder: Recorder, scale: float) -> Tensor:
     """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in requests]
+    steps, over = (
+        [*map(len, map(_steps, requests))],
+        requests[0].state.settings.policy.attention_over,
+    )
     if all(due.cache is not None for due in requests):
         from sgl_skipkv.kernels.step_attention import step_attention
 
         locations = [due.location(recorder.queries.data) for due in requests]
         paged = paged_at(locations, [due.row_tokens for due in requests])
         found: Tensor = step_attention(
-            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale
+            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale, over=over
         )
         return found
     parts, layers = [], recorder.shape.layers
@@ -107,14 +111,29 @@ def _attention(requests: Sequence[Due], recorder: Recorder, scale: float) -> Ten
         queries = recorder.queries.read(due.state.held.track_id, due.logical_tokens - 1, count)
         attention = torch.zeros(count, due.row_tokens, device=recorder.device)
         for layer in range(layers):
-            attention += causal_attention(queries[layer].flip(0), due.keys(layer), scale=scale)
-        parts.append(F.pad(attention / layers, (0, 0, 0, max(steps) - count)))
+            q, keys = queries[layer].flip(0), due.keys(layer)
+            of_layer = causal_attention(q, keys, scale=scale, over=over)
+            if over == "max":
+                attention = torch.maximum(attention, of_layer)
+            else:
+                attention += of_layer
+        if over != "max":
+            attention /= layers
+        parts.append(F.pad(attention, (0, 0, 0, max(steps) - count)))
     return torch.cat(parts, dim=1)
+
+
+def _steps(due: Due) -> range:
+    """Positions whose queries the policy's statistics are to see."""
+    first, policy = due.state.kv.tracked_tokens, due.state.settings.policy
+    if policy.tracks_compactions:
+        first = max(first, due.logical_tokens - policy.params.window)
+    return range(first, due.logical_tokens)
 
 
 def _step_positions(requests: Sequence[Due], device: torch.device) -> Tensor:
     """int64 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    spans = [range(due.state.kv.tracked_tokens, due.logical_tokens) for due in requests]
+    spans = [*map(_steps, requests)]
     most, lengths = max(map(len, spans)), [due.row_tokens for due in requests]
     padded = [step for span in spans for step in (*span, *[-1] * (most - len(span)))]
     packed = device_tensor([*padded, *lengths], device)

@@ -21,6 +21,8 @@ _POLICIES: Final[Mapping[str, str]] = {
     "raas": "sgl_skipkv.policy.raas:RaaS",
     "lazy": "sgl_skipkv.policy.lazy:Lazy",
     "rpc": "sgl_skipkv.policy.rpc:RPC",
+    "gkv": "sgl_skipkv.policy.gkv:GKV",
+    "crystal": "sgl_skipkv.policy.crystal:Crystal",
     "keydiff": "sgl_skipkv.policy.keydiff:KeyDiff",
     "streaming": "sgl_skipkv.policy.streaming:Streaming",
     "random": "sgl_skipkv.policy.random:Random",

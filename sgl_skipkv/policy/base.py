@@ -197,6 +197,11 @@ class Policy(ABC):
     needs_queries: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
+    #: what ``track`` sees of the attention of all rows, one per layer and query head: their mean;
+    #: the maximum over each KV head's query heads, then the mean; or the maximum over all rows
+    attention_over: ClassVar[Literal["mean", "group_max", "max"]] = "mean"
+    #: whether ``track`` sees the last ``window`` steps before each compaction, no others
+    tracks_compactions: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
@@ -233,19 +238,24 @@ class Policy(ABC):
         return {}
 
     def track(
-        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
     ) -> dict[str, Tensor]:
         """Statistics after a few decode steps, name -> float32 [n].
 
-        The tokens may be those of several requests, one after the other. What a token gets must
-        depend on its own column alone, to the bit.
+        The tokens may be those of several requests, one after the other. What a request's tokens
+        get must not depend on the others, to the bit.
 
         Args:
             statistics: before them, [n] each, those of newly cached tokens included.
-            attention: float32 [T, n], mean over heads and layers, 0 for tokens of later steps.
+            attention: float32 [T, n], as ``attention_over`` says, 0 for tokens of later steps.
             steps: int64 [T, n], logical position of the query of each step of the token's request,
                 ascending. Requests with fewer steps than T have -1 in the last rows, and attention
                 is 0 there.
+            lengths: tokens of each request.
         """
         return dict(statistics)
 

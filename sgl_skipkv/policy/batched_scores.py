@@ -113,12 +113,10 @@ def joined_keys(requests: Sequence[ScoreInput]) -> JoinedKeys:
     locations = [one.location for one in requests if one.location is not None]
     tokens = [one.positions.shape[0] for one in requests]
     cache = locations[0].cache
-    rows, starts, counts = device_tensors(
-        [[one.row for one in locations], [0, *accumulate(tokens[:-1])], tokens], cache.layer.device
+    rows, starts = device_tensors(
+        [[one.row for one in locations], [0, *accumulate(tokens[:-1])]], cache.layer.device
     )
-    every = torch.arange(sum(tokens), device=rows.device)
-    owner = torch.arange(len(tokens), device=rows.device)
-    owner = owner.repeat_interleave(counts, output_size=sum(tokens))
+    every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
     slots = cache.req_to_token[rows[owner], every - starts[owner]].long()
     return JoinedKeys(cache, owner, slots)
 
@@ -157,6 +155,13 @@ def paged_at(
     ring = locations[0].ring
     assert ring is not None
     return keys, ring, tracks, last
+
+
+def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [tokens of all requests], index of the request that each token is of."""
+    requests, counts = device_tensors([range(len(lengths)), lengths], device)
+    owner: Tensor = requests.repeat_interleave(counts, output_size=sum(lengths))
+    return owner
 
 
 def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:

@@ -205,7 +205,8 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         expected = f"an integer in [{least}, {server.kv_budget_max}]{detail}"
         choices = "any integer in that range, or leave it out for the server default"
         raise SettingError("kv_budget", expected, kv_budget, choices)
-    if policy.needs_queries and params.window > server.query_window:
+    uses_window = policy.needs_queries or policy.tracks_compactions
+    if uses_window and params.window > server.query_window:
         expected = f"an integer in [1, {server.query_window}], the server's query_window"
         choices = "a smaller window, or a server with a larger query_window"
         raise SettingError("kv_params.window", expected, params.window, choices)

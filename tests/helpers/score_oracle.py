@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 Span = tuple[int, int]
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
-SPELLED_OUT += ("keydiff",)
+SPELLED_OUT += ("gkv", "crystal", "keydiff")
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,12 @@ class ScoreOracle:
         attention = _attention(queries, keys, visible)
         for start, stop in uncounted:
             attention[start:stop] = 0.0
+        rows = torch.zeros(0)
+        if policy.name in ("gkv", "crystal"):
+            rows = _rows(queries, keys, visible)
+            for start, stop in uncounted:
+                rows[:, :, start:stop] = 0.0
+        attended: dict[int, float] = {}  # by position, of gkv
         redundancy: dict[int, float] = {}  # by the first token of the sentence
         found: list[Choice] = []
         row = [*earlier[-1]["kept"]] if earlier else []
@@ -99,16 +105,26 @@ class ScoreOracle:
             row += range(first_new, prompt + event["generated"])
             positions, held = torch.tensor(row), sum(position < prompt for position in row)
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
-            scores = _scores(
-                policy.name,
-                params,
-                prompt,
-                held,
-                positions,
-                queries[:, window],
-                keys[:, positions],
-                attention[prompt : row[-1] + 1, positions],
-            )
+            if policy.name == "gkv":
+                # Not further back than the turn's first own query.
+                fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
+                since = range(max([prompt, window[0], *fed_in]), row[-1] + 1)
+                seen = rows[:, :, since][..., positions]
+                scores = _carried(params, positions, seen, keys[:, positions], attended)
+            elif policy.name == "crystal":
+                seen = rows[:, :, prompt : row[-1] + 1][..., positions]
+                scores = _looked_at(params, prompt, seen.amax(dim=(0, 1)))
+            else:
+                scores = _scores(
+                    policy.name,
+                    params,
+                    prompt,
+                    held,
+                    positions,
+                    queries[:, window],
+                    keys[:, positions],
+                    attention[prompt : row[-1] + 1, positions],
+                )
             tail = params.window
             if policy.name == "h2o":
                 tail = max(tail, (event["after"] - held) // 2)
@@ -175,10 +191,48 @@ def _attend(
 
 def _attention(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """What each token gave each other, mean over heads and layers: [T, T]."""
+    return _rows(queries, keys, visible).mean(dim=(0, 1))
+
+
+def _rows(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """What each token gave each other: [L, Hq, T, T]."""
     groups = queries.shape[2] // keys.shape[2]
     logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
     logits = (logits / queries.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
-    return logits.softmax(dim=-1).mean(dim=(0, 1))
+    return logits.softmax(dim=-1)
+
+
+def _carried(
+    params: Any, positions: Tensor, seen: Tensor, keys: Tensor, attended: dict[int, float]
+) -> Tensor:
+    """G-KV: attention of this and earlier compactions against redundancy.
+
+    Args:
+        seen: [L, Hq, steps, n]. keys: [L, n, Hkv, d]. attended: by position (changed in place).
+    """
+    of_heads = seen.unflatten(1, (keys.shape[2], -1)).amax(dim=2)
+    recent = of_heads.mean(dim=(0, 1, 2))
+    for position, value in zip(positions.tolist(), (recent / recent.max()).tolist(), strict=True):
+        attended[position] = max(params.decay * attended.get(position, 0.0), value)
+    carried = torch.tensor([attended[one] for one in positions.tolist()], dtype=torch.float64)
+    repeats = torch.zeros(len(positions), dtype=torch.float64)
+    for layer in keys.unbind():
+        for head in layer.unbind(dim=1):
+            repeats += _repeats(head, params.threshold)
+    return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats.max()
+
+
+def _looked_at(params: Any, prompt: int, highest: Tensor) -> Tensor:
+    """After Crystal-KV, look by look. highest: [steps, n], of all heads."""
+    found = []
+    for column in highest.unbind(dim=1):
+        credit, last = 0.0, 0
+        for look in (column > params.alpha).nonzero().flatten().tolist():
+            credit = 1.0 + params.decay ** (look - last) * credit
+            last = look
+        age = len(highest) - 1 - last
+        found.append(math.log(credit) + age * math.log(params.decay) if credit else -1e30)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _scores(
@@ -273,15 +327,20 @@ def _importance_and_redundancy(
             logits = (q @ k[: n - window].T / size**0.5).amax(dim=1)
             attention = logits.softmax(dim=1).mean(dim=0)
             pooled = F.max_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)
-            cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
-            for row in range(n):
-                similar = (cosine[row] > threshold).nonzero().flatten()
-                if len(similar):
-                    cosine[row, similar[-1]] = 0.0
-            repeats = cosine.mean(dim=0).softmax(dim=0)
+            repeats = _repeats(k, threshold)
             total[: n - window] += sigma * pooled[0]
             total -= (1.0 - sigma) * repeats
     return total / (layers * kv_heads)
+
+
+def _repeats(k: Tensor, threshold: float) -> Tensor:
+    """R-KV's redundancy of one head's keys, [n, d]."""
+    cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
+    for row in cosine:
+        similar = (row > threshold).nonzero().flatten()
+        if len(similar):
+            row[similar[-1]] = 0.0
+    return cosine.mean(dim=0).softmax(dim=0)
 
 
 def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:
