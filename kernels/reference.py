@@ -54,7 +54,9 @@ def window_attention(
     return F.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
 
 
-def causal_attention(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, *, scale: float | None = None, over: str = "mean"
+) -> Tensor:
     """Attention that each cached token received at each of the last T decode steps.
 
     ``P[t, i] = mean over query heads of softmax over i of (q_t . k_i) * scale``, where step t sees
@@ -68,9 +70,11 @@ def causal_attention(q: Tensor, k: Tensor, *, scale: float | None = None) -> Ten
         q: float [T, Hq, d], rotated queries of the last T tokens, oldest first.
         k: float [n, Hkv, d], rotated keys; n >= T.
         scale: factor on the logits; default ``1 / sqrt(d)``.
+        over: ``mean``; or ``group_max``, the maximum over the query heads of each KV head and then
+            the mean; or ``max``, the maximum over all query heads.
 
     Returns:
-        float32 [T, n]; each row sums to 1.
+        float32 [T, n]; the mean of each row sums to 1.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -82,7 +86,10 @@ def causal_attention(q: Tensor, k: Tensor, *, scale: float | None = None) -> Ten
     last_seen = torch.arange(n - steps, n, device=k.device)
     unseen = torch.arange(n, device=k.device) > last_seen[:, None]
     attention = logits.masked_fill(unseen[:, None, None, :], -torch.inf).softmax(dim=-1)
-    return attention.mean(dim=(1, 2))
+    if over == "mean":
+        return attention.mean(dim=(1, 2))
+    of_heads = attention.amax(dim=2)
+    return of_heads.mean(dim=1) if over == "group_max" else of_heads.amax(dim=1)
 
 
 def selector_attention(

@@ -1,14 +1,17 @@
 """Attention that each cached token received at its request's last decode steps: two launches.
 
 ``P[t, i] = mean over layers and query heads of softmax over i of (q_t . k_i) * scale`` (times the
-layer's ``k_scale``, if keys have one). Step t of a request's T sees the columns ``[first, stop)``:
-``stop = n - T + 1 + t`` where causal, which is what the model saw at that step, and ``n - T`` of
-every step otherwise. 0 in columns that a step does not see and in rows that a request has no step
-for. The truth is ``reference.causal_attention``, per layer, and, where not causal,
-``reference.selector_attention`` before its sum and pool.
+layer's ``k_scale``, if keys have one). ``over`` says what is taken of the rows, one per layer and
+query head: their ``mean``; ``group_max``, the maximum over the query heads of each KV head, then
+the mean over KV heads and layers; or ``max``, the maximum over all rows. Step t of a request's T
+sees the columns ``[first, stop)``: ``stop = n - T + 1 + t`` where causal, which is what the model
+saw at that step, and ``n - T`` of every step otherwise. 0 in columns that a step does not see and
+in rows that a request has no step for. The truth is ``reference.causal_attention``, per layer, and,
+where not causal, ``reference.selector_attention`` before its sum and pool.
 
 Source: the windowed form of per-step statistics (H2O, arXiv 2306.14048; RaaS, arXiv 2502.11147;
 LazyEviction, arXiv 2506.15969), TOVA (arXiv 2401.06104) and RPC (arXiv 2505.13866).
+The maximum over a group, after the softmax: G-KV (arXiv 2512.00504).
 
 How: the first kernel has a program per request, layer, KV head and tile of steps, and finds maximum
 and normaliser of every query. The second has one per request, tile of steps and block of columns.
@@ -36,6 +39,8 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
+#: what is taken of the rows -> ``OVER``
+OVER = {"mean": 0, "group_max": 1, "max": 2}
 _RUNTIME = ["causal", "tiles", "most_steps", "blocks", "columns"]
 
 
@@ -122,7 +127,7 @@ def _mean_attention_kernel(
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, RING: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
-    STEP_TILE: tl.constexpr, BLOCK: tl.constexpr,
+    STEP_TILE: tl.constexpr, BLOCK: tl.constexpr, OVER: tl.constexpr,
 ):  # fmt: skip
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks % tiles
     request = tl.program_id(0) // (blocks * tiles)
@@ -144,7 +149,12 @@ def _mean_attention_kernel(
     seen = (i[None, :] >= first) & (i[None, :] < stop[:, None])
     seen &= (m % GROUP_PADDED < GROUP)[:, None]
     any_seen = (block * BLOCK < tl.max(stop, axis=0)) & ((block + 1) * BLOCK > first)
-    received = tl.zeros([STEP_TILE * GROUP_PADDED, BLOCK], tl.float32)
+    # Triton's maxima over an axis drop a NaN. Every NaN of a row is in its normaliser.
+    spoilt = tl.zeros([STEP_TILE * GROUP_PADDED], tl.float32)
+    if OVER == 1:
+        received = tl.zeros([STEP_TILE, BLOCK], tl.float32)
+    else:
+        received = tl.zeros([STEP_TILE * GROUP_PADDED, BLOCK], tl.float32)
     for pair in range(0, any_seen.to(tl.int32) * (LAYERS * KV_HEADS)):
         head, layer = pair % KV_HEADS, tl.cast(pair // KV_HEADS, tl.int64)
         keys = tl.load(k_ptrs + layer).to(tl.pointer_type(K_TYPE)) + head * K_HEAD_STRIDE
@@ -163,12 +173,27 @@ def _mean_attention_kernel(
         top, total = tl.load(highest + own), tl.load(normaliser + own)
         logits = _logits(q, keys, slot, inside, factor, d, K_SLOT_STRIDE, FLOAT8)
         attention = tl.exp2(logits - top[:, None]) * (1.0 / total)[:, None]
-        received += tl.where(seen, attention, 0.0)
-    by_step = tl.reshape(received, [STEP_TILE, GROUP_PADDED, BLOCK])
-    mean = tl.sum(by_step, axis=1) / (LAYERS * KV_HEADS * GROUP)
+        attention = tl.where(seen, attention, 0.0)
+        if OVER == 0:
+            received += attention
+        elif OVER == 1:
+            by_step = tl.reshape(attention, [STEP_TILE, GROUP_PADDED, BLOCK])
+            received += tl.max(by_step, axis=1)
+            spoilt += 0.0 * total
+        else:
+            received = tl.maximum(received, attention, propagate_nan=tl.PropagateNan.ALL)
     t = tile * STEP_TILE + tl.arange(0, STEP_TILE)
+    if OVER == 1:
+        of_step = tl.sum(tl.reshape(spoilt, [STEP_TILE, GROUP_PADDED]), axis=1)
+        found = received / (LAYERS * KV_HEADS) + tl.where(t < steps, of_step, 0.0)[:, None]
+    else:
+        by_step = tl.reshape(received, [STEP_TILE, GROUP_PADDED, BLOCK])
+        if OVER == 0:
+            found = tl.sum(by_step, axis=1) / (LAYERS * KV_HEADS * GROUP)
+        else:
+            found = tl.max(by_step, axis=1) + 0.0 * tl.sum(by_step, axis=1)
     to = out + t.to(tl.int64)[:, None] * columns + (begin + i)[None, :]
-    tl.store(to, mean, mask=(t < most_steps)[:, None] & inside[None, :])
+    tl.store(to, found, mask=(t < most_steps)[:, None] & inside[None, :])
 
 
 def step_attention(
@@ -181,6 +206,7 @@ def step_attention(
     *,
     causal: bool,
     scale: float,
+    over: str = "mean",
 ) -> Tensor:
     """Attention of each request's last steps, its oldest in row 0.
 
@@ -191,6 +217,7 @@ def step_attention(
         firsts: of each request the first column that its steps see; every step must see one.
         causal: each step sees its own token and those before it; otherwise no step sees the last T.
         scale: factor on the logits.
+        over: what is taken of the rows, ``mean``, ``group_max`` or ``max``.
 
     Returns:
         float32 [max T, N], tokens request after request.
@@ -225,9 +252,19 @@ def step_attention(
     _normaliser_kernel[(paged.tasks * tiles,)](*arguments, **paged.constants, **options)
     blocks = triton.cdiv(max(paged.row_tokens), options["BLOCK"])
     _mean_attention_kernel[(len(paged.row_tokens) * tiles * blocks,)](
-        *(*arguments, out, most_steps, paged.columns, blocks), **paged.constants, **options
+        *(*arguments, out, most_steps, paged.columns, blocks),
+        **paged.constants,
+        **{**options, **_over(over, paged.layer.dtype)},
     )
     return out
+
+
+def _over(over: str, dtype: torch.dtype) -> dict[str, int]:
+    """Constants of the second kernel that depend on what is taken of the rows."""
+    found = {"OVER": OVER[over]}
+    if over == "group_max" and dtype == torch.float8_e4m3fn:
+        found["num_stages"] = 2  # a third would spill registers on sm_100
+    return found
 
 
 def _options(dtype: torch.dtype, head_dim: int, ring: int, group: int) -> dict[str, int]:

@@ -365,12 +365,15 @@ def step_attention_cases() -> list[CompileCase]:
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
             constexprs = {**_constants(dtype, head_dim), **scales, **options}
             name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}"
-            for what, kernel, signature in (
-                ("normaliser", step_attention._normaliser_kernel, both),
-                ("mean", step_attention._mean_attention_kernel, mean),
-            ):
-                launch = (signature, constexprs, strides, warps, stages)
-                cases.append(CompileCase(f"{what}-{name}", kernel, *launch))
+            kernel = step_attention._normaliser_kernel
+            launch = (both, constexprs, strides, warps, stages)
+            cases.append(CompileCase(f"normaliser-{name}", kernel, *launch))
+            for over in step_attention.OVER:
+                kernel = step_attention._mean_attention_kernel
+                own = step_attention._over(over, dtype)
+                launch = (strides, warps, own.pop("num_stages", stages))
+                case = CompileCase(f"{over}-{name}", kernel, mean, constexprs | own, *launch)
+                cases.append(case)
     return cases
 
 

@@ -216,7 +216,9 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
     if new_tokens <= 0 and state.reuse.continued is None:
         return None
     wait_for_forward(tree_cache.req_to_token_pool)
-    if state.settings.policy.needs_attention and state.settings.kv_reuse == "budget":
+    policy = state.settings.policy
+    follows = policy.needs_attention and not policy.tracks_compactions
+    if follows and state.settings.kv_reuse == "budget":
         # A next prompt may leave out the token that ended the output.
         known_tokens = logical_tokens - int(new_tokens >= len(output))
         if known_tokens > state.kv.tracked_tokens:

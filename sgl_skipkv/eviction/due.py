@@ -33,8 +33,8 @@ class Due(NamedTuple):
         """Cached and evicted."""
         return self.row_tokens + self.state.kv.evicted_tokens
 
-    def location(self, ring: Tensor) -> KeyLocation:
-        """For kernels. ring: float [L, tracks, R, Hq, d], recent queries of every request."""
+    def location(self, ring: Tensor | None) -> KeyLocation:
+        """For kernels. ring: as ``KeyLocation`` has it."""
         assert self.cache is not None
         row, track_id = self.state.row, self.state.held.track_id
         return KeyLocation(self.cache, row, ring, track_id, self.logical_tokens - 1)

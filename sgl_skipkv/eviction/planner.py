@@ -92,7 +92,9 @@ class Planner:
         """
         untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
         policy = state.settings.policy
-        return policy.needs_attention and (is_due or untracked >= self._recorder.queries.window)
+        if not policy.needs_attention or policy.tracks_compactions:
+            return policy.needs_attention and is_due
+        return is_due or untracked >= self._recorder.queries.window
 
     def track(self, due: Sequence[Due]) -> None:
         """Bring the policies' statistics up to date with every decode step of these requests."""
@@ -138,8 +140,9 @@ class Planner:
         state, policy = due.state, due.state.settings.policy
         queries, location = None, None
         newest = due.logical_tokens - 1
-        if due.cache is not None and policy.kernel_scores:
-            location = due.location(self._recorder.queries.data)
+        if due.cache is not None and (policy.kernel_scores or policy.joins_keys):
+            ring = self._recorder.queries.data if state.held.track_id else None
+            location = due.location(ring)
         elif policy.needs_queries:
             queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())

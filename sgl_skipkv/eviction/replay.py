@@ -17,7 +17,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.base import AttentionOver, Policy
 from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
@@ -32,11 +32,12 @@ def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -
     for chosen in by_policy(behind):
         together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
-        steps = [due.logical_tokens - due.state.kv.tracked_tokens for due in together]
+        steps = [len(_steps(due)) for due in together]
         tracked = policy.track(
             _statistics(policy, together, recorder.device),
-            replayed_attention(together, steps, recorder, scale),
+            replayed_attention(together, steps, recorder, scale, policy.attention_over),
             _step_positions(together, recorder.device),
+            lengths,
         )
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
         for i, due in enumerate(together):
@@ -92,12 +93,17 @@ def _statistics(policy: Policy, requests: Sequence[Due], device: torch.device) -
 
 
 def replayed_attention(
-    requests: Sequence[Due], steps: Sequence[int], recorder: Recorder, scale: float
+    requests: Sequence[Due],
+    steps: Sequence[int],
+    recorder: Recorder,
+    scale: float,
+    over: AttentionOver = "mean",
 ) -> Tensor:
     """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it.
 
     Args:
         steps: of each request, how many of its last decode steps.
+        over: what is taken over heads and layers.
     """
     if all(due.cache is not None for due in requests):
         from sgl_skipkv.kernels.step_attention import step_attention
@@ -105,7 +111,7 @@ def replayed_attention(
         locations = [due.location(recorder.queries.data) for due in requests]
         paged = paged_at(locations, [due.row_tokens for due in requests])
         found: Tensor = step_attention(
-            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale
+            *(*paged, steps, [0] * len(requests)), causal=True, scale=scale, over=over
         )
         return found
     parts, layers = [], recorder.shape.layers
@@ -113,14 +119,29 @@ def replayed_attention(
         queries = recorder.queries.read(due.state.held.track_id, due.logical_tokens - 1, count)
         attention = torch.zeros(count, due.row_tokens, device=recorder.device)
         for layer in range(layers):
-            attention += causal_attention(queries[layer].flip(0), due.keys(layer), scale=scale)
-        parts.append(F.pad(attention / layers, (0, 0, 0, max(steps) - count)))
+            q, keys = queries[layer].flip(0), due.keys(layer)
+            of_layer = causal_attention(q, keys, scale=scale, over=over)
+            if over == "max":
+                attention = torch.maximum(attention, of_layer)
+            else:
+                attention += of_layer
+        if over != "max":
+            attention /= layers
+        parts.append(F.pad(attention, (0, 0, 0, max(steps) - count)))
     return torch.cat(parts, dim=1)
+
+
+def _steps(due: Due) -> range:
+    """Positions whose queries the policy's statistics are to see."""
+    first, policy = due.state.kv.tracked_tokens, due.state.settings.policy
+    if policy.tracks_compactions:
+        first = max(first, due.logical_tokens - policy.params.window)
+    return range(first, due.logical_tokens)
 
 
 def _step_positions(requests: Sequence[Due], device: torch.device) -> Tensor:
     """int64 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
-    spans = [range(due.state.kv.tracked_tokens, due.logical_tokens) for due in requests]
+    spans = [*map(_steps, requests)]
     most, lengths = max(map(len, spans)), [due.row_tokens for due in requests]
     padded = [step for span in spans for step in (*span, *[-1] * (most - len(span)))]
     packed = device_tensor([*padded, *lengths], device)

@@ -204,9 +204,13 @@ class Runtime:
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
         """
         cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
-        heads = 0 if cache is None else cache.heads
+        heads = key_numbers = 0
+        if cache is not None:
+            heads = cache.heads
+            if any(one.state.settings.policy.joins_keys for one in due):
+                key_numbers = cache.layer[0].numel()
         done = []
-        for compaction in self._in_parts(due, prepare, heads=heads):
+        for compaction in self._in_parts(due, prepare, heads=heads, key_numbers=key_numbers):
             compaction.apply()
             done.append(compaction)
         return done
@@ -215,13 +219,15 @@ class Runtime:
         self,
         due: Sequence[Due],
         work: Callable[[Sequence[Due]], T],
-        *,
-        heads: int = 0,
-        steps: int = 0,
+        **sizes: int,
     ) -> Iterator[T]:
-        """``work`` on the requests, in parts that fit the workspace, each when it is asked for."""
+        """``work`` on the requests, in parts that fit the workspace, each when it is asked for.
+
+        Args:
+            sizes: of temporary tensors, as ``split_to_fit`` takes them.
+        """
         row_tokens, limit = [one.row_tokens for one in due], self.config.compaction_work_bytes
-        for part in split_to_fit(row_tokens, heads, limit, steps=steps):
+        for part in split_to_fit(row_tokens, limit, **sizes):
             yield from _attempted([due[i] for i in part], work)
 
     def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:

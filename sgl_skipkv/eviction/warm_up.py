@@ -73,7 +73,7 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
     """Score rows of this page table."""
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.sentence_scores import sentence_scores
-    from sgl_skipkv.kernels.step_attention import step_attention
+    from sgl_skipkv.kernels.step_attention import OVER, step_attention
     from sgl_skipkv.kernels.window_attention import window_attention
 
     device, tokens = table.device, _KEEP_TOKENS + _NEW_TOKENS
@@ -87,7 +87,8 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
         window_attention(*paged, widths, window=window, scale=1.0)
     paged = paged_at(locations, [tokens] * _REQUESTS)
     key_redundancy(paged[0], thresholds)
-    step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0)
+    for over in OVER:
+        step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0, over=over)
     scores = torch.zeros(tokens * _REQUESTS, device=device)
     positions = torch.arange(tokens, device=device).repeat(_REQUESTS)
     sentence_scores(

@@ -13,25 +13,35 @@ from collections.abc import Sequence
 _SELECTION_BYTES = 128
 #: per cached token, layer and KV head, while redundancy is computed: 12 for sums, 4 for columns
 _HEAD_BYTES = 16
+#: per cached token and number of one layer's keys, for policies that gather them: the keys, their
+#: unit vectors, these in fixed point, and the mean of each token's request
+_KEY_BYTES = 24
 #: per cached token and replayed step: attention, position of the step, what a policy makes of both
 _STEP_BYTES = 48
 
 
 def split_to_fit(
-    row_tokens: Sequence[int], heads: int, work_bytes: int, *, steps: int = 0
+    row_tokens: Sequence[int],
+    work_bytes: int,
+    *,
+    heads: int = 0,
+    steps: int = 0,
+    key_numbers: int = 0,
 ) -> list[list[int]]:
     """Which requests to compact together, so that each part stays within a limit.
 
     Args:
         row_tokens: of each due request.
-        heads: KV heads of all layers, if kernels score them; else 0.
         work_bytes: the limit; a request that needs more alone is a separate part.
+        heads: KV heads of all layers, if kernels score them; else 0.
         steps: most decode steps of one request whose attention is replayed.
+        key_numbers: Hkv * d, if a policy gathers keys; else 0.
 
     Returns:
         indices of the requests, each once, in order.
     """
-    most_tokens = work_bytes // (heads * _HEAD_BYTES + steps * _STEP_BYTES + _SELECTION_BYTES)
+    token_bytes = heads * _HEAD_BYTES + steps * _STEP_BYTES + key_numbers * _KEY_BYTES
+    most_tokens = work_bytes // (token_bytes + _SELECTION_BYTES)
     parts: list[list[int]] = []
     rest = 0
     for i, tokens in enumerate(row_tokens):

@@ -28,6 +28,7 @@ def _odd(tokens: int) -> int:
     return tokens
 
 
+AttentionOver = Literal["mean", "group_max", "max"]
 PoolWidth = Annotated[int, Field(ge=1, le=255), AfterValidator(_odd)]
 
 
@@ -95,12 +96,14 @@ class PagedCache:
         k_ptrs: int64 [L], where each layer's keys are.
         req_to_token: int32 [rows, width], the page table.
         k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
+        k_layers: every layer's keys, for policies that gather them; none in scratch memory.
     """
 
     layer: Tensor
     k_ptrs: Tensor
     req_to_token: Tensor
     k_scales: Tensor | None = None
+    k_layers: Sequence[Tensor] = ()
 
     @property
     def heads(self) -> int:
@@ -119,7 +122,7 @@ class PagedCache:
         scales = None
         if k_scales is not None:
             scales = on_device.device_tensor(k_scales, first.device, torch.float32)
-        return cls(first, pointers, req_to_token, scales)
+        return cls(first, pointers, req_to_token, scales, layers)
 
     def scratch(self) -> PagedCache:
         """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
@@ -127,7 +130,8 @@ class PagedCache:
         layer = torch.empty_strided(
             slot.shape, strides, dtype=slot.dtype, device=slot.device
         ).zero_()
-        return replace(self, layer=layer, k_ptrs=torch.full_like(self.k_ptrs, layer.data_ptr()))
+        k_ptrs = torch.full_like(self.k_ptrs, layer.data_ptr())
+        return replace(self, layer=layer, k_ptrs=k_ptrs, k_layers=())
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,15 @@ class KeyLocation:
 
     Attributes:
         row: of the page table.
-        ring: float [L, tracks, R, Hq, d], recent queries of every tracked request.
+        ring: float [L, tracks, R, Hq, d], recent queries of every tracked request; None where the
+            policy needs none.
         track_id: the request's own.
         last_position: logical position of the newest query.
     """
 
     cache: PagedCache
     row: int
-    ring: Tensor
+    ring: Tensor | None
     track_id: int
     last_position: int
 
@@ -205,9 +210,16 @@ class Policy(ABC):
     needs_queries: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
+    #: what ``track`` sees of the attention of all rows, one per layer and query head: their mean;
+    #: the maximum over each KV head's query heads, then the mean; or the maximum over all rows
+    attention_over: ClassVar[AttentionOver] = "mean"
+    #: whether ``track`` sees the last ``window`` steps before each compaction, no others
+    tracks_compactions: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
+    #: whether it gathers the keys of all due requests, layer by layer, where the cache is known
+    joins_keys: ClassVar[bool] = False
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 
@@ -216,8 +228,8 @@ class Policy(ABC):
 
     @property
     def records_queries(self) -> bool:
-        """Whether the last ``window`` queries are used, by its scores or by ``coverage``."""
-        return self.needs_queries or self.params.coverage < 1
+        """Whether the last ``window`` queries are used: for scores, statistics or ``coverage``."""
+        return self.needs_queries or self.tracks_compactions or self.params.coverage < 1
 
     @property
     def min_budget_tokens(self) -> int:
@@ -244,19 +256,24 @@ class Policy(ABC):
         return {}
 
     def track(
-        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
     ) -> dict[str, Tensor]:
         """Statistics after a few decode steps, name -> float32 [n].
 
-        The tokens may be those of several requests, one after the other. What a token gets must
-        depend on its own column alone, to the bit.
+        The tokens may be those of several requests, one after the other. What a request's tokens
+        get must not depend on the others, to the bit.
 
         Args:
             statistics: before them, [n] each, those of newly cached tokens included.
-            attention: float32 [T, n], mean over heads and layers, 0 for tokens of later steps.
+            attention: float32 [T, n], as ``attention_over`` says, 0 for tokens of later steps.
             steps: int64 [T, n], logical position of the query of each step of the token's request,
                 ascending. Requests with fewer steps than T have -1 in the last rows, and attention
                 is 0 there.
+            lengths: tokens of each request.
         """
         return dict(statistics)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
+from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, ScoreInput
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
@@ -85,6 +85,42 @@ def recent_attention(
     return attention
 
 
+@dataclass(frozen=True)
+class JoinedKeys:
+    """Cached keys of several requests, one after the other, gathered when a layer is asked for.
+
+    Attributes:
+        owner: int64 [tokens of all requests], index of the request that each token is of.
+        slots: int64 [tokens of all requests].
+    """
+
+    cache: PagedCache
+    owner: Tensor
+    slots: Tensor
+
+    def of_layer(self, layer: int) -> Tensor:
+        """float [tokens of all requests, Hkv, d]; float8 keys are dequantised to float32."""
+        keys, scales = self.cache.k_layers[layer], self.cache.k_scales
+        if keys.itemsize > 1:
+            picked = keys[self.slots]
+        else:  # which torch cannot index on every device
+            picked = keys.view(torch.uint8)[self.slots].view(keys.dtype).float()
+        return picked if scales is None else picked.float() * scales[layer]
+
+
+def joined_keys(requests: Sequence[ScoreInput]) -> JoinedKeys:
+    """Where the keys of these requests, whose locations are known, are in the cache."""
+    locations = [one.location for one in requests if one.location is not None]
+    tokens = [one.positions.shape[0] for one in requests]
+    cache = locations[0].cache
+    rows, starts = device_tensors(
+        [[one.row for one in locations], [0, *accumulate(tokens[:-1])]], cache.layer.device
+    )
+    every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
+    slots = cache.req_to_token[rows[owner], every - starts[owner]].long()
+    return JoinedKeys(cache, owner, slots)
+
+
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
     locations = [one.location for one in requests if one.location is not None]
     return paged_at(locations, [one.positions.shape[0] for one in requests])
@@ -116,7 +152,16 @@ def paged_at(
     keys = PagedKeys(
         *(cache.layer, cache.k_ptrs, cache.req_to_token, rows, row_tokens, offsets, cache.k_scales)
     )
-    return keys, locations[0].ring, tracks, last
+    ring = locations[0].ring
+    assert ring is not None
+    return keys, ring, tracks, last
+
+
+def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [tokens of all requests], index of the request that each token is of."""
+    requests, counts = device_tensors([range(len(lengths)), lengths], device)
+    owner: Tensor = requests.repeat_interleave(counts, output_size=sum(lengths))
+    return owner
 
 
 def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:

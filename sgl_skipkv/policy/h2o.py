@@ -10,7 +10,7 @@ sums anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,11 @@ class H2O(Policy):
         return {"received": torch.zeros_like(positions, dtype=torch.float32)}
 
     def track(
-        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
     ) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
         return {"received": statistics["received"] + attention.cumsum(dim=0)[-1]}

@@ -37,7 +37,11 @@ class Lazy(Policy):
         return {"last_active": born, "longest_gap": torch.zeros_like(born)}
 
     def track(
-        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
     ) -> dict[str, Tensor]:
         """Eq. 1 of all steps at once: a gap is only known when the step that closes it comes."""
         last, longest = statistics["last_active"], statistics["longest_gap"]

@@ -10,7 +10,7 @@ one per step; the prefill activates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -41,7 +41,11 @@ class RaaS(Policy):
         return {"last_active": positions.float()}
 
     def track(
-        self, statistics: Mapping[str, Tensor], attention: Tensor, steps: Tensor
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
     ) -> dict[str, Tensor]:
         active = torch.where(attention > self.params.alpha, steps.float(), -1.0)
         return {"last_active": torch.maximum(statistics["last_active"], active.amax(dim=0))}

@@ -66,7 +66,9 @@ BUDGETED = st.fixed_dictionaries(
 REUSING = st.fixed_dictionaries(
     {
         "kv_budget": st.integers(5, 16),
-        "kv_policy": st.sampled_from(["skipkv", "skipkv", "rkv", "streaming", "random", "h2o"]),
+        "kv_policy": st.sampled_from(
+            ["skipkv", "skipkv", "rkv", "streaming", "random", "h2o", "gkv", "crystal"]
+        ),
         "kv_params": st.sampled_from(
             [
                 *(PARAMETERS, {**PARAMETERS, "window": 4, "sink": 0}),

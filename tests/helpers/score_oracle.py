@@ -26,6 +26,7 @@ AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads
 DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
+SPELLED_OUT += ("gkv", "crystal", "keydiff")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class ScoreOracle:
         attention = _attention(queries, keys, visible)
         for start, stop in uncounted:
             attention[start:stop] = 0.0
+        rows = torch.zeros(0)
+        if policy.name in ("gkv", "crystal"):
+            rows = _rows(queries, keys, visible)
+            for start, stop in uncounted:
+                rows[:, :, start:stop] = 0.0
+        attended: dict[int, float] = {}  # by position, of gkv
         redundancy: dict[int, float] = {}  # by the first token of the sentence
         found: list[Choice] = []
         row = [*earlier[-1]["kept"]] if earlier else []
@@ -116,16 +123,26 @@ class ScoreOracle:
                 else:
                     assert budget == most, "another budget"
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
-            scores = _scores(
-                policy.name,
-                params,
-                prompt,
-                held,
-                positions,
-                queries[:, window],
-                keys[:, positions],
-                attention[prompt : row[-1] + 1, positions],
-            )
+            if policy.name == "gkv":
+                # Not further back than the turn's first own query.
+                fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
+                since = range(max([prompt, window[0], *fed_in]), row[-1] + 1)
+                seen = rows[:, :, since][..., positions]
+                scores = _carried(params, positions, seen, keys[:, positions], attended)
+            elif policy.name == "crystal":
+                seen = rows[:, :, prompt : row[-1] + 1][..., positions]
+                scores = _looked_at(params, prompt, seen.amax(dim=(0, 1)))
+            else:
+                scores = _scores(
+                    policy.name,
+                    params,
+                    prompt,
+                    held,
+                    positions,
+                    queries[:, window],
+                    keys[:, positions],
+                    attention[prompt : row[-1] + 1, positions],
+                )
             tail = params.window
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
@@ -191,10 +208,48 @@ def _attend(
 
 def _attention(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """What each token gave each other, mean over heads and layers: [T, T]."""
+    return _rows(queries, keys, visible).mean(dim=(0, 1))
+
+
+def _rows(queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """What each token gave each other: [L, Hq, T, T]."""
     groups = queries.shape[2] // keys.shape[2]
     logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
     logits = (logits / queries.shape[3] ** 0.5).masked_fill(~visible, -torch.inf)
-    return logits.softmax(dim=-1).mean(dim=(0, 1))
+    return logits.softmax(dim=-1)
+
+
+def _carried(
+    params: Any, positions: Tensor, seen: Tensor, keys: Tensor, attended: dict[int, float]
+) -> Tensor:
+    """G-KV: attention of this and earlier compactions against redundancy.
+
+    Args:
+        seen: [L, Hq, steps, n]. keys: [L, n, Hkv, d]. attended: by position (changed in place).
+    """
+    of_heads = seen.unflatten(1, (keys.shape[2], -1)).amax(dim=2)
+    recent = of_heads.mean(dim=(0, 1, 2))
+    for position, value in zip(positions.tolist(), (recent / recent.max()).tolist(), strict=True):
+        attended[position] = max(params.decay * attended.get(position, 0.0), value)
+    carried = torch.tensor([attended[one] for one in positions.tolist()], dtype=torch.float64)
+    repeats = torch.zeros(len(positions), dtype=torch.float64)
+    for layer in keys.unbind():
+        for head in layer.unbind(dim=1):
+            repeats += _repeats(head, params.threshold)
+    return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats.max()
+
+
+def _looked_at(params: Any, prompt: int, highest: Tensor) -> Tensor:
+    """After Crystal-KV, look by look. highest: [steps, n], of all heads."""
+    found = []
+    for column in highest.unbind(dim=1):
+        credit, last = 0.0, 0
+        for look in (column > params.alpha).nonzero().flatten().tolist():
+            credit = 1.0 + params.decay ** (look - last) * credit
+            last = look
+        age = len(highest) - 1 - last
+        found.append(math.log(credit) + age * math.log(params.decay) if credit else -1e30)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _scores(
@@ -222,11 +277,19 @@ def _scores(
         return _importance_and_redundancy(queries, keys, params.kernel, 1.0, 0.5)
     if name == "rpc":
         return _selected(queries, keys, held, params.kernel)
+    if name == "keydiff":
+        return -_likeness_to_mean(keys).mean(dim=(0, 2))
     if name == "tova":
         return steps[-1]
     if name == "h2o":
         return steps.sum(dim=0)
     return _recurrence(name, params, prompt, positions, steps)
+
+
+def _likeness_to_mean(keys: Tensor) -> Tensor:
+    """Cosine of every key and its head's mean unit key: [L, n, Hkv]."""
+    unit = keys / keys.norm(dim=3, keepdim=True)
+    return F.cosine_similarity(keys, unit.mean(dim=1, keepdim=True), dim=3)
 
 
 def _recurrence(name: str, params: Any, prompt: int, positions: Tensor, steps: Tensor) -> Tensor:
@@ -281,12 +344,7 @@ def _importance_and_redundancy(
             logits = (q @ k[: n - window].T / size**0.5).amax(dim=1)
             attention = logits.softmax(dim=1).mean(dim=0)
             pooled = F.max_pool1d(attention[None], kernel, stride=1, padding=kernel // 2)
-            cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
-            for row in range(n):
-                similar = (cosine[row] > threshold).nonzero().flatten()
-                if len(similar):
-                    cosine[row, similar[-1]] = 0.0
-            repeats = cosine.mean(dim=0).softmax(dim=0)
+            repeats = _repeats(k, threshold)
             total[: n - window] += sigma * pooled[0]
             total -= (1.0 - sigma) * repeats
     return total / (layers * kv_heads)
@@ -320,6 +378,16 @@ def _check_demand(received: Tensor, policy: Any, budget: int, most: int) -> None
     assert min(least, most) <= budget <= most, "another budget"
     assert budget == most or reached[budget] > wanted - DEMAND_TOLERANCE, "too few"
     assert budget <= least or reached[budget - 1] < wanted + DEMAND_TOLERANCE, "too many"
+
+
+def _repeats(k: Tensor, threshold: float) -> Tensor:
+    """R-KV's redundancy of one head's keys, [n, d]."""
+    cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
+    for row in cosine:
+        similar = (row > threshold).nonzero().flatten()
+        if len(similar):
+            row[similar[-1]] = 0.0
+    return cosine.mean(dim=0).softmax(dim=0)
 
 
 def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:

@@ -122,11 +122,14 @@ class Steps(Case):
 
     firsts: list[int]
     causal: bool = True
+    over: str = "mean"
 
     def flat(self) -> Tensor:
         """float32 [most steps, tokens], from the kernel."""
         inputs = (*self.inputs(), self.counts, self.firsts)
-        return step_attention.step_attention(*inputs, causal=self.causal, scale=SCALE)
+        return step_attention.step_attention(
+            *inputs, causal=self.causal, scale=SCALE, over=self.over
+        )
 
     def found(self, **options: Any) -> list[Tensor]:
         """What lies below a request's last step is 0."""
@@ -143,21 +146,25 @@ class Steps(Case):
         """By the definition, one step after the other."""
         q, k = self.queries(b).to(dtype), self.keys.of_request[b].to(dtype)
         (layers, steps, query_heads, _), (n, kv_heads) = q.shape, k.shape[1:3]
-        received = torch.zeros(steps, n, dtype=dtype, device=q.device)
+        rows = torch.zeros(layers, query_heads, steps, n, dtype=dtype, device=q.device)
         for t in range(steps):
             seen = slice(self.firsts[b], n - steps + (t + 1 if self.causal else 0))
             for layer in range(layers):
                 for head in range(query_heads):
                     own = k[layer, seen, head // (query_heads // kv_heads)]
-                    received[t, seen] += (own @ q[layer, t, head] * SCALE).softmax(0)
-        return received / (layers * query_heads)
+                    rows[layer, head, t, seen] = (own @ q[layer, t, head] * SCALE).softmax(0)
+        if self.over == "mean":
+            return rows.mean((0, 1))
+        of_heads = rows.unflatten(1, (kv_heads, -1)).amax(2)
+        return of_heads.mean((0, 1)) if self.over == "group_max" else of_heads.amax((0, 1))
 
     def referred(self, b: int) -> Tensor:
         if not self.causal:
             return self.exact(b, torch.float32)
         each = zip(self.queries(b), self.keys.of_request[b], strict=True)
-        rows = [reference.causal_attention(q, k, scale=SCALE) for q, k in each]
-        return torch.stack(rows).sum(0) / len(rows)
+        asked = {"scale": SCALE, "over": self.over}
+        rows = torch.stack([reference.causal_attention(q, k, **asked) for q, k in each])
+        return rows.amax(0) if self.over == "max" else rows.sum(0) / len(rows)
 
 
 def case(
@@ -243,6 +250,21 @@ def test_groups_and_tiles(group: int, steps: int, causal: bool, device: torch.de
     """Padded groups, and steps that take several tiles; one request has fewer than the others."""
     tokens, counts = [steps + 50, steps + 1], [steps, max(1, steps // 2)]
     case("steps", tokens, counts, group=group, causal=causal, device=device).assert_as_reference()
+
+
+@pytest.mark.parametrize("over", ["group_max", "max"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_maxima_over_rows(over: str, group: int, device: torch.device) -> None:
+    """Over the query heads of a KV head, and over all: padded groups, several tiles and blocks; a
+    request gets what it gets alone, and NaN is not lost."""
+    plain = case("steps", [70, 20], [9, 3], group=group, device=device)
+    batch = dataclasses.replace(plain, over=over)
+    batch.assert_as_reference()
+    together = batch.found()
+    assert all(torch.equal(one, batch.alone(b).found()[0]) for b, one in enumerate(together))
+    batch.ring[1, batch.tracks[1], :, 0] = torch.nan
+    whole, broken = batch.found()
+    assert torch.equal(whole, together[0]) and broken.isnan().any(1).all()
 
 
 @pytest.mark.parametrize("widths", [[1, 3, 7], [63, 255, 5]])

@@ -27,6 +27,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("h2o", {"window": 20, "sink": 0}),
     ("raas", {"alpha": 0.02}),
     ("lazy", {"alpha": 0.02}),
+    ("gkv", {"decay": 0.0, "sigma": 1.0}),
+    ("crystal", {"alpha": 0.3, "decay": 0.9}),
     ("rpc", {"ratio": 2, "kernel": 1}),
     ("streaming", {"sink": 0, "window": 1}),
     ("random", {"seed": 5}),

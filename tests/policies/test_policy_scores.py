@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import attention, importance, redundancy
+from loops import attention, dot, importance, redundancy
 from score_inputs import score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
@@ -152,6 +152,92 @@ def test_tova_scores(seed: int) -> None:
             exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
     found = make_policy("tova").scores(inputs).double()
     assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_gkv_scores(sigma: float) -> None:
+    """Two compactions of two requests: what was attended to fades, new tokens begin with 0."""
+    policy = make_policy("gkv", sigma=sigma, decay=0.7, threshold=0.2)
+    draw, lengths = torch.Generator().manual_seed(3), (31, 60)
+    inputs = [score_input(seed, n=n) for seed, n in enumerate(lengths)]
+    carried: list[list[float]] = [[], []]
+    statistics = policy.initial_statistics(torch.arange(0))
+    known = (0, 0)
+    for now in ((20, 40), lengths):
+        attention = torch.rand(4, sum(now), generator=draw) ** 3
+        parts = torch.split(statistics["attended"], known)
+        new = [
+            policy.initial_statistics(torch.arange(n - m)) for n, m in zip(now, known, strict=True)
+        ]
+        joined = [x for part, one in zip(parts, new, strict=True) for x in (part, one["attended"])]
+        statistics = policy.track(
+            {"attended": torch.cat(joined)}, attention, torch.ones(4, sum(now)).long(), now
+        )
+        for r, own in enumerate(torch.split(attention.double().sum(0), now)):
+            before = [*carried[r], *[0.0] * (now[r] - known[r])]
+            top = max(own.tolist())
+            carried[r] = [max(0.7 * a, x / top) for a, x in zip(before, own.tolist(), strict=True)]
+        known = now
+    parts = torch.split(statistics["attended"], known)
+    inputs = [
+        dataclasses.replace(one, statistics={"attended": part})
+        for one, part in zip(inputs, parts, strict=True)
+    ]
+    for one, own, found in zip(inputs, carried, policy.scores_together(inputs), strict=True):
+        heads = [head for layer in range(3) for head in redundancy(one.keys(layer), 0.2)]
+        repeats = [math.fsum(column) for column in zip(*heads, strict=True)]
+        exact = [
+            sigma * a - (1 - sigma) * r / max(repeats) for a, r in zip(own, repeats, strict=True)
+        ]
+        difference = found.double() - torch.tensor(exact, dtype=torch.float64)
+        assert difference.abs().max() <= TOLERANCE
+        assert torch.equal(found, policy.scores(one))
+
+
+def test_crystal_scores() -> None:
+    """By brute force over the steps of looks; in one piece or in two it is the same credit."""
+    policy = make_policy("crystal", alpha=0.5, decay=0.6)
+    draw, steps, n = torch.Generator().manual_seed(5), 300, 40
+    attention = torch.rand(steps, n, generator=draw) ** 8
+    attention[:, 7] = 0.0
+    attention[1:, 8] = 0.0  # one look, far back
+    attention[0, 8] = 0.9
+    inputs = score_input(2, n=n, window=1)
+    inputs = dataclasses.replace(inputs, positions=torch.arange(steps - n, steps))
+    exact = []
+    for column in (attention > 0.5).T.tolist():
+        credit = math.fsum(0.6 ** (steps - 1 - t) for t in range(steps) if column[t])
+        exact.append(math.log(credit) if credit else -1e30)
+    times = torch.arange(steps)[:, None].expand(steps, n)
+    for cuts in ([steps], [120, 180], [8] * 37 + [4]):
+        statistics = policy.initial_statistics(torch.zeros(n))
+        for part, at in zip(attention.split(cuts), times.split(cuts), strict=True):
+            statistics = policy.track(statistics, part, at, [n])
+        found = policy.scores(dataclasses.replace(inputs, statistics=statistics))
+        assert found.tolist() == pytest.approx(exact, rel=1e-5, abs=1e-5)
+    assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_keydiff_scores(seed: int) -> None:
+    """Minus the cosine to the mean unit key; 0 where all keys are 0, -1 where all are the same."""
+    inputs = score_input(seed)
+    n, exact = len(inputs.positions), [0.0] * len(inputs.positions)
+    for layer in range(inputs.layers):
+        keys = inputs.keys(layer).double().tolist()
+        heads = len(keys[0])
+        for head in range(heads):
+            units = [[x / math.sqrt(dot(key[head], key[head])) for x in key[head]] for key in keys]
+            mean = [math.fsum(column) / n for column in zip(*units, strict=True)]
+            length = math.sqrt(dot(mean, mean))
+            for i, unit in enumerate(units):
+                exact[i] -= dot(unit, mean) / length / heads / inputs.layers
+    policy = make_policy("keydiff")
+    found = policy.scores(inputs).double()
+    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+    for value, expected in ((0.0, 0.0), (3.0, -1.0)):
+        same = dataclasses.replace(inputs, keys=lambda _, x=value: torch.full((n, 2, 8), x))
+        assert policy.scores(same).tolist() == pytest.approx([expected] * n, abs=1e-6)
 
 
 @pytest.mark.parametrize("protect_prompt", [True, False])

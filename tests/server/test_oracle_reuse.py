@@ -25,6 +25,7 @@ pytestmark = pytest.mark.server
 
 LOGPROB_TOLERANCE = 2e-3
 SCORE_TOLERANCE = 2e-6  # of scores around 1e-3, float32 against float64
+SUMS = ("h2o", "lazy", "gkv", "crystal")  # of many steps, or of larger scores
 INTERVAL, BUDGET, TOKENS, TEXT = 16, 40, 70, 30
 MODES = ("keep", "budget")
 SERVERS = {"qwen2": "main", "llama": "llama", "qwen3": "qwen3, no overlap"}
@@ -186,7 +187,7 @@ def test_every_kept_set_is_the_one_with_the_best_scores(talks, score_oracle, fam
             ],
         )
         for choice in choices:
-            tolerance = SCORE_TOLERANCE * (10 if name in ("h2o", "lazy") else 1)
+            tolerance = SCORE_TOLERANCE * (10 if name in SUMS else 1)
             assert choice.inversion < tolerance, (mode, name)
             compactions += 1
         earlier_sentences += last.info["evicted_sentences"] > 0 and counted

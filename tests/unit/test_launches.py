@@ -23,9 +23,9 @@ def test_many_due_requests_start_few_operations(name: str) -> None:
     kernels = {one: count for one, count in many.items() if one.endswith("_kernel")}
     assert kernels == {one: count for one, count in few.items() if one.endswith("_kernel")}
     assert many["_select_kernel"] == many["_compact_rows_kernel"] == 1
-    replays = name in ("h2o", "raas", "lazy", "tova", "rpc")
-    assert many["_mean_attention_kernel"] == replays
-    assert many["_importance_kernel"] == ("importance" in policy_class(name).kernel_scores)
+    scores, replays = policy_class(name).kernel_scores, policy_class(name).needs_attention
+    assert many["_mean_attention_kernel"] == (replays or "attention" in scores)
+    assert many["_importance_kernel"] == ("importance" in scores)
 
 
 def test_policies_share_the_launches() -> None:
@@ -38,7 +38,13 @@ def test_policies_share_the_launches() -> None:
 
 #: requests that are due together; rpc's budget grows, so it is due when the others are not
 ALIKE = [(name, {}) for name in POLICIES if name != "rpc"]
-OWN = [("skipkv", {"tau": 0.1}), ("skipkv", {"sigma": 0.4}), ("lazy", {"alpha": 0.02})]
+OWN = [
+    ("skipkv", {"tau": 0.1}),
+    ("skipkv", {"sigma": 0.4}),
+    ("lazy", {"alpha": 0.02}),
+    ("gkv", {"window": 3}),
+    ("crystal", {"alpha": 0.3}),
+]
 
 
 @pytest.mark.parametrize("asked", [[*ALIKE, *OWN, *ALIKE], [("rpc", {})] * 3], ids=["all", "rpc"])

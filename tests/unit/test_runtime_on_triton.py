@@ -27,6 +27,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("rkv", {}), ("rkv", {"kernel": 1}), ("rkv", {"threshold": -0.1}), ("tova", {})),
     *(("skipkv", {"threshold": 0.9, "kernel": 15}), ("rpc", {}), ("rpc", {"kernel": 31})),
     *(("raas", {"alpha": 0.02}), ("lazy", {"alpha": 0.02})),
+    *(("gkv", {"window": 4}), ("crystal", {"alpha": 0.3}), ("keydiff", {})),
 ]
 FUNCTIONS = {
     value.fn.__name__: value

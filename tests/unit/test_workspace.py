@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("plugin_loaded")
 
 @given(st.lists(st.integers(1, 60_000), max_size=80), st.sampled_from([0, 8, QWEN_HEADS, 512]))
 def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) -> None:
-    parts = split_to_fit(row_tokens, heads, WORK_BYTES)
+    parts = split_to_fit(row_tokens, WORK_BYTES, heads=heads)
     assert sorted(i for part in parts for i in part) == list(range(len(row_tokens)))
     for part in parts:
         tokens = sum(row_tokens[i] for i in part)
@@ -41,15 +41,15 @@ def test_every_call_is_in_one_part_that_fits(row_tokens: list[int], heads: int) 
 
 def test_calls_of_a_7b_model_that_share_a_part() -> None:
     """64 requests of a budget of 1,024 take two parts."""
-    parts = split_to_fit([1024 + 128] * 64, QWEN_HEADS, WORK_BYTES)
+    parts = split_to_fit([1024 + 128] * 64, WORK_BYTES, heads=QWEN_HEADS)
     assert [len(part) for part in parts] == [45, 19]
-    assert len(split_to_fit([1024 + 128] * 512, QWEN_HEADS, WORK_BYTES)) == 12
+    assert len(split_to_fit([1024 + 128] * 512, WORK_BYTES, heads=QWEN_HEADS)) == 12
 
 
 @pytest.mark.parametrize("row_tokens", [[1024 + 128] * 31, [4096 + 128] * 8, [30_000]])
 def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
     """Redundancy; importance on an H100."""
-    assert len(split_to_fit(row_tokens, QWEN_HEADS, WORK_BYTES)) == 1
+    assert len(split_to_fit(row_tokens, WORK_BYTES, heads=QWEN_HEADS)) == 1
     shape = {"layers": 28, "kv_heads": 4}
     taken = workspace.key_redundancy(row_tokens, **shape, head_dim=128)
     allowed = (16 * QWEN_HEADS + 128) * sum(row_tokens)
@@ -127,6 +127,13 @@ def test_parts_change_nothing_but_the_memory(
 def test_a_replay_of_many_steps_is_split() -> None:
     """48 bytes per cached token and step; the default ring of 8 hardly counts."""
     row_tokens = [1024 + 128] * 64
-    assert len(split_to_fit(row_tokens, 0, WORK_BYTES, steps=8)) == 1
-    parts = split_to_fit(row_tokens, 0, WORK_BYTES, steps=1024)
+    assert len(split_to_fit(row_tokens, WORK_BYTES, steps=8)) == 1
+    parts = split_to_fit(row_tokens, WORK_BYTES, steps=1024)
     assert all(len(part) == 1 for part in parts) and len(parts) == 64
+
+
+def test_gathered_keys_are_counted() -> None:
+    """24 bytes per number of a layer's keys: the default holds six requests of a 7B model."""
+    row_tokens = [1024 + 128] * 16
+    parts = split_to_fit(row_tokens, WORK_BYTES, heads=QWEN_HEADS, key_numbers=4 * 128)
+    assert [len(part) for part in parts] == [6, 6, 4]

@@ -1,0 +1,87 @@
+"""G-KV (arXiv 2512.00504, section 3): attention of earlier compactions fades, it is not forgotten.
+
+At each compaction ``I`` is the attention of the last W queries, softmax with the causal window,
+maximum over the query heads of each KV head, mean over the queries, divided by its maximum over the
+tokens. ``A = max(decay * A, I)`` is carried per token, ``I`` for a new one. The score is ``sigma *
+A - (1 - sigma) * R / max R``, ``R`` the ``key_redundancy`` of R-KV; nothing is pooled.
+
+Deviations: one set for all layers and heads, so ``I`` and ``R`` are means over KV heads and layers
+before they are divided by their maxima, and one ``A`` is carried instead of one per head; queries
+of a prefill do not count; a recomputation after a retraction starts ``A`` anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from sgl_skipkv.kernels.reference import key_redundancy
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.batched_scores import by_request, owners
+
+
+class GKVParams(PolicyParams):
+    decay: float = Field(
+        0.8, ge=0.0, le=1.0, description="of what was carried, from one compaction to the next"
+    )
+    sigma: float = Field(0.5, ge=0.0, le=1.0, description="weight of attention over redundancy")
+    threshold: float = Field(
+        0.5, ge=-1.0, le=1.0, description="cosine above which two keys are similar"
+    )
+
+
+class GKV(Policy):
+    name = "gkv"
+    keeps = "what was attended to at any compaction, with decay, and is unlike others"
+    source = "G-KV, arXiv 2512.00504"
+    Params: ClassVar[type[PolicyParams]] = GKVParams
+    needs_attention = True
+    attention_over = "group_max"
+    tracks_compactions = True
+    kernel_scores = frozenset({"redundancy"})
+    params: GKVParams
+
+    def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
+        return {"attended": torch.zeros_like(positions, dtype=torch.float32)}
+
+    def track(
+        self,
+        statistics: Mapping[str, Tensor],
+        attention: Tensor,
+        steps: Tensor,
+        lengths: Sequence[int],
+    ) -> dict[str, Tensor]:
+        # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
+        recent = _of_highest(attention.cumsum(dim=0)[-1], lengths)
+        faded = statistics["attended"] * self.params.decay
+        return {"attended": torch.maximum(faded, recent)}
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
+        sigma, lengths = self.params.sigma, [one.positions.shape[0] for one in requests]
+        attended = torch.cat([one.statistics["attended"] for one in requests])
+        repeated = _of_highest(torch.cat([self._redundancy(one) for one in requests]), lengths)
+        return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        return self.scores_together([inputs])[0]
+
+    def _redundancy(self, inputs: ScoreInput) -> Tensor:
+        """float32 [n], what a kernel has found, or the same in plain torch."""
+        if inputs.redundancy is not None:
+            return inputs.redundancy
+        found = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
+        for layer in range(inputs.layers):
+            found += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)
+        return found / inputs.layers
+
+
+def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Values, all >= 0, divided by the highest of their request, which is above 0."""
+    owner = owners(lengths, values.device)
+    highest = values.new_zeros(len(lengths)).scatter_reduce_(0, owner, values, "amax")
+    return values / highest[owner]
