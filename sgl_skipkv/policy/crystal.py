@@ -1,8 +1,8 @@
-"""Credit for a single look, after Crystal-KV (arXiv 2601.16986, section 4): what any head needed.
+"""Credit for a single look, after Crystal-KV (arXiv 2601.16986): what any head needed.
 
 A decode step looks at a token where the attention of any layer and query head exceeds ``alpha``. A
 look at step ``t`` makes a token's credit ``1 + decay ** (t - tau) * credit``, ``tau`` its last
-look (eq. 4). The score at step ``now`` is ``decay ** (now - tau) * credit``, as a logarithm, which
+look. The score at step ``now`` is ``decay ** (now - tau) * credit``, as a logarithm, which
 does not underflow. A token without a look goes before all others.
 
 Deviations: the paper's looks are, in each head by itself, the fewest tokens that receive 0.9 of a

@@ -1,4 +1,4 @@
-"""G-KV (arXiv 2512.00504, section 3): attention of earlier compactions fades, it is not forgotten.
+"""G-KV (arXiv 2512.00504): attention of earlier compactions fades, it is not forgotten.
 
 At each compaction ``I`` is the attention of the last W queries, softmax with the causal window,
 maximum over the query heads of each KV head, mean over the queries, divided by its maximum over the

@@ -1,6 +1,6 @@
-"""KeyDiff (arXiv 2504.15364, section 4): keys unlike the mean key stay.
+"""KeyDiff (arXiv 2504.15364): keys unlike the mean key stay.
 
-The score of a token is ``-cos(k_i, m)``, ``m = mean over j of k_j / |k_j|`` (eq. 5), of the cached
+The score of a token is ``-cos(k_i, m)``, ``m = mean over j of k_j / |k_j|``, of the cached
 rotated keys of one KV head; the mean over KV heads and layers. It needs no query and no state.
 
 Deviations: one set for all layers and heads; the paper evicts after every block of a prompt and
