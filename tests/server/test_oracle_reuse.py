@@ -132,15 +132,23 @@ def talks(families):  # type: ignore[no-untyped-def]
     """family -> (mode, policy) -> turns, and branches of the last turn."""
     talks = {}
     for family, server in families.items():
-        talks[family] = {key: talk for mode in MODES for key, talk in _converse(server, mode)}
+        talks[family] = {
+            key: talk
+            for mode in MODES
+            for half in (POLICIES[::2], POLICIES[1::2])
+            for key, talk in _converse(server, mode, half)
+        }
     return talks
 
 
-def _converse(server: Server, mode: str) -> Iterator[tuple[Any, tuple[list[Turn], list[Turn]]]]:
-    """One conversation with every policy, all at once, in a pool without other histories."""
+def _converse(
+    server: Server, mode: str, policies: Sequence[str]
+) -> Iterator[tuple[Any, tuple[list[Turn], list[Turn]]]]:
+    """One conversation with each policy, all at once, in a pool without other histories and with
+    room for all of these."""
     server.wait_idle()
     server.post("/flush_cache")
-    talks: dict[str, list[Turn]] = {name: [] for name in POLICIES}
+    talks: dict[str, list[Turn]] = {name: [] for name in policies}
 
     def asked(name: str, number: object) -> Asked:
         after = talks[name][-1] if talks[name] else None
