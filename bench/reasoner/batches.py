@@ -73,7 +73,7 @@ DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
 LONGEST_TASK_TOKENS = 3300
-SHARES: tuple[tuple[float, float], ...] = ((0.3, 0.15), (0.55, 0.4), (1.00, 1.0))
+SHARES: tuple[tuple[float, float], ...] = ((0.2, 0.15), (0.45, 0.4), (1.00, 1.0))
 """Of the families: until which share of the run, up to which share of the longest problems."""
 
 Kind = Literal["problems", "optional checks", "conversations", "families"]
