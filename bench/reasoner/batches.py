@@ -73,7 +73,7 @@ DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
 LONGEST_TASK_TOKENS = 3300
-SHARES: tuple[tuple[float, float], ...] = ((0.2, 0.15), (0.45, 0.4), (1.00, 1.0))
+SHARES: tuple[tuple[float, float], ...] = ((0.3, 0.15), (0.5, 0.4), (1.00, 1.0))
 """Of the families: until which share of the run, up to which share of the longest problems."""
 
 Kind = Literal["problems", "optional checks", "conversations", "families"]
@@ -348,6 +348,7 @@ class FamilyClassifier(Classifier):
             self._first_word(tokenizer, family.make("any", "short").prompt)
             for family in FAMILIES.values()
         ]
+        self.colon = token_id(tokenizer, ":")
         self.result_first = [*FAMILIES].index("result_first")
 
     @staticmethod
@@ -357,14 +358,14 @@ class FamilyClassifier(Classifier):
     def kinds(self, batch: Batch) -> Tensor:
         """int64 [B, T]: index into KINDS of the token that each position predicts."""
         one, label = batch.ids, batch.labels.clamp(min=0)
-        four = torch.roll(one, 3, dims=1)
+        three = torch.roll(one, 2, dims=1)
         first_word = one[:, FIRST_WORD : FIRST_WORD + 1].expand_as(one)
         kind = torch.full_like(label, self.KINDS.index("other"))
         chosen = self.is_name[label] | self.is_number[label] | (one == self.stop)
         for index, word in enumerate(self.first_words):
             kind[(first_word == word) & self.is_value[label]] = 2 * index
             kind[(first_word == word) & chosen] = 2 * index + 1
-        result = (first_word == self.first_words[self.result_first]) & self.is_number[four]
+        result = (first_word == self.first_words[self.result_first]) & (three == self.colon)
         kind[result & (one == self.equals)] = self.KINDS.index("result_first_results")
         kind[self.in_check(one)] = self.KINDS.index("check")
         return kind

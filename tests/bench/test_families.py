@@ -57,7 +57,7 @@ def chains(prompt: str) -> int:
 
 def result_first(prompt: str) -> int:
     def count(name: str) -> int:
-        fact = re.search(rf"(\d+) (over|under) (\w+): {name}\.", prompt)
+        fact = re.search(rf"\. {name} is (\d+) (over|under) (\w+)\.", prompt)
         if fact:
             return count(fact[3]) + int(fact[1]) * (1 if fact[2] == "over" else -1)
         given = re.search(rf"\. {name} has (\d+)\.", prompt)
@@ -92,7 +92,7 @@ def search(prompt: str) -> int:
     parent = {
         child: (place, int(amount))
         for place, ways in re.findall(r"From (\w+): (.*)\.", prompt)
-        for amount, child in re.findall(r"(\d+) (\w+)", ways)
+        for child, amount in re.findall(r"(\w+) (\d+)", ways)
     }
     name, cost = _asked(prompt), int(start[2])
     while name != start[1]:
@@ -142,7 +142,7 @@ def test_a_search_backs_out_of_dead_ends_only(size: Size) -> None:
         cost = {name: int(value) for name, value in re.findall(r"so (\w+) = (\d+)\.", trace)}
         for why, name, place in re.findall(r"(Too much|No more), back from (\w+) to (\w+)", trace):
             assert (cost[name] > 24) == (why == "Too much")
-            assert re.search(rf"try \d+ {name} with {place} =", trace)
+            assert re.search(rf"try {name} \d+: {name} with {place} =", trace)
         assert "Too much" in trace
 
 

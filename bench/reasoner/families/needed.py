@@ -17,15 +17,15 @@ from torch import Tensor
 Needed = tuple[int, int]
 Rule = Callable[[list[str], int], Iterator[Needed]]
 
-_RESULT = re.compile(r"so (\w+) = \d+\.\s*$|^\d+\. (?:\d+ \w+ \w+: )?(\w+) = \d+, because")
-_PARENT = re.compile(r"try \d+ (\w+) with \w+ =")
+_RESULT = re.compile(r"so (\w+) = \d+\.\s*$|^\d+\. (?:\w+ is \d+ \w+ \w+: )?(\w+) = \d+, because")
+_PARENT = re.compile(r"try \w+ \d+: (\w+) with \w+ =")
 _BACK = re.compile(r"back from (\w+) to \w+\.\s*$")
 TOKENS_OF_AN_END = 4
 """`` Ann``, `` =``, `` 7`` and the delimiter."""
-TOKENS_OF_A_BEGINNING = 9
-"""``3``, ``.``, `` 2``, `` over``, `` Ed``, ``:``, `` Ann``, `` =`` and `` 7``."""
-TOKENS_OF_A_PARENT = 5
-"""`` try``, `` 4``, `` Bob``, `` with`` and `` Ann``."""
+TOKENS_OF_A_BEGINNING = 10
+"""Up to the result in ``3. Ann is 2 over Ed: Ann = 7``."""
+TOKENS_OF_A_PARENT = 3
+"""`` Bob``, `` with`` and `` Ann``."""
 
 
 class Sentence(NamedTuple):

@@ -1,9 +1,9 @@
 """``result_first``: a sentence begins with its result, its reasons follow.
 
-3. 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
+3. Ann is 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
 
 Wait, let me check Ann again.
-3. 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
+3. Ann is 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
 
 A later step needs the beginning of the sentence. Its end has the number, but not whose it is.
 """
@@ -40,10 +40,10 @@ def draw(rng: random.Random, steps: int) -> Draft:
         ref = rng.choice(unused if unused and rng.random() < 0.5 else list(value))
         value[name], amount, word = _step(rng, value[ref])
         unused = [other for other in unused if other != ref] + [name]
-        lines.append(f"{number}. {amount} {word} {ref}: {name}.")
+        lines.append(f"{number}. {name} is {amount} {word} {ref}.")
         sign = "+" if word == "over" else "-"
         passage = (
-            f"{number}. {amount} {word} {ref}: {name} = {value[name]}, "
+            f"{number}. {name} is {amount} {word} {ref}: {name} = {value[name]}, "
             f"because {ref} = {value[ref]} and {value[ref]} {sign} {amount} = {value[name]}.\n\n"
         )
         passages += [passage, f"Wait, let me check {name} again.\n{passage}"]
@@ -66,9 +66,9 @@ def _step(rng: random.Random, left: int) -> tuple[int, int, str]:
 
 FAMILY = Family(
     name="result_first",
-    steps={"short": (7, 9), "middle": (19, 22), "long": (48, 58)},
+    steps={"short": (7, 9), "middle": (18, 21), "long": (45, 54)},
     fewest=3,
-    tokens_per_step=55,
+    tokens_per_step=60,
     draw=draw,
     needed=first_beginnings,
 )

@@ -1,10 +1,10 @@
 """``search``: the way through a tree, depth first. Branches that cost too much are abandoned.
 
-From Ann try 4 Bob with Ann = 3, 3 + 4 = 7, so Bob = 7.
+From Ann try Bob 4: Bob with Ann = 3, 3 + 4 = 7, so Bob = 7.
 
 Too much, back from Bob to Ann.
 
-After Bob try 2 Carl with Ann = 3, 3 + 2 = 5, so Carl = 5.
+After Bob try Carl 2: Carl with Ann = 3, 3 + 2 = 5, so Carl = 5.
 
 What later steps need is the path that is still open: who was reached from whom, with what cost.
 Which branch comes next follows from the last one tried; the inside of an abandoned branch is
@@ -41,7 +41,7 @@ class Tree:
         self.value[start] = value
         self.passages.append(f"Start at {start} with {value}, so {start} = {value}.\n\n")
         self._explore(start, root=True)
-        self.passages.append(f"Found {self.goal}.\n\n")
+        self.passages.append(f"From {self.goal} found.\n\n")
 
     def _explore(self, place: str, *, root: bool = False) -> bool:
         """Try the ways on from a place; whether the goal was found."""
@@ -69,7 +69,7 @@ class Tree:
         result = self.value[name] = left + amount
         opening = f"After {last}" if last else f"From {place}"
         passage = (
-            f"{opening} try {amount} {name} with {place} = {left}, "
+            f"{opening} try {name} {amount}: {name} with {place} = {left}, "
             f"{left} + {amount} = {result}, so {name} = {result}.\n\n"
         )
         self.passages.append(passage)
@@ -99,9 +99,10 @@ def draw(rng: random.Random, steps: int) -> Draft:
     if tree.tried > steps + 2 or dead_ends < steps // 3:
         return draw(rng, steps)
     ways = [
-        f"From {place}: {', '.join(f'{amount} {name}' for amount, name in children)}."
+        f"From {place}: {' '.join(f'{name} {amount}' for amount, name in children)}."
         for place, children in tree.children.items()
     ]
+    ways.append(f"From {tree.goal}: found.")
     question = f"Search up to {LARGEST}: what is {tree.goal}?"
     rng.shuffle(ways)
     prompt = "\n".join([question, f"Start at {start} with {value}.", *ways])
@@ -110,9 +111,9 @@ def draw(rng: random.Random, steps: int) -> Draft:
 
 FAMILY = Family(
     name="search",
-    steps={"short": (6, 9), "middle": (19, 22), "long": (48, 55)},
+    steps={"short": (6, 9), "middle": (17, 21), "long": (44, 51)},
     fewest=2,
-    tokens_per_step=52,
+    tokens_per_step=56,
     draw=draw,
     needed=open_path,
 )
