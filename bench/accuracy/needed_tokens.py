@@ -1,11 +1,16 @@
 """Which tokens of a trace the model still needs: forwards with hand-made masks, no policy at all.
 
     python -m bench.accuracy.needed_tokens
+    python -m bench.accuracy.needed_tokens --families     # into needed_by_family.csv
 
 A query sees the prompt, the last ``recent`` tokens and, of every earlier sentence, only the tokens
 named; the trace is FullKV's own. One row per mask in bench/rows/needed_tokens.csv: how many old
 tokens that leaves and how many next tokens come out wrong, both per trace. What skipkv+ does rests
 on this (docs/results.md).
+
+With ``--families`` the long traces of every family are read with its own rule, with each other rule
+of ``bench/reasoner/families/needed.py`` and with nothing. A rule may drop tokens later, so
+a row has the most that it kept at any time.
 """
 
 from __future__ import annotations
@@ -15,12 +20,19 @@ import json
 import re
 
 import torch
+from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.accuracy.layers import greedy_traces
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
+from bench.reasoner.check_families import FOLDER as FAMILIES_FOLDER
+from bench.reasoner.check_families import choices, encode
+from bench.reasoner.export import load_model
+from bench.reasoner.families import needed
+from bench.reasoner.families.needed import Rule, visible_tokens
+from bench.reasoner.families.registry import FAMILIES
 
 #: sentences, tokens before the delimiter, whether with the delimiter, recent tokens
 MASKS = (
@@ -28,6 +40,16 @@ MASKS = (
     *(("all statements", tokens, False, 64) for tokens in (1, 2)),
     *(("first statements", 3, True, recent) for recent in (8, 16, 32, 48)),
 )
+#: of the families; None keeps no old token
+RULES: tuple[Rule | None, ...] = (
+    needed.first_ends,
+    needed.first_beginnings,
+    needed.newest_ends_of_late,
+    needed.newest_ends,
+    needed.open_path,
+    None,
+)
+FAMILY_RECENT_TOKENS = 64
 STATEMENT = re.compile(r"so (\w+) = \d+\.\s*$")
 
 
@@ -51,10 +73,46 @@ def kept_tokens(
     return kept
 
 
+def run_families(problems: int) -> None:
+    """One row per family and rule."""
+    model = load_model(FAMILIES_FOLDER)
+    tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
+    pairs = [(family, rule) for family in FAMILIES.values() for rule in RULES]
+    for family, rule in tqdm(pairs, desc="families"):
+        most = trace_tokens = wrong = 0
+        for index in range(problems):
+            ids, prompt = encode(tokenizer, family.make(f"heldout/long/{index}", "long"))
+            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            kept = list(rule(texts, prompt)) if rule else []
+            visible = visible_tokens(kept, len(ids), prompt, FAMILY_RECENT_TOKENS)
+            chosen = choices(model, ids, visible)[prompt - 1 : -1]
+            wrong += int((chosen != torch.tensor(ids[prompt:])).sum())
+            old = visible.sum(1) - torch.arange(1, len(ids) + 1).clamp(max=FAMILY_RECENT_TOKENS)
+            most += int(old.max()) - prompt
+            trace_tokens += len(ids) - prompt
+        append_row(
+            "needed_by_family",
+            {
+                "family": family.name,
+                "rule": rule.__name__ if rule else "nothing",
+                "own_rule": rule is family.needed,
+                "recent_tokens": FAMILY_RECENT_TOKENS,
+                "traces": problems,
+                "most_old_tokens": round(most / problems, 1),
+                "trace_tokens": round(trace_tokens / problems, 1),
+                "wrong_tokens": round(wrong / problems, 2),
+            },
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=8, help="hard ones of the bundled model")
+    parser.add_argument("--families", action="store_true", help="the families' rules instead")
     arguments = parser.parse_args()
+    if arguments.families:
+        run_families(arguments.problems)
+        return
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
     problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]

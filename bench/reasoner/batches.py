@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.reasoner.conversations import MAX_TURNS, training_conversation
+from bench.reasoner.families.registry import FAMILIES, training_family, training_task
+from bench.reasoner.families.updates import VARIABLES
 from bench.reasoner.problems import (
     LEVELS,
     NAMES,
@@ -29,6 +31,7 @@ from bench.reasoner.vocabulary import (
     END_OF_TEXT,
     OPEN_REPLY,
     TURN_END,
+    TURN_START,
     message_text,
     prompt_text,
     token_id,
@@ -69,7 +72,11 @@ TOKENS_PER_STEP = 75
 DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
-Kind = Literal["problems", "optional checks", "conversations"]
+LONGEST_TASK_TOKENS = 3300
+SHARES: tuple[tuple[float, float], ...] = ((0.3, 0.15), (0.5, 0.4), (1.00, 1.0))
+"""Of the families: until which share of the run, up to which share of the longest problems."""
+
+Kind = Literal["problems", "optional checks", "conversations", "families"]
 """What a run learns; all but problems go on from a trained model."""
 
 
@@ -126,6 +133,8 @@ class BatchMaker:
         rng = random.Random(f"group/{self.seed}/{group}")
         if self.kind == "conversations":
             rows, size = self._draw_conversations(rng, group)
+        elif self.kind == "families":
+            rows, size = self._draw_tasks(rng, group)
         else:
             rows, size = self._draw_problems(rng, group)
         rows.sort(key=lambda pair: len(pair[0]))
@@ -159,6 +168,27 @@ class BatchMaker:
         size = max(1, self.batch_tokens // (TOKENS_PER_TURN * turns))
         rows = range(size * GROUP)
         return [self._encode_conversation(group * 100_000 + row, turns) for row in rows], size
+
+    def _draw_tasks(
+        self, rng: random.Random, group: int
+    ) -> tuple[list[tuple[list[int], list[int]]], int]:
+        """Problems of all families, about as long as each other."""
+        progress = group * GROUP / self.total
+        most = next(share for until, share in SHARES if progress < until)
+        share = max(rng.random(), rng.random() if rng.random() < 0.5 else 0.0) * most
+        size = max(1, int(self.batch_tokens / (LONGEST_TASK_TOKENS * share + 100)))
+        rows = [
+            self._encode_task(group * 100_000 + row, training_family(rng), share)
+            for row in range(size * GROUP)
+        ]
+        return rows, size
+
+    def _encode_task(self, index: int, family: str, share: float) -> tuple[list[int], list[int]]:
+        """One problem of a family; what counts is its trace."""
+        task = training_task(self.seed, index, family, share)
+        prompt = self.tokenizer.encode(prompt_text(task.prompt)).ids
+        solution = [*self.tokenizer.encode(task.solution).ids, self.turn_end]
+        return [*prompt, *solution], [*[IGNORE] * len(prompt), *solution]
 
     def _encode(self, index: int, steps: int, last_line: bool) -> tuple[list[int], list[int]]:
         """One problem as (ids, ids that count, IGNORE elsewhere)."""
@@ -229,11 +259,24 @@ def heldout_digests() -> frozenset[str]:
     return frozenset(heldout_problem(level, i).digest for level in LEVELS for i in range(1000))
 
 
+FIRST_WORD = len((TURN_START, "user", "\n"))
+"""Position of a prompt's first word, which tells its family."""
+
+
 class Classifier:
     """Tells what each predicted token is for: accuracy is read, and loss weighted, by that."""
 
-    KINDS = ("decision", "number", "verdict", "reference", "lookup", "sum", "check", "other")
-    WEIGHTS = (1.0, 1.0, 2.0, 1.0, 3.0, 3.0, 0.3, 0.5)
+    KINDS: tuple[str, ...] = (
+        "decision",
+        "number",
+        "verdict",
+        "reference",
+        "lookup",
+        "sum",
+        "check",
+        "other",
+    )
+    WEIGHTS: tuple[float, ...] = (1.0, 1.0, 2.0, 1.0, 3.0, 3.0, 0.3, 0.5)
     """A verdict is whose step comes next, or that the fact is not asked about. Look-ups and sums
     are the hard part; a check mostly repeats the step before it."""
 
@@ -274,11 +317,55 @@ class Classifier:
         kind[after_equals & named & (three != self.so)] = self.KINDS.index("lookup")
         kind[self.is_name[label] & self.before_reference[one]] = self.KINDS.index("reference")
         kind[(one == self.dot) & self.is_number[two]] = self.KINDS.index("verdict")
-        # A check can copy its step, so it is counted by itself.
-        place = torch.arange(one.shape[1], device=one.device).expand_as(one)
-        opening = torch.where(one == self.stop, place, -1).cummax(dim=1).values + 1
-        in_check = self.opens_check[one.gather(1, opening.clamp(max=one.shape[1] - 1))]
-        kind[in_check & (opening <= place)] = self.KINDS.index("check")
+        kind[self.in_check(one)] = self.KINDS.index("check")
         kind[one == self.stop] = self.KINDS.index("decision")
         kind[self.is_number[label]] = self.KINDS.index("number")
+        return kind
+
+    def in_check(self, ids: Tensor) -> Tensor:
+        """bool [B, T]: inside a check. It can copy its step, so it is counted by itself."""
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        opening = torch.where(ids == self.stop, place, -1).cummax(dim=1).values + 1
+        opens_check = self.opens_check[ids.gather(1, opening.clamp(max=ids.shape[1] - 1))]
+        return opens_check & (opening <= place)
+
+
+class FamilyClassifier(Classifier):
+    """The same by family: its values, and its choices (whose step, and what kind, comes next)."""
+
+    KINDS = (
+        *(f"{family}_{what}" for family in FAMILIES for what in ("values", "choices")),
+        "result_first_results",
+        "check",
+        "other",
+    )
+    WEIGHTS = (*(weight for _ in FAMILIES for weight in (3.0, 2.0)), 4.0, 0.3, 0.5)
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.is_name[[token_id(tokenizer, f" {name}") for name in VARIABLES]] = True
+        self.first_words = [
+            self._first_word(tokenizer, family.make("any", "short").prompt)
+            for family in FAMILIES.values()
+        ]
+        self.colon = token_id(tokenizer, ":")
+        self.result_first = [*FAMILIES].index("result_first")
+
+    @staticmethod
+    def _first_word(tokenizer: Tokenizer, prompt: str) -> int:
+        return int(tokenizer.encode(prompt_text(prompt)).ids[FIRST_WORD])
+
+    def kinds(self, batch: Batch) -> Tensor:
+        """int64 [B, T]: index into KINDS of the token that each position predicts."""
+        one, label = batch.ids, batch.labels.clamp(min=0)
+        three = torch.roll(one, 2, dims=1)
+        first_word = one[:, FIRST_WORD : FIRST_WORD + 1].expand_as(one)
+        kind = torch.full_like(label, self.KINDS.index("other"))
+        chosen = self.is_name[label] | self.is_number[label] | (one == self.stop)
+        for index, word in enumerate(self.first_words):
+            kind[(first_word == word) & self.is_value[label]] = 2 * index
+            kind[(first_word == word) & chosen] = 2 * index + 1
+        result = (first_word == self.first_words[self.result_first]) & (three == self.colon)
+        kind[result & (one == self.equals)] = self.KINDS.index("result_first_results")
+        kind[self.in_check(one)] = self.KINDS.index("check")
         return kind

@@ -5,6 +5,8 @@
         --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
     python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
         --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
+    python -m bench.reasoner.train --out examples/families --start examples/reasoner \\
+        --learn families --steps 3000
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -26,14 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, Kind
-from bench.reasoner.export import load_model, save_model, write_heldout
+from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, FamilyClassifier, Kind
+from bench.reasoner.export import save_model, start_model, write_heldout
+from bench.reasoner.families.registry import pieces
 from bench.reasoner.model import Reasoner, Shape
 from bench.reasoner.vocabulary import build_tokenizer
 
 LOG_EVERY = 50
 SAVE_EVERY_S = 120.0
-LOG_FIELDS = ("step", "seconds", "tokens", "loss", *Classifier.KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +156,14 @@ class Log:
             # Rows written after the saved state will be written again.
             rows = path.read_text().splitlines()[1:]
             kept = [row for row in rows if int(row.split(",")[0]) <= resume_step]
-        path.write_text("\n".join([",".join(LOG_FIELDS), *kept]) + "\n")
+        fields = ("step", "seconds", "tokens", "loss", *classifier.KINDS)
+        path.write_text("\n".join([",".join(fields), *kept]) + "\n")
 
     def add(self, batch: Batch, kinds: Tensor, loss: float, hits: Tensor) -> None:
         """Count one batch."""
         self.losses.append(loss)
         keep = batch.labels != IGNORE
-        for index, kind in enumerate(Classifier.KINDS):
+        for index, kind in enumerate(self.classifier.KINDS):
             here = keep & (kinds == index)
             self.hit[kind] += int(hits[here].sum())
             self.seen[kind] += int(here.sum())
@@ -168,13 +171,15 @@ class Log:
     def flush(self, run: Run) -> dict[str, str]:
         """Append a row and start over; returns what to show beside the progress bar."""
         loss = sum(self.losses) / len(self.losses)
-        share = {kind: self.hit[kind] / max(1, self.seen[kind]) for kind in Classifier.KINDS}
-        shown = {kind: f"{share[kind]:.4f}" for kind in Classifier.KINDS}
+        share = {kind: self.hit[kind] / max(1, self.seen[kind]) for kind in self.classifier.KINDS}
+        shown = {kind: f"{share[kind]:.4f}" for kind in self.classifier.KINDS}
         row = [run.step, f"{run.seconds:.0f}", run.tokens, f"{loss:.4f}", *shown.values()]
         with self.path.open("a", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow(row)
         self.losses, self.hit, self.seen = [], Counter(), Counter()
-        return {"loss": f"{loss:.3f}"} | {kind: shown[kind][1:5] for kind in ("lookup", "sum")}
+        return {"loss": f"{loss:.3f}"} | {
+            kind: shown[kind][1:5] for kind in ("lookup", "sum") if kind in shown
+        }
 
 
 def train(run: Run, maker: BatchMaker, log: Log, state: Path) -> None:
@@ -231,7 +236,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     state = args.state or args.out / "state.pt"
-    tokenizer = build_tokenizer()
+    families = args.learn == "families"
+    tokenizer = build_tokenizer(pieces() if families else ())
     recipe = Recipe(args.seed, args.steps, args.batch_tokens, args.embed_lr, args.matrix_lr)
     shape = Shape(
         vocab=-(-tokenizer.get_vocab_size() // 16) * 16,
@@ -243,15 +249,15 @@ def main() -> None:
     if state.exists():
         run.load(state)
     elif args.start is not None:
-        run.model.load_state_dict(load_model(args.start).state_dict())
+        run.model.load_state_dict(start_model(args.start, shape, tokenizer).state_dict())
     if not args.export_only:
         maker = BatchMaker(*(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps, args.learn))
-        classifier = Classifier(tokenizer).to(run.device)
+        classifier = (FamilyClassifier if families else Classifier)(tokenizer).to(run.device)
         log = Log(args.out / "training_log.csv", classifier, run.step)
         train(run, maker, log, state)
-    save_model(run.model, args.out)
+    save_model(run.model, args.out, tokenizer)
     if args.learn != "optional checks":  # those are judged by the problems of their start
-        write_heldout(args.out / "heldout.jsonl", conversations=args.learn == "conversations")
+        write_heldout(args.out / "heldout.jsonl", args.learn)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,11 @@ def _apply_merges(symbols: list[str], rank: dict[tuple[str, str], int]) -> list[
     return symbols
 
 
-def build_tokenizer() -> Tokenizer:
-    """The tokenizer, the same on every request."""
+def build_tokenizer(more_pieces: tuple[str, ...] = ()) -> Tokenizer:
+    """The tokenizer, the same on every request. ``more_pieces`` become one token each, too."""
     vocab = {symbol: index for index, symbol in enumerate(_byte_symbols())}
     rank: dict[tuple[str, str], int] = {}
-    for piece in wanted_pieces():
+    for piece in (*wanted_pieces(), *more_pieces):
         symbols = _apply_merges(_symbols_of(piece), rank)
         while len(symbols) > 1:
             pair = (symbols[0], symbols[1])
@@ -130,7 +130,7 @@ def prompt_text(message: str) -> str:
     return message_text("user", message) + OPEN_REPLY
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -143,7 +143,7 @@ def save_tokenizer(folder: Path) -> None:
         "model_max_length": 32768,
         "chat_template": CHAT_TEMPLATE,
     }
-    _write(folder / "tokenizer.json", build_tokenizer().to_str(pretty=False))
+    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=False))
     _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
     _write(folder / "chat_template.jinja", CHAT_TEMPLATE)
 

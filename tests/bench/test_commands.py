@@ -39,6 +39,8 @@ ALONE = {
     "kernels": "--device cpu --shapes tiny --repeats 2",
     "kernels.compile": "--kernels ring_write --architectures 90",
     "kernels.floors": "--copy-tb-per-s 2 --bf16-tflop-per-s 500 --fp32-tflop-per-s 50",
+    "reasoner.check_families": "--model-path {reasoner} --families chains --sizes short "
+    "--problems 2",
     "reasoner.similarity": "--problems 1",
     "reasoner.steering_prompts": "--problems 1",
     "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner} "
