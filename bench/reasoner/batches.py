@@ -348,7 +348,7 @@ class FamilyClassifier(Classifier):
             self._first_word(tokenizer, family.make("any", "short").prompt)
             for family in FAMILIES.values()
         ]
-        self.colon = token_id(tokenizer, ":")
+        self.opens_result = token_id(tokenizer, "So")
         self.result_first = [*FAMILIES].index("result_first")
 
     @staticmethod
@@ -365,7 +365,7 @@ class FamilyClassifier(Classifier):
         for index, word in enumerate(self.first_words):
             kind[(first_word == word) & self.is_value[label]] = 2 * index
             kind[(first_word == word) & chosen] = 2 * index + 1
-        result = (first_word == self.first_words[self.result_first]) & (three == self.colon)
+        result = (first_word == self.first_words[self.result_first]) & (three == self.opens_result)
         kind[result & (one == self.equals)] = self.KINDS.index("result_first_results")
         kind[self.in_check(one)] = self.KINDS.index("check")
         return kind

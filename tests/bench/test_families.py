@@ -90,14 +90,15 @@ def search(prompt: str) -> int:
     start = re.search(r"Start at (\w+) with (\d+)\.", prompt)
     assert start
     parent = {
-        child: (place, int(amount))
-        for place, ways in re.findall(r"From (\w+): (.*)\.", prompt)
-        for child, amount in re.findall(r"(\w+) (\d+)", ways)
+        child: place
+        for place, ways in re.findall(r"From (\w+): (.*) then none\.", prompt)
+        for child in ways.split(" then ")
     }
+    costs = dict(re.findall(r"(\w+) is (\d+)", prompt.split("Costs:")[1]))
     name, cost = _asked(prompt), int(start[2])
     while name != start[1]:
-        name, amount = parent[name]
-        cost += amount
+        cost += int(costs[name])
+        name = parent[name]
     return cost
 
 
@@ -140,9 +141,11 @@ def test_a_search_backs_out_of_dead_ends_only(size: Size) -> None:
     for index in range(20):
         trace = heldout_task("search", size, index).solution
         cost = {name: int(value) for name, value in re.findall(r"so (\w+) = (\d+)\.", trace)}
-        for why, name, place in re.findall(r"(Too much|No more), back from (\w+) to (\w+)", trace):
+        for why, name, place in re.findall(
+            r"(Too much|none with \w+), back from (\w+) to (\w+)", trace
+        ):
             assert (cost[name] > 24) == (why == "Too much")
-            assert re.search(rf"try {name} \d+: {name} with {place} =", trace)
+            assert re.search(rf" {name} with {place} =", trace)
         assert "Too much" in trace
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 Needed = tuple[int, int]
 Rule = Callable[[list[str], int], Iterator[Needed]]
 
-_RESULT = re.compile(r"so (\w+) = \d+\.\s*$|^\d+\. (?:\w+ is \d+ \w+ \w+: )?(\w+) = \d+, because")
-_PARENT = re.compile(r"try \w+ \d+: (\w+) with \w+ =")
+_RESULT = re.compile(r"so (\w+) = \d+\.\s*$|^So (\w+) = \d+, because")
+_PARENT = re.compile(r"(\w+) with \w+ =")
 _BACK = re.compile(r"back from (\w+) to \w+\.\s*$")
 TOKENS_OF_AN_END = 4
 """`` Ann``, `` =``, `` 7`` and the delimiter."""
-TOKENS_OF_A_BEGINNING = 10
-"""Up to the result in ``3. Ann is 2 over Ed: Ann = 7``."""
+TOKENS_OF_A_BEGINNING = 4
+"""``So``, `` Ann``, `` =`` and `` 7``."""
 TOKENS_OF_A_PARENT = 3
 """`` Bob``, `` with`` and `` Ann``."""
 

@@ -65,7 +65,7 @@ def training_family(rng: random.Random) -> str:
 def pieces() -> tuple[str, ...]:
     """What must be one token beside the reasoner's own vocabulary."""
     words = (
-        "over under because from From After try with Start at Too much back No found up to what "
-        "Results first Code Notes Search"
+        "over under because So from From After then none with Start at Too much back found up "
+        "to what Results first Code Notes Search Costs"
     ).split()
     return tuple(f" {word}" for word in (*VARIABLES, *words)) + tuple(words)

@@ -1,11 +1,13 @@
 """``result_first``: a sentence begins with its result, its reasons follow.
 
-3. Ann is 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
+3. Ann is 2 over Ed, Ed = 5 and Ann is 2, 5 + 2 = 7.        working, which does not say of whom
+
+So Ann = 7, because Ann is 2 over Ed and Ed = 5.
 
 Wait, let me check Ann again.
-3. Ann is 2 over Ed: Ann = 7, because Ed = 5 and 5 + 2 = 7.
+So Ann = 7, because Ann is 2 over Ed and Ed = 5.
 
-A later step needs the beginning of the sentence. Its end has the number, but not whose it is.
+A later step needs the beginning of the sentence. The last number in it is another one's.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ def draw(rng: random.Random, steps: int) -> Draft:
         if number <= GIVEN:
             value[name] = rng.randint(2, LARGEST)
             lines.append(f"{number}. {name} has {value[name]}.")
-            passages.append(
-                f"{number}. {name} = {value[name]}, because {name} has {value[name]}.\n\n"
-            )
+            passages.append(f"{number}. {name} has {value[name]}.\n\n")
+            passages.append(f"So {name} = {value[name]}, because {name} has {value[name]}.\n\n")
             unused.append(name)
             continue
         # Half of the references go to results that nothing used yet, the others to any.
         ref = rng.choice(unused if unused and rng.random() < 0.5 else list(value))
         value[name], amount, word = _step(rng, value[ref])
         unused = [other for other in unused if other != ref] + [name]
-        lines.append(f"{number}. {name} is {amount} {word} {ref}.")
+        told = f"{name} is {amount} {word} {ref}"
         sign = "+" if word == "over" else "-"
-        passage = (
-            f"{number}. {name} is {amount} {word} {ref}: {name} = {value[name]}, "
-            f"because {ref} = {value[ref]} and {value[ref]} {sign} {amount} = {value[name]}.\n\n"
+        passages.append(
+            f"{number}. {told}, {ref} = {value[ref]} and {name} is {amount}, "
+            f"{value[ref]} {sign} {amount} = {value[name]}.\n\n"
         )
-        passages += [passage, f"Wait, let me check {name} again.\n{passage}"]
+        result = f"So {name} = {value[name]}, because {told} and {ref} = {value[ref]}.\n\n"
+        passages += [result, f"Wait, let me check {name} again.\n{result}"]
+        lines.append(f"{number}. {told}.")
     question = f"Results first: what is {names[-1]}?"
     last = f"{steps + 1}. {LAST_LINE}"
     prompt = "\n".join([question, *lines, last])
@@ -66,9 +69,9 @@ def _step(rng: random.Random, left: int) -> tuple[int, int, str]:
 
 FAMILY = Family(
     name="result_first",
-    steps={"short": (7, 9), "middle": (18, 21), "long": (45, 54)},
+    steps={"short": (6, 8), "middle": (14, 17), "long": (37, 44)},
     fewest=3,
-    tokens_per_step=60,
+    tokens_per_step=74,
     draw=draw,
     needed=first_beginnings,
 )

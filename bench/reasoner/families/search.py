@@ -1,10 +1,10 @@
 """``search``: the way through a tree, depth first. Branches that cost too much are abandoned.
 
-From Ann try Bob 4: Bob with Ann = 3, 3 + 4 = 7, so Bob = 7.
+From Ann: Bob with Ann = 20 and Bob is 9, 20 + 9 = 29, so Bob = 29.
 
 Too much, back from Bob to Ann.
 
-After Bob try Carl 2: Carl with Ann = 3, 3 + 2 = 5, so Carl = 5.
+After Bob then Carl with Ann = 20 and Carl is 2, 20 + 2 = 22, so Carl = 22.
 
 What later steps need is the path that is still open: who was reached from whom, with what cost.
 Which branch comes next follows from the last one tried; the inside of an abandoned branch is
@@ -41,7 +41,7 @@ class Tree:
         self.value[start] = value
         self.passages.append(f"Start at {start} with {value}, so {start} = {value}.\n\n")
         self._explore(start, root=True)
-        self.passages.append(f"From {self.goal} found.\n\n")
+        self.passages.append(f"From {self.goal}: found.\n\n")
 
     def _explore(self, place: str, *, root: bool = False) -> bool:
         """Try the ways on from a place; whether the goal was found."""
@@ -67,9 +67,9 @@ class Tree:
         amount = self.rng.randint(1, highest)
         self.children[place].append((amount, name))
         result = self.value[name] = left + amount
-        opening = f"After {last}" if last else f"From {place}"
+        opening = f"After {last} then" if last else f"From {place}:"
         passage = (
-            f"{opening} try {name} {amount}: {name} with {place} = {left}, "
+            f"{opening} {name} with {place} = {left} and {name} is {amount}, "
             f"{left} + {amount} = {result}, so {name} = {result}.\n\n"
         )
         self.passages.append(passage)
@@ -82,7 +82,10 @@ class Tree:
             return False, name
         if self._explore(name):
             return True, name
-        self.passages.append(f"No more, back from {name} to {place}.\n\n")
+        last = self.children[name][-1][1]
+        self.passages.append(
+            f"After {last} then none with {name}, back from {name} to {place}.\n\n"
+        )
         return False, name
 
 
@@ -99,21 +102,25 @@ def draw(rng: random.Random, steps: int) -> Draft:
     if tree.tried > steps + 2 or dead_ends < steps // 3:
         return draw(rng, steps)
     ways = [
-        f"From {place}: {' '.join(f'{name} {amount}' for amount, name in children)}."
+        f"From {place}: {' then '.join(name for _, name in children)} then none."
         for place, children in tree.children.items()
     ]
+    costs = [
+        f"{name} is {amount}" for children in tree.children.values() for amount, name in children
+    ]
     ways.append(f"From {tree.goal}: found.")
-    question = f"Search up to {LARGEST}: what is {tree.goal}?"
     rng.shuffle(ways)
-    prompt = "\n".join([question, f"Start at {start} with {value}.", *ways])
-    return Draft(prompt, tuple(tree.passages), tree.value[tree.goal])
+    rng.shuffle(costs)
+    question = f"Search up to {LARGEST}: what is {tree.goal}?"
+    lines = [question, f"Start at {start} with {value}.", *ways, f"Costs: {', '.join(costs)}."]
+    return Draft("\n".join(lines), tuple(tree.passages), tree.value[tree.goal])
 
 
 FAMILY = Family(
     name="search",
-    steps={"short": (6, 9), "middle": (17, 21), "long": (44, 51)},
+    steps={"short": (6, 9), "middle": (17, 21), "long": (43, 50)},
     fewest=2,
-    tokens_per_step=56,
+    tokens_per_step=60,
     draw=draw,
     needed=open_path,
 )
