@@ -17,9 +17,11 @@ os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
 os.environ.pop("SGL_SKIPKV_CONFIG", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What tests start imports SGLang again and again; rare collections make that a quarter cheaper.
-RARE_GC = str(Path(__file__).resolve().parent / "helpers" / "rare_gc")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [RARE_GC, os.environ.get("PYTHONPATH")]))
+# What tests start imports SGLang again and again; with this a server does so once.
+QUICK_STARTS = str(Path(__file__).resolve().parent / "helpers" / "quick_starts")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [QUICK_STARTS, os.environ.get("PYTHONPATH")])
+)
 # So is a start that imports only the models which tests load, of SGLang's two hundred.
 MODELS = ("llama", "qwen2", "qwen3", "registry")
 _FOUND = find_spec("sglang")

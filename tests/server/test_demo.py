@@ -31,10 +31,12 @@ def marked_processes(mark: str) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
     mark = f"demo-{uuid.uuid4()}"
+    # what a user has: without helpers/quick_starts, which comes first
+    path = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
     demo = subprocess.run(
         [sys.executable, "-P", str(DEMO), "--problems", "1"],
         cwd=tmp_path,
-        env={**os.environ, "SKIPKV_TEST_MARK": mark, "COLUMNS": "110"},
+        env={**os.environ, "PYTHONPATH": path, "SKIPKV_TEST_MARK": mark, "COLUMNS": "110"},
         capture_output=True,
         text=True,
         check=False,
