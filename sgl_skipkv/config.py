@@ -171,55 +171,47 @@ def load_server_config(
     Raises:
         SettingError: unreadable file, bad JSON, unknown name, wrong type or range.
     """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    text = "" if config_file is not None else environ.get(ENV_CONFIG, "").strip()
+    text = (os.environ if environ is None else environ).get(ENV_CONFIG, "").strip()
     if config_file is not None:
         values = _read_config_file("--skipkv-config", config_file)
     elif text.startswith("{"):
         values = _parse_json(ENV_CONFIG, text)
     elif text:
         values = _read_config_file(ENV_CONFIG, text)
-    values.update(flags or {})
-    if (config_file is not None or text) and not values:
-        values["required"] = True  # a file or object without settings also enables eviction
-    return build(ServerConfig, values)
+    else:
+        return build(ServerConfig, flags or {})
+    # A file or object without settings also enables eviction.
+    return build(ServerConfig, {**values, **(flags or {})} or {"required": True})
 
 
 def _read_config_file(field: str, name: str) -> dict[str, Any]:
-    path = Path(name)
     expected = f"a readable JSON file of at most {CONFIG_FILE_LIMIT_BYTES} bytes"
     choices = "a path to a file, or inline JSON in the environment variable"
     try:
-        with path.open("rb") as file:  # a pipe or a device has no size
+        with Path(name).open("rb") as file:  # a pipe or a device has no size
             data = file.read(CONFIG_FILE_LIMIT_BYTES + 1)
         if len(data) > CONFIG_FILE_LIMIT_BYTES:
             raise SettingError(field, expected, f"more in {name}", choices)
-        text = data.decode()
-    except OSError as error:
-        raise SettingError(field, expected, f"{error.strerror}: {name}", choices) from error
-    except UnicodeDecodeError as error:
-        raise SettingError(field, expected, f"not UTF-8: {name}", choices) from error
-    return _parse_json(f"{field} ({name})", text)
+        return _parse_json(f"{field} ({name})", data.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingError(field, expected, f"{why}: {name}", choices) from error
 
 
 def _parse_json(field: str, text: str) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise SettingError(field, "each name once", twice, "remove one of the two")
-        return seen
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise SettingError(field, "each name once", name, "remove one of the two")
+            values[name] = value
+        return values
 
     try:
         values = json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
-        where = f"{error.msg} at line {error.lineno} column {error.colno}"
-        raise SettingError(field, "a JSON object", where, "see docs/settings.md") from error
     except SettingError:
         raise
-    except (RecursionError, ValueError) as error:  # nested too deep; a number too long
+    except (RecursionError, ValueError) as error:  # no JSON; nested too deep; a number too long
         raise SettingError(field, "a JSON object", str(error), "see docs/settings.md") from error
     if not isinstance(values, dict):
         raise SettingError(field, "a JSON object", values, "see docs/settings.md")
