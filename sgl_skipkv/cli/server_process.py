@@ -38,13 +38,10 @@ class HTTPFailure(Exception):
 
 
 def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
-    """A socket that reserves a free loopback port for a server that is about to start.
+    """A socket that reserves a free loopback port, at random, for a server that is about to start.
 
     The server can bind the same port, because this socket does not listen and both allow reuse.
     This function binds before it allows reuse, so no two calls get the same port, in any process.
-
-    Args:
-        ports: to choose from, at random.
 
     Raises:
         RuntimeError: none of them is free.
@@ -142,8 +139,7 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
     def stop(self, grace_s: float = 30) -> None:
         """End the server and all processes it started, and wait for them. May be called again.
 
-        Args:
-            grace_s: how long SGLang may take to shut down before it is killed.
+        SGLang is killed if it has not shut down after ``grace_s``.
         """
         if self._log.closed:
             return

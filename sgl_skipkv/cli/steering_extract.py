@@ -32,7 +32,7 @@ from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.steering.class_statistics import ClassStatistics, class_statistics_of
 from sgl_skipkv.steering.steerer import TokenClasses
-from sgl_skipkv.steering.vector import Origin, SteeringVector
+from sgl_skipkv.steering.vector import Origin, Preset, SteeringVector
 
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: the command warns if a class has fewer thoughts
@@ -74,14 +74,13 @@ class Extraction:
         work: Path,
         *,
         keywords: Sequence[str] = KEYWORDS,
-        preset: str = "math",
+        preset: Preset = "math",
         thoughts: Literal["paragraph", "line"] = "paragraph",
         take: Literal["before", "after"] = "before",
         server_flags: Sequence[str] = (),
     ) -> None:
         self.model_path, self.work = model_path, work
-        self.keywords, self.preset = tuple(keywords), preset
-        self.thoughts, self.take = thoughts, take
+        self.keywords, self.preset, self.take = tuple(keywords), preset, take
         self._server_flags = server_flags
         self.tokenizer = load_tokenizer("model-path", model_path)
         config = AutoConfig.from_pretrained(model_path)
@@ -89,6 +88,7 @@ class Extraction:
         self._hidden_size: int = config.hidden_size
         # Of a trace with its prompt: the capture adds one token.
         self._limit_tokens: int = config.max_position_embeddings - 2
+        self._labels = [*keywords, preset, thoughts, take]
         newlines = newline_tokens(self.tokenizer)
         delimiters = Delimiters(newlines, config.vocab_size)
         self.classes = TokenClasses(self.tokenizer, delimiters, preset, self.keywords)
@@ -158,20 +158,18 @@ class Extraction:
         if not execution or not nonexecution:
             got = f"{execution} execution and {nonexecution} non-execution thoughts"
             raise SettingError("keywords", "thoughts of both classes", got, "other keywords")
-        origin = Origin.model_validate(
-            {
-                "model": Path(self.model_path).name,
-                "hidden_size": self._hidden_size,
-                "layer": chosen.layer,
-                "keywords": ",".join(self.keywords),
-                "delimiters": self.preset,
-                "traces": len(self._done()),
-                "execution_thoughts": execution,
-                "nonexecution_thoughts": nonexecution,
-                "split_cosine": round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
-                "separation": round(chosen.separation, 4),
-                "date": datetime.date.today().isoformat(),
-            }
+        origin = Origin(
+            model=Path(self.model_path).name,
+            hidden_size=self._hidden_size,
+            layer=chosen.layer,
+            keywords=",".join(self.keywords),
+            delimiters=self.preset,
+            traces=len(self._done()),
+            execution_thoughts=execution,
+            nonexecution_thoughts=nonexecution,
+            split_cosine=round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
+            separation=round(chosen.separation, 4),
+            date=datetime.date.today().isoformat(),
         )
         return SteeringVector(statistics.difference()[chosen.layer].float(), origin)
 
@@ -183,17 +181,16 @@ class Extraction:
             folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([self.model_path, source])
         traces = hashlib.sha256(text.encode()).hexdigest()
-        labels = [*self.keywords, self.preset, self.thoughts, self.take]
         path = self.work / "settings.json"
         saved = json.loads(path.read_text()) if path.exists() else {"traces": traces}
         if saved["traces"] != traces:
             expected = "a folder of the same model, traces or prompts, and max-new-tokens"
             choices = "another folder, an empty one, or the arguments of its first run"
             raise SettingError("work", expected, str(self.work), choices)
-        if saved.get("labels") != labels:  # the traces remain valid
+        if saved.get("labels") != self._labels:  # the traces remain valid
             shutil.rmtree(self._sums)
             self._sums.mkdir()
-        settings = json.dumps({"traces": traces, "labels": labels})
+        settings = json.dumps({"traces": traces, "labels": self._labels})
         _write_whole(path, lambda partial: partial.write_text(settings))
 
     def _finish(

@@ -55,10 +55,8 @@ def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
 
 
 def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") -> Text:
-    """The generated text of one request: evicted tokens dim and struck through.
-
-    Args:
-        mark: before and after each run of evicted tokens, for output without styles.
+    """The generated text of one request: evicted tokens dim and struck through, each run of them
+    between two ``mark``, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     evicted = evicted_positions(events)
