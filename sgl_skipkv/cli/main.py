@@ -14,7 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sgl_skipkv.cli import report
 from sgl_skipkv.cli.files import read_json, read_lines
+from sgl_skipkv.cli.trace_view import show_trace
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     checks.set_defaults(run=doctor)
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
-    trace.set_defaults(run=view_trace)
+    trace.set_defaults(run=show_trace)
     trace.add_argument("file", help="written by --skipkv-trace")
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
@@ -83,13 +85,6 @@ def _table(title: str, *columns: str, **options: Any) -> Table:
     return Table(*columns, title=title, title_justify="left", **options)
 
 
-def view_trace(arguments: argparse.Namespace, console: Console) -> int:
-    """Print one finished request of a trace; 1 if there is none."""
-    from sgl_skipkv.cli.trace_view import show_trace
-
-    return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
-
-
 def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
     """Extract a vector, and print its stability by layer."""
     from sgl_skipkv.cli import steering_extract
@@ -140,8 +135,6 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
 
 def report_padding(arguments: argparse.Namespace, console: Console) -> None:
     """Print valid budgets of static batches, in file order and sorted by length."""
-    from sgl_skipkv.cli import report
-
     tokens = report.read_prompt_tokens(arguments.file, arguments.tokenizer, arguments.field)
     padding = report.padding(tokens, arguments.batch)
     table = _table(
@@ -160,8 +153,6 @@ def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
     A row is the most that a request ever holds: its prompt, unless it is shared in the radix cache,
     and ``kv_budget + interval + 1``, or its full output without a budget.
     """
-    from sgl_skipkv.cli import report
-
     path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
     config = read_json("model", path, dict, "a model's config.json")
     token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)

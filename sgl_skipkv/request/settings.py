@@ -238,8 +238,7 @@ def _resolve_reuse(
     """The request's ``kv_reuse``, or else the server's for a request that evicts; None: false."""
     asked = server.kv_reuse if value is None else value
     if asked is not False and asked not in ("keep", "budget"):  # 0 is not false
-        choices = "false, keep, budget"
-        raise SettingError("kv_reuse", f"one of {choices}", asked, choices)
+        raise SettingError("kv_reuse", "one of false, keep, budget", asked, "false, keep, budget")
     evicts = has_budget and policy.evicts
     if asked is False or (value is None and not evicts):
         return None
