@@ -303,12 +303,11 @@ class RequestState:
         """Whether the demand of a row of this length is measured: ``AHEAD_TOKENS`` before
         ``interval`` tokens have been generated since the last compaction, and every ``interval``
         tokens if nothing had to be evicted then."""
-        params, demand = self.settings.policy.params, self._demand
+        params = self.settings.policy.params
         if params.coverage == 1 or not self.settings.evicts:
             return False
-        first = self._measured_from
-        if demand is not None:
-            first = demand.logical_tokens + params.interval
+        demand = self._demand
+        first = self._measured_from if demand is None else demand.logical_tokens + params.interval
         return row_tokens + self.kv.evicted_tokens >= max(first, self.kv.not_before)
 
     @property
