@@ -67,30 +67,29 @@ class ServerConfig(Settings):
     """The settings of one server, from flags, a JSON file or ``SGL_SKIPKV_CONFIG``.
 
     Every field is optional. Any field that is set enables eviction at start, so a server that
-    cannot evict refuses to start (docs/design.md, "three states").
+    cannot evict refuses to start (docs/design.md, "three states"). The help of a command-line flag
+    shows a field's ``description``.
     """
 
     kv_budget: BudgetTokens | None = Field(
         None, description="KV tokens kept for what a request generates"
     )
     kv_policy: str = Field("skipkv", description="default eviction policy")
-    kv_params: dict[str, Any] = Field({}, description="default parameters of kv_policy")
+    kv_params: dict[str, Any] = {}  # default parameters of kv_policy
     kv_interval: int = Field(
         128, ge=8, le=65536, description="generated tokens between two compactions of a request"
     )
     kv_budget_max: BudgetTokens = Field(
         BUDGET_LIMIT_TOKENS, description="largest kv_budget that a request may set"
     )
-    protect_prompt: bool = Field(True, description="false: the prompt may be evicted too")
-    count_prompt: bool = Field(False, description="true: the budget includes the prompt")
+    protect_prompt: bool = True  # false: the prompt may be evicted too
+    count_prompt: bool = False  # true: the budget includes the prompt
     kv_reuse: Literal[False, "keep", "budget"] = Field(
         False, description="default kv_reuse of a request with a budget"
     )
-    kv_reuse_bytes: MemoryBytes = Field(
-        256 << 20,
-        description="host memory for what is known of finished requests, beside their KV",
-    )
-    delimiters: str = Field("math", description="which tokens close a sentence")
+    # Host memory for what is known of finished requests, beside their KV.
+    kv_reuse_bytes: MemoryBytes = 256 << 20
+    delimiters: str = "math"  # which tokens close a sentence
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
         None, description="default steering strength alpha_0; absent: no steering by default"
@@ -98,37 +97,24 @@ class ServerConfig(Settings):
     steering_gamma: float = Field(
         0.02, ge=0, le=10, description="added to the strength per non-execution sentence"
     )
-    steering_max: float = Field(
-        10.0, ge=0, le=1000, description="largest absolute steering strength that a request may set"
-    )
-    steering_capture: str | None = Field(
-        None, description="internal: folder for hidden states of `skipkv steering extract`"
-    )
+    # Largest absolute steering strength that a request may set.
+    steering_max: float = Field(10.0, ge=0, le=1000)
+    # Internal: folder for hidden states of `skipkv steering extract`.
+    steering_capture: str | None = None
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
-    query_window: int = Field(
-        8, ge=1, le=1024, description="recent queries recorded per request; the largest `window`"
-    )
-    max_sentences: int = Field(
-        256, ge=8, le=65536, description="most recent sentences that are compared per request"
-    )
-    max_tracked_requests: int = Field(
-        256, ge=1, le=65536, description="requests with recording that can run at once; others wait"
-    )
-    retraction_backup_bytes: MemoryBytes = Field(
-        1 << 30,
-        description="host memory for the KV of retracted requests, down to a power of two; 0: none",
-    )
-    compaction_work_bytes: MemoryBytes = Field(
-        96 << 20,
-        description="device memory of one compaction's workspace; larger batches are split",
-    )
-    check_ledger: bool = Field(
-        False, description="verify kept + freed = old at every compaction (waits for the device)"
-    )
-    poison_evicted: bool = Field(
-        False, description="fill the KV of evicted slots with NaN, to expose wrong reads"
-    )
-    required: bool = Field(False, description="true: refuse to start unless eviction is ready")
+    # Recent queries recorded per request; the largest `window`.
+    query_window: int = Field(8, ge=1, le=1024)
+    # Most recent sentences that are compared per request.
+    max_sentences: int = Field(256, ge=8, le=65536)
+    # Requests with recording that can run at once; others wait.
+    max_tracked_requests: int = Field(256, ge=1, le=65536)
+    # Host memory for the KV of retracted requests, down to a power of two; 0: none.
+    retraction_backup_bytes: MemoryBytes = 1 << 30
+    # Device memory of one compaction's workspace; larger batches are split.
+    compaction_work_bytes: MemoryBytes = 96 << 20
+    check_ledger: bool = False  # verify kept + freed = old at compactions; waits for the device
+    poison_evicted: bool = False  # fill the KV of evicted slots with NaN, to expose wrong reads
+    required: bool = False  # true: refuse to start unless eviction is ready
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -163,63 +149,53 @@ def load_server_config(
     config_file: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """One server's settings. Flags override a file; a file given by flag replaces the environment.
-
-    Args:
-        environ: where ``SGL_SKIPKV_CONFIG`` is looked up (default ``os.environ``): JSON or a path.
+    """One server's settings. Flags override a file; a file given by flag replaces the environment,
+    whose ``SGL_SKIPKV_CONFIG`` is JSON or a path.
 
     Raises:
         SettingError: unreadable file, bad JSON, unknown name, wrong type or range.
     """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    text = "" if config_file is not None else environ.get(ENV_CONFIG, "").strip()
+    text = (os.environ if environ is None else environ).get(ENV_CONFIG, "").strip()
     if config_file is not None:
         values = _read_config_file("--skipkv-config", config_file)
     elif text.startswith("{"):
         values = _parse_json(ENV_CONFIG, text)
     elif text:
         values = _read_config_file(ENV_CONFIG, text)
-    values.update(flags or {})
-    if (config_file is not None or text) and not values:
-        values["required"] = True  # a file or object without settings also enables eviction
-    return build(ServerConfig, values)
+    else:
+        return build(ServerConfig, flags or {})
+    # A file or object without settings also enables eviction.
+    return build(ServerConfig, {**values, **(flags or {})} or {"required": True})
 
 
 def _read_config_file(field: str, name: str) -> dict[str, Any]:
-    path = Path(name)
     expected = f"a readable JSON file of at most {CONFIG_FILE_LIMIT_BYTES} bytes"
     choices = "a path to a file, or inline JSON in the environment variable"
     try:
-        with path.open("rb") as file:  # a pipe or a device has no size
+        with Path(name).open("rb") as file:  # a pipe or a device has no size
             data = file.read(CONFIG_FILE_LIMIT_BYTES + 1)
         if len(data) > CONFIG_FILE_LIMIT_BYTES:
             raise SettingError(field, expected, f"more in {name}", choices)
-        text = data.decode()
-    except OSError as error:
-        raise SettingError(field, expected, f"{error.strerror}: {name}", choices) from error
-    except UnicodeDecodeError as error:
-        raise SettingError(field, expected, f"not UTF-8: {name}", choices) from error
-    return _parse_json(f"{field} ({name})", text)
+        return _parse_json(f"{field} ({name})", data.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise SettingError(field, expected, f"{why}: {name}", choices) from error
 
 
 def _parse_json(field: str, text: str) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise SettingError(field, "each name once", twice, "remove one of the two")
-        return seen
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values:
+                raise SettingError(field, "each name once", name, "remove one of the two")
+            values[name] = value
+        return values
 
     try:
         values = json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
-        where = f"{error.msg} at line {error.lineno} column {error.colno}"
-        raise SettingError(field, "a JSON object", where, "see docs/settings.md") from error
     except SettingError:
         raise
-    except (RecursionError, ValueError) as error:  # nested too deep; a number too long
+    except (RecursionError, ValueError) as error:  # no JSON; nested too deep; a number too long
         raise SettingError(field, "a JSON object", str(error), "see docs/settings.md") from error
     if not isinstance(values, dict):
         raise SettingError(field, "a JSON object", values, "see docs/settings.md")
@@ -232,15 +208,13 @@ M = TypeVar("M", bound=Settings)
 def build(model: type[M], values: Mapping[str, Any], *, prefix: str = "") -> M:
     """Validate ``values`` into ``model``; the first error becomes a ``SettingError``.
 
-    Args:
-        values: names and raw values from JSON, flags or Python.
-        prefix: put before the field's name in the message, for nested objects (``kv_params.``).
+    ``prefix`` comes before the field's name in the message, for nested objects (``kv_params.``).
     """
-    unknown = [name for name in values if name not in model.model_fields]
-    if unknown:
-        known = ", ".join(sorted(model.model_fields)) or "none"
-        name = brief(unknown[0]).strip("'\"")
-        raise SettingError(f"{prefix}{name}", "a known name", unknown[0], known)
+    for name in values:
+        if name not in model.model_fields:
+            known = ", ".join(sorted(model.model_fields)) or "none"
+            field = brief(name).strip("'\"")
+            raise SettingError(f"{prefix}{field}", "a known name", name, known)
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:

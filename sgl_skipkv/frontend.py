@@ -46,10 +46,8 @@ def install() -> None:
     for owner, name, _, expected in _WRAPPED:
         parameters = list(inspect.signature(getattr(owner, name)).parameters)
         if expected and parameters != expected.split():
-            raise RuntimeError(
-                f"sgl_skipkv: {name} takes {parameters}, expected {expected}; "
-                "this SGLang's frontend is not supported"
-            )
+            found = f"sgl_skipkv: {name} takes {parameters}, expected {expected}"
+            raise RuntimeError(f"{found}; this SGLang's frontend is not supported")
     for owner, name, around, _ in _WRAPPED:
         if around is not None:
             _wrap(owner, name, around)
@@ -85,10 +83,8 @@ def _gen(gen: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     expression = gen(*args, **kwargs)
     if keys:
         if not isinstance(expression, ir.SglGen):
-            raise ValueError(
-                f"{next(iter(keys))}: expected a gen without choices, got choices=; choices: "
-                "leave it out, or generate without choices"
-            )
+            choices = "leave it out, or generate without choices"
+            raise SettingError(next(iter(keys)), "a gen without choices", "choices=", choices)
         expression.sampling_params.skipkv = keys
     return expression
 
@@ -108,12 +104,6 @@ def _run_program(run_program: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     given = inspect.signature(run_program).bind(*args, **kwargs).arguments
     given["default_sampling_para"].skipkv = _keys_of(given["program"])
     return run_program(*args, **kwargs)
-
-
-def _clone(clone: Callable[[Any], Any], params: Any) -> Any:
-    cloned = clone(params)
-    cloned.skipkv = _keys_of(params)
-    return cloned
 
 
 def _resolve_sampling_params(resolve: Callable[..., Any], executor: Any, params: Any) -> Any:
@@ -172,7 +162,6 @@ _OF_RUN = "program backend func_args func_kwargs default_sampling_para stream sy
 _WRAPPED: tuple[tuple[Any, str, Callable[..., Any] | None, str], ...] = (
     *((api, name, _gen, "") for name in _GENS),
     *((ir.SglFunction, name, _run, "") for name in ("run", "run_batch")),
-    (_PARAMS, "clone", _clone, "self"),
     (_PARAMS, "to_srt_kwargs", partial(_add_keys, "custom_params"), "self"),
     (_PARAMS, "to_openai_kwargs", partial(_add_keys, "extra_body"), "self"),
     *((_PARAMS, f"to_{one}_kwargs", partial(_refuse_keys, one), "self") for one in _WITHOUT_KEYS),

@@ -12,11 +12,8 @@ from sgl_skipkv.config import SettingError
 def load_tokenizer(field: str, model: str) -> Any:
     """The tokenizer that Transformers loads from a folder or by name.
 
-    Args:
-        field: the command-line option, for the message.
-
     Raises:
-        SettingError: Transformers loads none.
+        SettingError: Transformers loads none; ``field`` is the command-line option.
     """
     from transformers import AutoTokenizer
 

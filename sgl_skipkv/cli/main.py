@@ -9,11 +9,14 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from sgl_skipkv.cli import report
 from sgl_skipkv.cli.files import read_json, read_lines
+from sgl_skipkv.cli.trace_view import show_trace
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
@@ -23,20 +26,26 @@ _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashin
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="skipkv", description="A KV budget for SGLang requests.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="versions, platform, hooks and supported SGLang features")
+    checks = commands.add_parser(
+        "doctor", help="versions, platform, hooks and supported SGLang features"
+    )
+    checks.set_defaults(run=doctor)
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
+    trace.set_defaults(run=show_trace)
     trace.add_argument("file", help="written by --skipkv-trace")
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
     reports = commands.add_parser("report", help="estimates for a budget, without a server")
     kinds = reports.add_subparsers(dest="kind", required=True)
     padding = kinds.add_parser("padding", help="budget left after padding in static batches")
+    padding.set_defaults(run=report_padding)
     padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
     padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
     padding.add_argument("--field", default="problem", help="for .jsonl: field with the prompt")
     padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
     padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
     capacity = kinds.add_parser("capacity", help="how many requests fit a KV pool")
+    capacity.set_defaults(run=report_capacity)
     capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
     capacity.add_argument("--kv-memory-gib", type=float, required=True, help="size of the KV pool")
     capacity.add_argument("--kv-budget", type=int, nargs="+", required=True)
@@ -47,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steering = commands.add_parser("steering", help="create steering vectors")
     kinds = steering.add_subparsers(dest="kind", required=True)
     extract = kinds.add_parser("extract", help="extract a steering vector from traces")
+    extract.set_defaults(run=extract_steering)
     extract.add_argument("--model-path", required=True, help="folder or name")
     source = extract.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", type=Path, help="JSONL, prompt or problem per line")
@@ -65,23 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     extract.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
     arguments = parser.parse_args(argv)
-    console = Console(soft_wrap=False)
-    if arguments.command == "doctor":
-        return doctor(console)
-    shown = {"padding": report_padding, "capacity": report_capacity, "extract": extract_steering}
     try:
-        if arguments.command == "trace":
-            from sgl_skipkv.cli.trace_view import show_trace
-
-            return show_trace(console, arguments.file, arguments.model_path, arguments.rid)
-        console.print(shown[arguments.kind](arguments))
+        return arguments.run(arguments, Console(soft_wrap=False)) or 0
     except SettingError as error:
         parser.error(str(error))
-    return 0
 
 
-def extract_steering(arguments: argparse.Namespace) -> Table:
-    """Extract a vector; returns a table of its stability by layer."""
+def _table(title: str, *columns: str, **options: Any) -> Table:
+    return Table(*columns, title=title, title_justify="left", **options)
+
+
+def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
+    """Extract a vector, and print its stability by layer."""
     from sgl_skipkv.cli import steering_extract
 
     run = steering_extract.Extraction(
@@ -110,75 +115,69 @@ def extract_steering(arguments: argparse.Namespace) -> Table:
             expected, got = "prompt or problem in every line", str(arguments.prompts)
             raise SettingError("prompts", expected, got, '{"prompt": "..."}')
         statistics = run.from_prompts(prompts, arguments.max_new_tokens)
-    counts, layers = statistics.count.tolist(), run.report()
-    chosen = max(layers, key=lambda layer: layer.separation)
-    if layer != "auto":
-        chosen = layers[int(layer)]
+    nonexecution, execution = statistics.count.tolist()
+    layers = run.report()
+    best = max(layers, key=lambda layer: layer.separation)
+    chosen = best if layer == "auto" else layers[int(layer)]
     run.vector(chosen).save(arguments.out)
-    table = Table(
+    table = _table(
+        f"{arguments.out}: {execution:,} execution and {nonexecution:,} non-execution thoughts",
         *("layer", "separation", "cosine between halves", "norm", "written"),
-        title=f"{arguments.out}: {counts[1]:,} execution and {counts[0]:,} non-execution thoughts",
-        title_justify="left",
     )
     for one in layers:
         numbers = (f"{n:.3f}" for n in (one.separation, one.split_cosine, one.norm))
         table.add_row(str(one.layer), *numbers, "*" if one is chosen else "")
-    if min(counts) < steering_extract.FEW_THOUGHTS:
-        table.caption = f"[yellow]warning[/]: a class has only {min(counts)} thoughts"
-    return table
+    fewest = min(execution, nonexecution)
+    if fewest < steering_extract.FEW_THOUGHTS:
+        table.caption = f"[yellow]warning[/]: a class has only {fewest} thoughts"
+    console.print(table)
 
 
-def report_padding(arguments: argparse.Namespace) -> Table:
-    """Valid budgets of static batches, in file order and sorted by length."""
-    from sgl_skipkv.cli import report
-
+def report_padding(arguments: argparse.Namespace, console: Console) -> None:
+    """Print valid budgets of static batches, in file order and sorted by length."""
     tokens = report.read_prompt_tokens(arguments.file, arguments.tokenizer, arguments.field)
     padding = report.padding(tokens, arguments.batch)
-    table = Table(
-        *("kv_budget", "in file order", "sorted by length", "paged (no padding)"),
-        title=f"{padding.prompts} prompts, batches of {arguments.batch}: mean padding "
+    table = _table(
+        f"{padding.prompts} prompts, batches of {arguments.batch}: mean padding "
         f"{padding.unsorted_tokens:.2f} tokens in file order, {padding.sorted_tokens:.2f} sorted",
-        title_justify="left",
+        *("kv_budget", "in file order", "sorted by length", "paged (no padding)"),
     )
     for kv_budget in arguments.kv_budget:
-        valid = map(str, padding.valid_budgets(kv_budget))
-        table.add_row(str(kv_budget), *valid, str(kv_budget))
-    return table
+        table.add_row(*map(str, (kv_budget, *padding.valid_budgets(kv_budget), kv_budget)))
+    console.print(table)
 
 
-def report_capacity(arguments: argparse.Namespace) -> Table:
-    """Requests that fit in a KV pool at once, for each budget and without one: ``pool / row``.
+def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
+    """Print how many requests fit in a KV pool, with each budget and without one: ``pool / row``.
 
     A row is the most that a request ever holds: its prompt, unless it is shared in the radix cache,
     and ``kv_budget + interval + 1``, or its full output without a budget.
     """
-    from sgl_skipkv.cli import report
-
     path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
     config = read_json("model", path, dict, "a model's config.json")
     token_bytes = report.kv_bytes_per_token(config, arguments.kv_value_bytes)
     pool_tokens = 0
     if 0 < arguments.kv_memory_gib < math.inf:
         pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
-    prompt = arguments.prompt_tokens
     if pool_tokens < 1:
         expected, got = f"room for a token of {token_bytes:,} bytes", arguments.kv_memory_gib
         raise SettingError("kv-memory-gib", expected, got, "the memory of the KV pool")
-    least = {"interval": 8, "prompt_tokens": 0, "output_tokens": 1}
-    limits = [("kv_budget", 1, kv_budget) for kv_budget in arguments.kv_budget]
-    limits += [(name, limit, getattr(arguments, name)) for name, limit in least.items()]
-    for name, limit, got in limits:
-        if got < limit:
-            expected = f"an integer of {limit} or more"
-            raise SettingError(name.replace("_", "-"), expected, got, "tokens")
-    table = Table(
+    for least, name, *values in (
+        (1, "kv-budget", *arguments.kv_budget),
+        (8, "interval", arguments.interval),
+        (0, "prompt-tokens", arguments.prompt_tokens),
+        (1, "output-tokens", arguments.output_tokens),
+    ):
+        for value in values:
+            if value < least:
+                raise SettingError(name, f"an integer of {least} or more", value, "tokens")
+    table = _table(
+        f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
         *("kv_budget", "KV tokens of a request", "requests at once"),
         *("recording and workspace, MiB", "of the pool"),
-        title=f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
-        title_justify="left",
     )
     for kv_budget in arguments.kv_budget:
-        row_tokens = prompt + kv_budget + arguments.interval + 1
+        row_tokens = arguments.prompt_tokens + kv_budget + arguments.interval + 1
         fit = pool_tokens // row_tokens
         # With a one-byte KV cache, queries and sentence vectors have the model's type.
         sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
@@ -186,16 +185,44 @@ def report_capacity(arguments: argparse.Namespace) -> Table:
         share = recorded / (pool_tokens * token_bytes)
         cells = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
         table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *cells)
-    row_tokens = prompt + arguments.output_tokens
+    row_tokens = arguments.prompt_tokens + arguments.output_tokens
     table.add_row("none", f"{row_tokens:,}", f"{pool_tokens // row_tokens:,}", "0", "0.0%")
-    return table
+    console.print(table)
 
 
-def doctor(console: Console) -> int:
+def doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print versions, platform, hooks and the capability matrix; 0 if every hook applies."""
-    console.print(_versions())
-    problems = _hooks(console)
-    console.print(_capabilities())
+    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
+
+    table = _table("versions", show_header=False)
+    for name in _PACKAGES:
+        try:
+            table.add_row(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            table.add_row(name, "not installed")
+    table.add_row("python", platform.python_version())
+    table.add_row("SGLANG_PLATFORM", os.environ.get("SGLANG_PLATFORM") or "not set")
+    table.add_row("platform", platform_name())
+    console.print(table)
+
+    from sgl_skipkv.patches import registry
+
+    registry.load()
+    problems = registry.problems()
+    table = _table("hooks", "hook", "kind", "state", "why")
+    for hook in registry.HOOKS:
+        name = f"hook {hook.target} "
+        errors = [problem.removeprefix(name) for problem in problems if name in problem]
+        state = f"[red]{errors[0]}[/]" if errors else "ok"
+        table.add_row(hook.target, hook.kind, state, hook.why)
+    console.print(table)
+
+    colours = {"yes": "green", "no": "red", "per request": "yellow"}
+    table = _table("capabilities", "feature", "supported", "why")
+    for row in CAPABILITIES:
+        table.add_row(row.name, f"[{colours[row.supported]}]{row.supported}[/]", row.why)
+    console.print(table)
+
     if problems:
         console.print("[bold red]unavailable[/]: " + "; ".join(problems))
         console.print("A server still starts; requests with a budget get HTTP 400.")
@@ -205,43 +232,3 @@ def doctor(console: Console) -> int:
         "configuration at start and reports its state in /server_info and in the log."
     )
     return 0
-
-
-def _versions() -> Table:
-    table = Table(title="versions", title_justify="left", show_header=False)
-    for name in _PACKAGES:
-        try:
-            table.add_row(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            table.add_row(name, "not installed")
-    table.add_row("python", platform.python_version())
-    table.add_row("SGLANG_PLATFORM", os.environ.get("SGLANG_PLATFORM") or "not set")
-    from sgl_skipkv.patches.startup.capabilities import platform_name
-
-    table.add_row("platform", platform_name())
-    return table
-
-
-def _hooks(console: Console) -> list[str]:
-    from sgl_skipkv.patches import registry
-
-    registry.load()
-    table = Table("hook", "kind", "state", "why", title="hooks", title_justify="left")
-    problems = registry.problems()
-    for hook in registry.HOOKS:
-        name = f"hook {hook.target} "
-        errors = [problem.removeprefix(name) for problem in problems if name in problem]
-        state = f"[red]{errors[0]}[/]" if errors else "ok"
-        table.add_row(hook.target, hook.kind, state, hook.why)
-    console.print(table)
-    return problems
-
-
-def _capabilities() -> Table:
-    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
-
-    colours = {"yes": "green", "no": "red", "per request": "yellow"}
-    table = Table("feature", "supported", "why", title="capabilities", title_justify="left")
-    for row in CAPABILITIES:
-        table.add_row(row.name, f"[{colours[row.supported]}]{row.supported}[/]", row.why)
-    return table

@@ -32,9 +32,6 @@ def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
 
     Source: SkipKV (arXiv 2512.07993) section 4.3, eq. 12 and table 3.
 
-    Args:
-        prompt_tokens: of each prompt, in file order.
-
     Raises:
         SettingError: no prompts, or a batch below 1.
     """
@@ -51,12 +48,8 @@ def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
 
 
 def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[int]:
-    """Prompt lengths from a JSON list of counts, or from JSON lines and a tokenizer.
-
-    Args:
-        path: ``.json`` with a list of integers, or ``.jsonl`` with one object per prompt.
-        tokenizer: folder or name; only for ``.jsonl``.
-        field: the prompt's name in each object.
+    """Prompt lengths from ``.json`` with a list of counts, or from ``.jsonl`` with one object per
+    prompt, which is its ``field``, and a tokenizer (folder or name).
 
     Raises:
         SettingError: neither kind of file, a missing field, or no tokenizer for text.
@@ -125,6 +118,5 @@ def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
         head_dim = int(config.get("head_dim") or hidden // heads)
         return int(config["num_hidden_layers"]), heads, kv_heads, head_dim, hidden
     except KeyError as error:
-        raise SettingError(
-            "model", "a config.json of a decoder", f"one without {error.args[0]}", "another model"
-        ) from error
+        got = f"one without {error.args[0]}"
+        raise SettingError("model", "a config.json of a decoder", got, "another model") from error

@@ -38,13 +38,10 @@ class HTTPFailure(Exception):
 
 
 def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
-    """A socket that reserves a free loopback port for a server that is about to start.
+    """A socket that reserves a free loopback port, at random, for a server that is about to start.
 
     The server can bind the same port, because this socket does not listen and both allow reuse.
     This function binds before it allows reuse, so no two calls get the same port, in any process.
-
-    Args:
-        ports: to choose from, at random.
 
     Raises:
         RuntimeError: none of them is free.
@@ -61,23 +58,9 @@ def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
     raise RuntimeError(f"port: expected a free one in {min(ports)} to {max(ports)}, got none")
 
 
-def device_arguments(*, captures: bool = False) -> list[str]:
-    """Flags for this machine: a CUDA GPU where there is one, else the CPU platform.
-
-    Args:
-        captures: on a GPU, whether SGLang captures CUDA graphs. They include recording only if
-            eviction is enabled at start; otherwise requests with budgets need graphs disabled.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
-    off = ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
-    return ["--attention-backend", "triton", "--page-size", "1", *([] if captures else off)]
-
-
 class ServerProcess(AbstractContextManager["ServerProcess"]):
-    """``python -m sglang.launch_server`` as a context manager.
+    """``python -m sglang.launch_server`` as a context manager, on a CUDA GPU where there is one,
+    else on the CPU platform.
 
     Args:
         model: folder, as seen from here, or name of a model.
@@ -85,7 +68,8 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
             of a module.
         arguments: more command-line flags.
         environment: added to the caller's.
-        captures: as in ``device_arguments``.
+        captures: on a GPU, whether SGLang captures CUDA graphs. They include recording only if
+            eviction is enabled at start; otherwise requests with budgets need graphs disabled.
         python: of the environment that the server runs in.
     """
 
@@ -99,14 +83,22 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
         captures: bool = False,
         python: str = sys.executable,
     ) -> None:
+        import torch
+
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
         self._port_claim = claimed_port()
         self.port: int = self._port_claim.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
-        device = device_arguments(captures=captures)
-        platform = {"SGLANG_PLATFORM": CPU_PLATFORM} if "cpu" in device else {}
+        platform = {}
+        if torch.cuda.is_available():
+            device = ["--attention-backend", "triton", "--page-size", "1"]
+            off = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
+            device += () if captures else off
+        else:
+            device = ["--device", "cpu", "--dtype", "float32", "--sleep-on-idle"]
+            platform = {"SGLANG_PLATFORM": CPU_PLATFORM}
         self._log = self.log_path.open("w")
         self.process = subprocess.Popen(
             [
@@ -147,8 +139,7 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
     def stop(self, grace_s: float = 30) -> None:
         """End the server and all processes it started, and wait for them. May be called again.
 
-        Args:
-            grace_s: how long SGLang may take to shut down before it is killed.
+        SGLang is killed if it has not shut down after ``grace_s``.
         """
         if self._log.closed:
             return

@@ -32,15 +32,15 @@ from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.steering.class_statistics import ClassStatistics, class_statistics_of
 from sgl_skipkv.steering.steerer import TokenClasses
-from sgl_skipkv.steering.vector import Origin, SteeringVector
+from sgl_skipkv.steering.vector import Origin, Preset, SteeringVector
 
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: the command warns if a class has fewer thoughts
 FEW_THOUGHTS = 100
 #: KV pool on a CPU, where SGLang would otherwise use most of the memory
 _CPU_POOL_TOKENS = 65536
-Take = Literal["before", "after"]
-Thoughts = Literal["paragraph", "line"]
+#: requests at a time
+_PARALLEL = 32
 
 
 @dataclass(frozen=True)
@@ -74,27 +74,27 @@ class Extraction:
         work: Path,
         *,
         keywords: Sequence[str] = KEYWORDS,
-        preset: str = "math",
-        thoughts: Thoughts = "paragraph",
-        take: Take = "before",
+        preset: Preset = "math",
+        thoughts: Literal["paragraph", "line"] = "paragraph",
+        take: Literal["before", "after"] = "before",
         server_flags: Sequence[str] = (),
-        parallel: int = 32,
     ) -> None:
         self.model_path, self.work = model_path, work
-        self.keywords, self.preset = tuple(keywords), preset
-        self.thoughts, self.take = thoughts, take
-        self.parallel = parallel
-        self._server_flags = list(server_flags)
+        self.keywords, self.preset, self.take = tuple(keywords), preset, take
+        self._server_flags = server_flags
         self.tokenizer = load_tokenizer("model-path", model_path)
-        self._config = AutoConfig.from_pretrained(model_path)
-        self.layers: int = self._config.num_hidden_layers
+        config = AutoConfig.from_pretrained(model_path)
+        self.layers: int = config.num_hidden_layers
+        self._hidden_size: int = config.hidden_size
+        # Of a trace with its prompt: the capture adds one token.
+        self._limit_tokens: int = config.max_position_embeddings - 2
+        self._labels = [*keywords, preset, thoughts, take]
         newlines = newline_tokens(self.tokenizer)
-        self._delimiters = Delimiters(newlines, self._config.vocab_size)
-        ends = newlines
-        if thoughts == "paragraph":
-            ends = [(token, text) for token, text in newlines if text.endswith("\n\n")]
-        self._ends = Delimiters(ends, self._config.vocab_size)
-        self.classes = TokenClasses(self.tokenizer, self._delimiters, preset, self.keywords)
+        delimiters = Delimiters(newlines, config.vocab_size)
+        self.classes = TokenClasses(self.tokenizer, delimiters, preset, self.keywords)
+        end = "\n\n" if thoughts == "paragraph" else ""
+        ends = [(token, text) for token, text in newlines if text.endswith(end)]
+        self._ends = Delimiters(ends, config.vocab_size)
         self._traces, self._sums = work / "traces.jsonl", work / "sums"
         self._captured = work / "captured"
         self._writing = threading.Lock()
@@ -106,16 +106,15 @@ class Extraction:
             SettingError: the work folder belongs to other traces, or a prompt is too long.
         """
         ids = [self._prompt_ids(prompt) for prompt in prompts]
-        limit_tokens = self._config.max_position_embeddings - 2  # of a trace; the capture adds one
-        longest = _longest("prompts", ids, limit_tokens - 1)
+        longest = _longest("prompts", ids, self._limit_tokens - 1)
         self._begin({"prompts": ids, "max_new_tokens": max_new_tokens})
-        traces = self._read_traces()
-        missing = [
-            (number, own, min(max_new_tokens, limit_tokens - len(own)))
+        outputs = self._read_outputs()
+        traces = [
+            {"number": number, "prompt_ids": own, "output_ids": outputs.get(number)}
             for number, own in enumerate(ids)
-            if number not in traces
         ]
-        return self._finish(traces, min(longest + max_new_tokens, limit_tokens), missing)
+        most_tokens = min(longest + max_new_tokens, self._limit_tokens)
+        return self._finish(traces, most_tokens, max_new_tokens)
 
     def from_traces(self, given: Sequence[Mapping[str, str]]) -> ClassStatistics:
         """Like ``from_prompts``, for given traces: ``prompt`` (as sent to the model), ``output``.
@@ -124,33 +123,29 @@ class Extraction:
             SettingError: the work folder belongs to other traces, or one is longer than the model's
                 context.
         """
-        traces: dict[int, dict[str, Any]] = {}
-        for number, trace in enumerate(given):
-            prompt, output = self._ids(trace["prompt"]), self._ids(trace["output"])
-            traces[number] = {"number": number, "prompt_ids": prompt, "output_ids": output}
-        whole = [[*trace["prompt_ids"], *trace["output_ids"]] for trace in traces.values()]
-        most_tokens = _longest("traces", whole, self._config.max_position_embeddings - 2)
-        self._begin({"traces": list(traces.values())})
-        return self._finish(traces, most_tokens)
+        texts = [(self._ids(trace["prompt"]), self._ids(trace["output"])) for trace in given]
+        longest = _longest("traces", [p + o for p, o in texts], self._limit_tokens)
+        traces = [
+            {"number": number, "prompt_ids": prompt, "output_ids": output}
+            for number, (prompt, output) in enumerate(texts)
+        ]
+        self._begin({"traces": traces})
+        return self._finish(traces, longest)
 
     def statistics(self, part: int | None = None) -> ClassStatistics:
         """The sums of all traces, or of the even (0) or odd (1) ones."""
-        layers, hidden = self.layers, self._config.hidden_size
-        zeros = torch.zeros(2, layers, hidden, dtype=torch.float64)
-        total = ClassStatistics(zeros, zeros[..., 0].clone(), torch.zeros(2, dtype=torch.int64))
-        for path in sorted(self._sums.glob("*.safetensors")):
-            if part is None or int(path.stem) % 2 == part:
-                total += ClassStatistics(**load_file(path))
-        return total
+        paths = sorted(self._sums.glob("*.safetensors"))
+        chosen = [path for path in paths if part is None or int(path.stem) % 2 == part]
+        sums = (ClassStatistics(**load_file(path)) for path in chosen)
+        return sum(sums, ClassStatistics.zeros(self.layers, self._hidden_size))
 
     def report(self) -> list[LayerReport]:
         """Separation and stability of every layer's vector."""
         statistics = self.statistics()
-        norms = statistics.difference().norm(dim=1).tolist()
-        even, odd = (self.statistics(part).difference() for part in (0, 1))
-        cosines = cosine_similarity(even.float(), odd.float(), dim=1).tolist()
-        columns = zip(statistics.separation().tolist(), cosines, norms, strict=True)
-        return [LayerReport(layer, *column) for layer, column in enumerate(columns)]
+        even, odd = (self.statistics(part).difference().float() for part in (0, 1))
+        cosines, norms = cosine_similarity(even, odd, dim=1), statistics.difference().norm(dim=1)
+        columns = (statistics.separation().tolist(), cosines.tolist(), norms.tolist())
+        return [LayerReport(*row) for row in zip(range(self.layers), *columns, strict=True)]
 
     def vector(self, chosen: LayerReport) -> SteeringVector:
         """The vector of one layer, with its metadata.
@@ -163,20 +158,18 @@ class Extraction:
         if not execution or not nonexecution:
             got = f"{execution} execution and {nonexecution} non-execution thoughts"
             raise SettingError("keywords", "thoughts of both classes", got, "other keywords")
-        origin = Origin.model_validate(
-            {
-                "model": Path(self.model_path).name,
-                "hidden_size": self._config.hidden_size,
-                "layer": chosen.layer,
-                "keywords": ",".join(self.keywords),
-                "delimiters": self.preset,
-                "traces": len(self._done()),
-                "execution_thoughts": execution,
-                "nonexecution_thoughts": nonexecution,
-                "split_cosine": round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
-                "separation": round(chosen.separation, 4),
-                "date": datetime.date.today().isoformat(),
-            }
+        origin = Origin(
+            model=Path(self.model_path).name,
+            hidden_size=self._hidden_size,
+            layer=chosen.layer,
+            keywords=",".join(self.keywords),
+            delimiters=self.preset,
+            traces=len(self._done()),
+            execution_thoughts=execution,
+            nonexecution_thoughts=nonexecution,
+            split_cosine=round(min(max(chosen.split_cosine, -1.0), 1.0), 4),
+            separation=round(chosen.separation, 4),
+            date=datetime.date.today().isoformat(),
         )
         return SteeringVector(statistics.difference()[chosen.layer].float(), origin)
 
@@ -188,37 +181,29 @@ class Extraction:
             folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps([self.model_path, source])
         traces = hashlib.sha256(text.encode()).hexdigest()
-        labels = [*self.keywords, self.preset, self.thoughts, self.take]
         path = self.work / "settings.json"
         saved = json.loads(path.read_text()) if path.exists() else {"traces": traces}
         if saved["traces"] != traces:
             expected = "a folder of the same model, traces or prompts, and max-new-tokens"
             choices = "another folder, an empty one, or the arguments of its first run"
             raise SettingError("work", expected, str(self.work), choices)
-        if saved.get("labels") != labels:  # the traces remain valid
+        if saved.get("labels") != self._labels:  # the traces remain valid
             shutil.rmtree(self._sums)
             self._sums.mkdir()
-        settings = json.dumps({"traces": traces, "labels": labels})
+        settings = json.dumps({"traces": traces, "labels": self._labels})
         _write_whole(path, lambda partial: partial.write_text(settings))
 
     def _finish(
-        self,
-        traces: dict[int, dict[str, Any]],
-        most_tokens: int,
-        missing: Sequence[tuple[int, list[int], int]] = (),
+        self, traces: Sequence[dict[str, Any]], most_tokens: int, max_new_tokens: int = 0
     ) -> ClassStatistics:
-        """The sums of all traces; starts a server if results are missing.
-
-        Args:
-            missing: number, prompt and most new tokens of each trace that must be generated.
-        """
+        """The sums of all traces; starts a server if results are missing."""
+        missing = [trace for trace in traces if trace["output_ids"] is None]
         if missing or len(self._done()) < len(traces):
             with self._server(most_tokens) as server:
                 server.wait_ready(600)
-                for trace in self._each(missing, "traces", partial(self._generate, server)):
-                    traces[trace["number"]] = trace
+                self._each(missing, "traces", partial(self._generate, server, max_new_tokens))
                 done = self._done()
-                todo = [traces[number] for number in sorted(traces) if number not in done]
+                todo = [trace for trace in traces if trace["number"] not in done]
                 self._each(todo, "hidden states", partial(self._capture, server))
         return self.statistics()
 
@@ -234,19 +219,17 @@ class Extraction:
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
         if not torch.cuda.is_available():
             pool_tokens = max(_CPU_POOL_TOKENS, 2 * most_tokens)
-            flags += ["--max-total-tokens", str(min(pool_tokens, self.parallel * most_tokens))]
+            flags += ["--max-total-tokens", str(min(pool_tokens, _PARALLEL * most_tokens))]
         return ServerProcess(self.model_path, self.work / "server", [*flags, *self._server_flags])
 
-    def _generate(
-        self, server: ServerProcess, missing: tuple[int, list[int], int]
-    ) -> dict[str, Any]:
-        number, ids, max_new_tokens = missing
+    def _generate(self, server: ServerProcess, max_new_tokens: int, trace: dict[str, Any]) -> None:
+        ids = trace["prompt_ids"]
+        max_new_tokens = min(max_new_tokens, self._limit_tokens - len(ids))
         params = {"temperature": 0, "max_new_tokens": max_new_tokens}
         answer = server.post("/generate", {"input_ids": ids, "sampling_params": params})
-        trace = {"number": number, "prompt_ids": ids, "output_ids": answer["output_ids"]}
+        trace["output_ids"] = answer["output_ids"]
         with self._writing, self._traces.open("a") as file:
             file.write(json.dumps(trace) + "\n")
-        return trace
 
     def _capture(self, server: ServerProcess, trace: Mapping[str, Any]) -> None:
         number = trace["number"]
@@ -255,11 +238,9 @@ class Extraction:
         server.post("/generate", {"input_ids": ids, "sampling_params": params})
         path = self._captured / f"{number}.safetensors"
         captured = load_file(path)
-        at = {
-            position: i
-            for i, position in enumerate(captured["positions"].tolist())
-            if self._ends.closes(ids[position], PRESETS[self.preset])
-        }
+        closes = partial(self._ends.closes, preset_bit=PRESETS[self.preset])
+        positions = enumerate(captured["positions"].tolist())
+        at = {position: i for i, position in positions if closes(ids[position])}
         statistics = class_statistics_of(captured["hidden"].double(), at, self._labelled(trace))
         sums = self._sums / f"{number:06d}.safetensors"
         _write_whole(sums, lambda partial: save_file(vars(statistics), partial))
@@ -288,16 +269,19 @@ class Extraction:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _each(self, items: Sequence[Any], what: str, work: Callable[[Any], Any]) -> list[Any]:
-        with ThreadPoolExecutor(self.parallel) as pool:
-            return list(track(pool.map(work, items), what, total=len(items)))
+    def _each(self, traces: Sequence[Any], what: str, work: Callable[[Any], None]) -> None:
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            for _ in track(pool.map(work, traces), what, total=len(traces)):
+                pass
 
-    def _read_traces(self) -> dict[int, dict[str, Any]]:
+    def _read_outputs(self) -> dict[int, list[int]]:
+        """Output token ids by number of the trace."""
         if not self._traces.exists():
             return {}
         whole, end, _ = self._traces.read_text().rpartition("\n")
         self._traces.write_text(whole + end)  # a stopped run may have cut the last line
-        return {trace["number"]: trace for trace in map(json.loads, whole.splitlines())}
+        traces = map(json.loads, whole.splitlines())
+        return {trace["number"]: trace["output_ids"] for trace in traces}
 
 
 def _longest(field: str, sequences: Sequence[Sequence[int]], limit_tokens: int) -> int:

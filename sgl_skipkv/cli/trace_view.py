@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -13,18 +14,17 @@ from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.request.trace import read_trace
 
 
-def show_trace(console: Console, path: str, model_path: str, rid: str | None) -> int:
+def show_trace(arguments: Namespace, console: Console) -> int:
     """Print one finished request of a trace file; returns 1 if there is none."""
-    events = read_trace(path)
-    finished = [event for event in events if event["event"] == "finish"]
-    chosen = [event for event in finished if rid in (None, event["rid"])]
-    if not chosen:
-        known = ", ".join(event["rid"] for event in finished[-10:]) or "none"
+    events, rid = read_trace(arguments.file), arguments.rid
+    finished = [event["rid"] for event in events if event["event"] == "finish"]
+    if not finished or rid not in (None, *finished):
+        known = ", ".join(finished[-10:]) or "none"
         console.print(f"rid: expected a finished request, got {rid}; choices: {known}")
         return 1
-    finish = chosen[-1]
-    of_request = [event for event in events if event["rid"] == finish["rid"]]
-    show(console, of_request, load_tokenizer("model-path", model_path))
+    chosen = finished[-1] if rid is None else rid
+    of_request = [event for event in events if event["rid"] == chosen]
+    show(console, of_request, load_tokenizer("model-path", arguments.model_path))
     return 0
 
 
@@ -55,10 +55,8 @@ def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
 
 
 def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") -> Text:
-    """The generated text of one request: evicted tokens dim and struck through.
-
-    Args:
-        mark: before and after each run of evicted tokens, for output without styles.
+    """The generated text of one request: evicted tokens dim and struck through, each run of them
+    between two ``mark``, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     evicted = evicted_positions(events)

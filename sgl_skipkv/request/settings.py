@@ -15,8 +15,12 @@ from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, b
 from sgl_skipkv.policy import Policy, policy_class
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "kv_reuse", "steering")
-REUSE_MODES: Final = ("keep", "budget")
 
+# ``steering_capture`` is also a key in the requests of `skipkv steering extract`.
+_SETTINGS: Final = {
+    name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
+} - {"steering_capture"}
+_LONGEST: Final = max(map(len, _SETTINGS))
 # Policy parameters whose default is a server setting: parameter -> setting.
 _SERVER_DEFAULTS: Final = {
     "interval": "kv_interval",
@@ -61,11 +65,6 @@ class RequestSettings:
         """Whether the KV of generated tokens differs from what another request would compute."""
         return self.evicts or self.steers
 
-    def budget_after(self, compactions: int) -> int:
-        """The policy's budget after this many compactions."""
-        assert self.kv_budget is not None
-        return self.policy.budget_after(self.kv_budget, compactions)
-
     def share(self, full_tokens: int, prompt_tokens: int) -> int:
         """``fraction`` of as many budgeted tokens, at least what the policy must keep."""
         least = self.least_tokens(prompt_tokens)
@@ -101,14 +100,9 @@ class RequestSettings:
         Raises:
             SettingError: no room is left for generated tokens.
         """
-        params = self.policy.params
-        # With a policy that does not evict, the budget is only the server's default.
-        if self.kv_budget is None or not self.policy.evicts:
-            return
-        if not (params.count_prompt and params.protect_prompt):
-            return
         least = self.least_tokens(prompt_tokens)
-        if self.kv_budget < least:
+        # With a policy that does not evict, the budget is only the server's default.
+        if self.kv_budget is not None and self.policy.evicts and self.kv_budget < least:
             raise SettingError(
                 "kv_budget",
                 f"an integer in [{least}, {BUDGET_LIMIT_TOKENS}], because count_prompt counts "
@@ -132,34 +126,25 @@ def misspelt_keys(names: Iterable[object]) -> list[str]:
     Other unknown names belong to SGLang or to another plugin and are allowed. With one of these the
     request would silently run without the budget that the client expects.
     """
-    return [name for name in names if isinstance(name, str) and _misspelt(name)]
+    return [name for name in names if isinstance(name, str) and _is_misspelt(name)]
+
+
+def _is_misspelt(name: str) -> bool:
+    if name in KEYS:
+        return False
+    plain = name[: _LONGEST + 2].lower().replace("-", "_")  # bounds the comparison of a long name
+    if plain.startswith("skipkv"):
+        return True
+    if len(plain) > _LONGEST + 1:  # too long for a misspelling
+        return False
+    # A ratio of 0.87: one character missing, wrong or extra, or two swapped.
+    return plain in _SETTINGS or bool(get_close_matches(plain, KEYS, n=1, cutoff=0.87))
 
 
 def refuse_misspelt(names: Iterable[object]) -> None:
     """Refuse the first of ``misspelt_keys``, by a ``SettingError`` with its name."""
     for name in misspelt_keys(names):
         raise SettingError(brief(name)[1:-1], "a key of a request", name, ", ".join(KEYS))
-
-
-def _misspelt(name: str) -> bool:
-    if name in KEYS:
-        return False
-    if name[: len(_PREFIX)].lower() == _PREFIX:
-        return True
-    if len(name) > _LONGEST + 1:  # too long for a misspelling; bounds the comparison below
-        return False
-    plain = name.lower().replace("-", "_")
-    return plain in _SETTINGS or bool(get_close_matches(plain, KEYS, n=1, cutoff=_CLOSE))
-
-
-_PREFIX: Final = "skipkv"
-# ``steering_capture`` is also a key in the requests of `skipkv steering extract`.
-_SETTINGS: Final = {
-    name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
-} - {"steering_capture"}
-_LONGEST: Final = max(map(len, _SETTINGS))
-#: ``difflib``'s ratio: one character missing, wrong or extra, or two swapped
-_CLOSE: Final = 0.87
 
 
 def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSettings | None:
@@ -252,9 +237,8 @@ def _resolve_reuse(
 ) -> str | None:
     """The request's ``kv_reuse``, or else the server's for a request that evicts; None: false."""
     asked = server.kv_reuse if value is None else value
-    if asked is not False and not (isinstance(asked, str) and asked in REUSE_MODES):
-        choices = ", ".join(["false", *REUSE_MODES])
-        raise SettingError("kv_reuse", f"one of {choices}", asked, choices)
+    if asked is not False and asked not in ("keep", "budget"):  # 0 is not false
+        raise SettingError("kv_reuse", "one of false, keep, budget", asked, "false, keep, budget")
     evicts = has_budget and policy.evicts
     if asked is False or (value is None and not evicts):
         return None

@@ -86,8 +86,7 @@ class SentenceState:
 
     def entries(self, capacity: int) -> list[int]:
         """Sentence index of each entry in use of the device's table, whose size is ``capacity``."""
-        closed = range(self.table_closed, len(self.tracker.closed))
-        known = [*self.table, *closed]
+        known = [*self.table, *range(self.table_closed, len(self.tracker.closed))]
         if len(known) > capacity:  # a full table kept overwriting its last entry
             known = [*known[: capacity - 1], known[-1]]
         return known
@@ -250,8 +249,8 @@ class RequestState:
     def needs_track(self) -> bool:
         """Whether its policy uses recorded queries or sentences."""
         policy = self.settings.policy
-        needs = policy.records_queries or policy.needs_sentences or policy.needs_attention
-        return self.settings.evicts and needs
+        records = policy.records_queries or policy.needs_sentences or policy.needs_attention
+        return self.settings.evicts and records
 
     @property
     def compactions(self) -> int:
@@ -279,11 +278,9 @@ class RequestState:
             return 0
         if continued is None:
             return self.request_tokens
-        return (
-            self.prompt_tokens
-            if continued.copies
-            else self.request_tokens - continued.evicted_tokens
-        )
+        if continued.copies:
+            return self.prompt_tokens
+        return self.request_tokens - continued.evicted_tokens
 
     def is_due(self, row_tokens: int) -> bool:
         """Whether a row of this length is ``interval`` tokens past the budget of the compactions so
@@ -310,9 +307,7 @@ class RequestState:
         if params.coverage == 1 or not self.settings.evicts:
             return False
         demand = self._demand
-        first = self._measured_from
-        if demand is not None:
-            first = demand.logical_tokens + params.interval
+        first = self._measured_from if demand is None else demand.logical_tokens + params.interval
         return row_tokens + self.kv.evicted_tokens >= max(first, self.kv.not_before)
 
     @property
@@ -327,9 +322,9 @@ class RequestState:
     def _demand(self) -> Demand | None:
         """Measured since the last compaction."""
         demand, last = self.kv.demand, self.kv.last
-        if demand is not None and last is not None:
-            return demand if demand.logical_tokens > last.logical_tokens else None
-        return demand
+        if demand is None or last is None or demand.logical_tokens > last.logical_tokens:
+            return demand
+        return None
 
     def _covering_budget(self, row_tokens: int) -> int | None:
         """The budget that the demand asks for; None as long as its copy may be on its way."""
@@ -338,13 +333,6 @@ class RequestState:
             return None
         needed = self.budgeted_tokens(demand.row_tokens(logical_tokens))
         return max(needed, self.settings.least_tokens(self.prompt_row_tokens))
-
-    @property
-    def due_row_tokens(self) -> int:
-        """Row length at which the next compaction is due."""
-        settings = self.settings
-        longest = settings.prompt_on_top(self.prompt_row_tokens) + settings.peak_budgeted_tokens()
-        return bisect_left(range(longest), True, key=self.is_due)
 
     def next_budget(self, row_tokens: int) -> int:
         """Budget of a compaction of a row of this length."""
@@ -358,11 +346,12 @@ class RequestState:
 
     def _budget_after(self, compactions: int, row_tokens: int) -> int:
         """The policy's budget, or the share of what a row of this length stands for."""
-        budget = self.settings.budget_after(compactions)
-        if self.settings.policy.params.fraction == 1:
+        settings = self.settings
+        assert settings.kv_budget is not None
+        budget = settings.policy.budget_after(settings.kv_budget, compactions)
+        if settings.policy.params.fraction == 1:
             return budget
-        share = self.settings.share(self._full_tokens(row_tokens), self.prompt_row_tokens)
-        return min(budget, share)
+        return min(budget, settings.share(self._full_tokens(row_tokens), self.prompt_row_tokens))
 
     def _full_tokens(self, row_tokens: int) -> int:
         """Budgeted tokens of a row of this length, and those that this request's eviction took."""
@@ -372,16 +361,18 @@ class RequestState:
     @property
     def records_from(self) -> int:
         """First position of a prefill whose query is used later."""
-        policy, window = self.settings.policy, self.settings.policy.params.window
+        settings, window = self.settings, self.settings.policy.params.window
         first = self.kv.tracked_tokens
-        if not policy.needs_attention:
-            due = self.due_row_tokens + self.kv.evicted_tokens
+        if not settings.policy.needs_attention:
+            longest = settings.prompt_on_top(self.prompt_row_tokens)
+            longest += settings.peak_budgeted_tokens()
+            due = bisect_left(range(longest), True, key=self.is_due) + self.kv.evicted_tokens
             first = max(self.kv.not_before, due) - window
-        if policy.params.coverage < 1:
+        if settings.policy.params.coverage < 1:
             first = min(first, max(self.kv.not_before, self._measured_from) - window)
-        elif policy.needs_attention:
+        elif settings.policy.needs_attention:
             return first
-        if self.settings.kv_reuse == "budget":  # the next turn may evict before it has as many
+        if settings.kv_reuse == "budget":  # the next turn may evict before it has as many
             first = min(first, self.request_tokens - window)
         return first
 

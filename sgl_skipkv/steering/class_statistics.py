@@ -23,6 +23,11 @@ class ClassStatistics:
     squares: Tensor
     count: Tensor
 
+    @classmethod
+    def zeros(cls, layers: int, width: int) -> ClassStatistics:
+        total = torch.zeros(2, layers, width, dtype=torch.float64)
+        return cls(total, torch.zeros_like(total[..., 0]), torch.zeros(2, dtype=torch.int64))
+
     def __add__(self, other: ClassStatistics) -> ClassStatistics:
         return ClassStatistics(
             self.total + other.total, self.squares + other.squares, self.count + other.count
@@ -55,14 +60,11 @@ def class_statistics_of(
         at: position -> index in ``hidden``; a thought whose position is missing is left out.
         labelled: (position, 1 for execution, else 0) of every thought.
     """
-    layers, _, width = hidden.shape
-    total = torch.zeros(2, layers, width, dtype=torch.float64)
-    squares = torch.zeros(2, layers, dtype=torch.float64)
-    count = torch.zeros(2, dtype=torch.int64)
+    sums = ClassStatistics.zeros(hidden.shape[0], hidden.shape[2])
     for position, label in labelled:
         if position in at:
             state = hidden[:, at[position]]
-            total[label] += state
-            squares[label] += state.square().sum(dim=1)
-            count[label] += 1
-    return ClassStatistics(total, squares, count)
+            sums.total[label] += state
+            sums.squares[label] += state.square().sum(dim=1)
+            sums.count[label] += 1
+    return sums

@@ -47,15 +47,13 @@ class TokenClasses:
     ) -> None:
         size = len(delimiters.bits)
         vocabulary = {raw: i for raw, i in tokenizer.get_vocab().items() if i < size}
-        self.bits = bytearray(
-            DELIMITER if bits & PRESETS[preset] else 0 for bits in delimiters.bits
-        )
-        matched = set()
+        preset_bit, missing = PRESETS[preset], dict.fromkeys(keywords)
+        self.bits = bytearray(DELIMITER if bits & preset_bit else 0 for bits in delimiters.bits)
         for raw, token_id in vocabulary.items():
-            if raw.lstrip(_SPACES) in keywords:
+            if (word := raw.lstrip(_SPACES)) in keywords:
                 self.bits[token_id] |= KEYWORD
-                matched.add(raw.lstrip(_SPACES))
-        if missing := [word for word in keywords if word not in matched]:
+                missing.pop(word, None)
+        if missing:
             expected = "words that are single tokens of this model's vocabulary"
             choices = "other keywords, or a vector with other keywords"
             raise SettingError("keywords", expected, ",".join(missing), choices)
@@ -66,10 +64,9 @@ class TokenClasses:
 
     def thinks_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether generation starts inside the thinking part."""
-        for token_id in reversed(prompt_ids) if self.has_thinking else ():
-            if self[token_id] & (THINK_START | THINK_END):
-                return bool(self[token_id] & THINK_START)
-        return not self.has_thinking
+        marks = (self[token_id] & (THINK_START | THINK_END) for token_id in reversed(prompt_ids))
+        last_mark = next(filter(None, marks), 0 if self.has_thinking else THINK_START)
+        return bool(last_mark & THINK_START)
 
     def __getitem__(self, token_id: int) -> int:
         return self.bits[token_id] if 0 <= token_id < len(self.bits) else 0

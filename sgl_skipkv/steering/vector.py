@@ -21,6 +21,7 @@ FIELD: Final = "steering_vector"
 FILE_LIMIT_BYTES: Final = 64 << 20
 _CHOICES: Final = "a file that `skipkv steering extract` wrote for this model"
 _DTYPES: Final = ("F32", "F16", "BF16")
+Preset = Literal["paper", "math", "code", "any-newline"]
 
 
 class Origin(Settings):
@@ -41,7 +42,7 @@ class Origin(Settings):
     hidden_size: int = Field(ge=1)
     layer: int = Field(ge=0)
     keywords: str = Field(min_length=1)
-    delimiters: Literal["paper", "math", "code", "any-newline"]
+    delimiters: Preset
     traces: int = Field(ge=1)
     execution_thoughts: int = Field(ge=1)
     nonexecution_thoughts: int = Field(ge=1)
