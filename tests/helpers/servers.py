@@ -21,6 +21,7 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_INVARIANT_CHECK": "2",
 }
+_TOP = ("rid", "stream", "require_reasoning")  # of a body, beside the sampling parameters
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 
@@ -60,11 +61,10 @@ class Server(ServerProcess):
 
     def generate(self, input_ids: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:
         """Greedy, exactly ``tokens`` tokens, with log-probabilities."""
-        top = {name: sampling.pop(name) for name in ("rid", "stream") if name in sampling}
+        top = {name: sampling.pop(name) for name in _TOP if name in sampling}
         params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
         body = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
-        answer: dict[str, Any] = self.post("/generate", {**body, **top})
-        return answer
+        return self.post("/generate", {**body, **top})
 
     def generate_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All at once, each from its own connection; answers in the requests' order."""

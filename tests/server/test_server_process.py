@@ -15,8 +15,7 @@ CLAIM = "from sgl_skipkv.cli.server_process import claimed_port as f; f([{port}]
 
 
 def port_of(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
-    return port
+    return held.getsockname()[1]
 
 
 def test_no_port_is_given_twice_or_to_outgoing_connections() -> None:
