@@ -102,8 +102,7 @@ def received(call: Call, positions: list[int]) -> list[float]:
         for layer in range(LAYERS):
             for head in range(QUERY_HEADS):
                 total += attention_of(call, positions, layer, head, query)
-    listed: list[float] = total.tolist()
-    return listed
+    return total.tolist()
 
 
 @pytest.mark.parametrize("parameters", [{}, {"protect_prompt": False, "count_prompt": True}])
@@ -116,11 +115,7 @@ def test_kept_sets_are_as_large_as_float64_says(
     call = covering(server, coverage, kv_policy="rkv", kv_params=parameters)
     counted = PROMPT if parameters else 0
     sizes = set()
-    for _ in range(200):
-        before, done = call.positions.copy(), len(call.compactions)
-        server.decode(call)
-        if len(call.compactions) == done:
-            continue
+    for before in server.compacting(call, 200):
         measured = before[:-AHEAD_TOKENS]
         exact = fewest(received(call, measured)[PROMPT - counted :], coverage) + AHEAD_TOKENS
         kept = len(call.compactions[-1]) - PROMPT + counted
@@ -205,7 +200,7 @@ def test_requests_are_measured_in_a_batch_as_alone() -> None:
         for i, name in enumerate(EVICTING)
     ]
     together, alone = (
-        [covering(server, **{**one, "kv_params": {**one["kv_params"]}}) for one in asked]  # type: ignore[arg-type]
+        [covering(server, **{**one, "kv_params": {**one["kv_params"]}}) for one in asked]
         for server in servers
     )
     for _ in range(120):

@@ -260,7 +260,7 @@ def test_server_parameters_belong_to_the_server_policy() -> None:
     same = resolve_request({"kv_budget": 64, "kv_params": {"window": 6}}, server)
     other = resolve_request({"kv_budget": 64, "kv_policy": "rkv"}, server)
     assert same is not None and other is not None
-    assert (same.policy.params.tau, same.policy.params.window) == (0.5, 6)  # type: ignore[attr-defined]
+    assert (same.policy.params.tau, same.policy.params.window) == (0.5, 6)
     assert other.policy.params.window == 8
 
 

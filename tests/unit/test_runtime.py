@@ -268,16 +268,11 @@ def test_the_kept_set_is_that_of_the_exact_scores(policy: str, tau: float, seed:
     for i, (start, stop) in enumerate(sentences_of(call.tokens)):
         call.hidden[PROMPT + start : PROMPT + stop] *= 0.2
         call.hidden[PROMPT + start : PROMPT + stop] += topics[i % 3]
-    for _ in range(100):
-        before, done = call.positions.copy(), len(call.compactions)
-        open_tokens = call.state.sentences.tracker
-        server.decode(call)
-        if len(call.compactions) > done:
-            tail = WINDOW
-            if policy == "skipkv":
-                tail = max(WINDOW, min(open_tokens.open_tokens, BUDGET // 2))
-            pinned = set(range(PROMPT)) | set(before[-tail:])
-            check_choice(call, before, pinned, tau)
+    for before in server.compacting(call, 100):
+        tail = WINDOW
+        if policy == "skipkv":
+            tail = max(WINDOW, min(call.state.sentences.tracker.open_tokens, BUDGET // 2))
+        check_choice(call, before, {*range(PROMPT), *before[-tail:]}, tau)
     assert len(call.compactions) == 4
 
 
@@ -334,13 +329,10 @@ def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
     for policy in ("skipkv", "rkv"):
         server = SyntheticServer()
         call = served(server, words(20) + [WORD] * 200, kv_policy=policy)
-        tails = []
-        for _ in range(150):
-            before, done = call.positions.copy(), len(call.compactions)
-            server.decode(call)
-            if len(call.compactions) > done:
-                tails.append(set(before[-BUDGET // 2 :]) <= set(call.compactions[-1]))
-        stayed[policy] = tails
+        stayed[policy] = [
+            set(before[-BUDGET // 2 :]) <= set(call.compactions[-1])
+            for before in server.compacting(call, 150)
+        ]
     assert all(stayed["skipkv"]) and len(stayed["skipkv"]) > 5 and not all(stayed["rkv"])
 
 

@@ -45,7 +45,6 @@ CLOSING: dict[tuple[int, int, int, int], dict[int, str]] = {
     (0, 0, 0, 0): {13: ".", 13824: " Wait"},
 }
 QWEN = [(text, closes) for closes, tokens in CLOSING.items() for text in tokens.values()]
-REPEATABLE = settings(deadline=None, derandomize=True)
 PRESET_NAMES = ("paper", "math", "code", "any-newline")
 
 
@@ -175,7 +174,6 @@ def naive_spans(tokens: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip([0, *cuts], cuts, strict=False))
 
 
-@REPEATABLE
 @given(STREAM)
 def test_spans_equal_a_cut_behind_every_run_of_delimiters(tokens: list[int]) -> None:
     found = tracker()
@@ -190,7 +188,6 @@ def test_spans_equal_a_cut_behind_every_run_of_delimiters(tokens: list[int]) -> 
     assert DELIMITER not in tokens[found.open_start :]
 
 
-@REPEATABLE
 @given(STREAM, st.lists(st.integers(0, 60), max_size=8))
 def test_feeding_in_pieces_is_feeding_at_once(tokens: list[int], cuts: list[int]) -> None:
     whole, pieces = tracker(), tracker()
@@ -204,7 +201,7 @@ def test_feeding_in_pieces_is_feeding_at_once(tokens: list[int], cuts: list[int]
 # -- the device's half
 
 
-@settings(REPEATABLE, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(STREAM, min_size=1, max_size=4),
     st.integers(0, 2**31),
