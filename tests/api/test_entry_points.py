@@ -105,7 +105,7 @@ def test_openai_chat(server: Server, reference: str) -> None:
     )
     choice = answer.choices[0]
     assert choice.message.content == reference
-    check(choice.model_extra["meta_info"]["skipkv"])  # type: ignore[index]
+    check(choice.model_extra["meta_info"]["skipkv"])
     stream = client.chat.completions.create(
         **arguments, temperature=0, stream=True, extra_body=extra
     )

@@ -160,8 +160,7 @@ class Books(TurnBooks):
 
     def _row(self, req: Any) -> list[int]:
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        slots: list[int] = row[: req.kv.kv_allocated_len].tolist()
-        return slots
+        return row[: req.kv.kv_allocated_len].tolist()
 
     @staticmethod
     def _compactions(req: Any) -> int:
@@ -277,8 +276,7 @@ class Books(TurnBooks):
         )
 
     def _free_slots(self) -> list[int]:
-        free: list[int] = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
-        return free
+        return self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
 
     # -- invariants
 
