@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,24 @@ def server(fleet: Fleet) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def chat(server: Server) -> Callable[..., Any]:
+    """The messages of a chat in; its only choice out."""
+    create = openai.OpenAI(base_url=server.url + "/v1", api_key="none").chat.completions.create
+
+    def ask(messages: Any, tokens: int | None, **keys: Any) -> Any:
+        extra = {**keys, "return_meta_info": True}
+        asked: Any = {"model": "default", "messages": messages, "max_tokens": tokens}
+        return create(**asked, temperature=0, extra_body=extra).choices[0]
+
+    return ask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frontend() -> None:
+    sgl_skipkv.install()
+
+
+@pytest.fixture(scope="module")
 def turns(server: Server) -> list[Turn]:
     lines = map(json.loads, (REASONER / "heldout.jsonl").read_text().splitlines())
     found = []
@@ -145,43 +163,24 @@ def test_every_api(server: Server, turns: list[Turn], path: str, mode: str, stre
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_openai_client(server: Server, turns: list[Turn], mode: str) -> None:
+def test_openai_client(chat: Any, turns: list[Turn], mode: str) -> None:
     """The messages of a chat, and the four fields in its ``meta_info``."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    extra = {**KEYS, "kv_reuse": mode, "return_meta_info": True}
     for messages in (turns[0].chat[:1], turns[0].chat):
-        asked: Any = messages
-        answer = client.chat.completions.create(
-            model="default", messages=asked, max_tokens=TOKENS, temperature=0, extra_body=extra
-        )
-        choice = answer.choices[0]
-    assert_second((choice.model_extra or {})["meta_info"]["skipkv"], turns[0], mode)
+        choice = chat(messages, TOKENS, **KEYS, kv_reuse=mode)
+    assert_second(choice.model_extra["meta_info"]["skipkv"], turns[0], mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_chat_that_sends_back_the_answer_alone(
-    server: Server, turns: list[Turn], mode: str
-) -> None:
+def test_a_chat_that_sends_back_the_answer_alone(chat: Any, turns: list[Turn], mode: str) -> None:
     """The template has no thought then; ``drop_thoughts`` lets the next turn find the answer."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     parameters = {"interval": INTERVAL, "drop_thoughts": True}
     keys = {"kv_budget": 256, "kv_policy": "rkv", "kv_params": parameters, "kv_reuse": mode}
 
     def say(*contents: str, tokens: int | None = None) -> tuple[str, dict[str, Any]]:
-        roles = ("user", "assistant") * len(contents)
-        messages: Any = [
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=False)
-        ]
-        answer = client.chat.completions.create(
-            model="default",
-            messages=messages,
-            max_tokens=tokens,
-            temperature=0,
-            extra_body={**keys, "return_meta_info": True},
-        )
-        choice = answer.choices[0]
-        return str(choice.message.content), (choice.model_extra or {})["meta_info"]["skipkv"]
+        roles = ("user", "assistant", "user")
+        pairs = zip(roles, contents, strict=False)
+        choice = chat([{"role": role, "content": text} for role, text in pairs], tokens, **keys)
+        return choice.message.content, choice.model_extra["meta_info"]["skipkv"]
 
     question = turns[0].question
     content, first = say(question)
@@ -224,7 +223,6 @@ def test_wrong_values(server: Server, path: str) -> None:
 
 def program_of(in_run: bool, mode: Any) -> tuple[Any, dict[str, Any]]:
     """A program of two gens and a fork, and what its ``run`` is given."""
-    sgl_skipkv.install()
     keys = {**KEYS, "kv_reuse": mode}
     of_run, of_gen = (keys, {}) if in_run else ({}, keys)
 
@@ -276,8 +274,6 @@ def test_frontend_fork_without_reuse(server: Server, turns: list[Turn]) -> None:
 
 
 def test_frontend_batch(server: Server, turns: list[Turn]) -> None:
-    sgl_skipkv.install()
-
     @sgl.function
     def program(s: Any, prompt: str) -> None:
         s += prompt + sgl.gen("first", max_tokens=TOKENS)

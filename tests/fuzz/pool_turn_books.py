@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from budgets import budget_at
 from pool_content import DELIMITER, VOCAB
 from pool_turns import (
-    Apart,
     Conversation,
     Entry,
     Left,
@@ -23,18 +21,6 @@ from pool_turns import (
 
 class TurnBooks:
     """What ``Books`` has of turns; its attributes are explained there."""
-
-    runtime: Any
-    recorder: Any
-    computed: dict[str, dict[int, int]]
-    talks: dict[str, Conversation]
-    left: dict[Any, Left]
-    turns: list[Any]
-    ample: bool
-    recomputed: set[str]
-    count: Counter[str]
-    _compactions: Callable[[Any], int]
-    _in_tree: Callable[[Sequence[int], Apart], list[int]]
 
     def _continued(self, req: Any, slots: list[int]) -> list[Entry]:
         """The row of the history that the request continues; its conversation is in the books."""

@@ -234,7 +234,6 @@ class Fleet:
         return self._started[name]
 
     def ready(self, name: str) -> Server:
-        """The server, ready."""
         return self.started(name).wait_ready(400)
 
     def all_ready(self, *names: str) -> dict[str, Server]:

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 Rows = list[list[float]]
+
+
+#: float32 carries 24 bits; sums over a few hundred terms of size one lose some of them
+TOLERANCE = 2e-6
+
+
+def assert_near(found: Tensor, exact: Any, tolerance: float = TOLERANCE) -> None:
+    """float32 against numbers in float64."""
+    assert found.dtype == torch.float32
+    expected = torch.tensor(exact, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0.0)
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -96,11 +96,14 @@ class Server(ServerProcess):
         """SGLang's own count of KV tokens in use, cached prompts not counted."""
         return int(self.get("/v1/loads?include=core")["loads"][0]["num_used_tokens"])
 
+    def complaints(self) -> list[str]:
+        """Lines of the log that nobody wants to see."""
+        return [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
+
     def assert_clean(self) -> None:
         """No complaint of SGLang's checks, and the server still serves."""
         self.wait_idle()
-        lines = [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
-        assert not lines, lines[:5]
+        assert not (lines := self.complaints()), lines[:5]
         assert self.process.poll() is None
 
 
@@ -110,5 +113,4 @@ def logprob_gap(answer: Mapping[str, Any], others: Iterable[float]) -> float:
 
 
 def output_logprobs(answer: Mapping[str, Any]) -> list[float]:
-    """Log-probability of each generated token."""
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]

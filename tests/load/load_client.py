@@ -79,12 +79,10 @@ class Outcome:
 
     @property
     def output_ids(self) -> list[int]:
-        """The generated tokens."""
         return list(self.answer["output_ids"])
 
     @property
     def logprobs(self) -> list[float]:
-        """Log-probability of each generated token."""
         return [entry[0] for entry in self.answer["meta_info"]["output_token_logprobs"]]
 
     def info(self, name: str) -> int:
