@@ -81,6 +81,30 @@ def redundancy(k: Tensor, threshold: float = 0.5) -> Rows:
     return result
 
 
+def rkv_scores(
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    sigma: float = 0.1,
+    kernel: int = 7,
+    threshold: float = 0.5,
+) -> list[float]:
+    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window.
+
+    Args:
+        queries: [L, W, Hq, d]. keys: [L, n, Hkv, d].
+    """
+    layers, n, heads, _ = keys.shape
+    total = [0.0] * n
+    for q, k in zip(queries, keys, strict=True):
+        important, redundant = importance(q, k, kernel, scale), redundancy(k, threshold)
+        for h in range(heads):
+            for i in range(n - len(q)):
+                z = sigma * important[h][i] - (1.0 - sigma) * redundant[h][i]
+                total[i] += z / heads / layers
+    return total
+
+
 def attention(q: Sequence[float], k: Sequence[Sequence[float]], scale: float) -> list[float]:
     """Softmax of one query over keys."""
     return softmax([dot(q, key) * scale for key in k])

@@ -67,6 +67,13 @@ class Call:
         """Sampled so far: every fed token and the next one."""
         return self.tokens[: self.generated + 1]
 
+    def attention(self, step: int, positions: Sequence[int]) -> Tensor:
+        """float64 [n], what the query at a position gave these: mean over heads and layers."""
+        groups = QUERY_HEADS // KV_HEADS
+        keys = self.keys[:, positions].double().repeat_interleave(groups, dim=2)
+        logits = torch.einsum("lnhd,lhd->lhn", keys, self.queries[:, step].double())
+        return (logits / HEAD_DIM**0.5).softmax(dim=2).mean(dim=(0, 1))
+
 
 class SyntheticServer:
     """One scheduler process: rows, slots of a pool, one runtime."""

@@ -9,29 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from loops import TOLERANCE, assert_near, attention, dot, importance, redundancy
-from score_inputs import score_input, some_sentences
+from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
+from score_inputs import all_keys, score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
 
-def rkv_scores(
-    inputs: ScoreInput, sigma: float = 0.1, kernel: int = 7, threshold: float = 0.5
-) -> list[float]:
-    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window."""
-    n, window = len(inputs.positions), inputs.queries.shape[1]
-    total = [0.0] * n
-    for layer in range(inputs.layers):
-        keys = inputs.keys(layer)
-        important = importance(inputs.queries[layer], keys, kernel, inputs.scale)
-        redundant = redundancy(keys, threshold)
-        heads = len(important)
-        for i in range(n - window):
-            z = sum(sigma * important[h][i] - (1.0 - sigma) * redundant[h][i] for h in range(heads))
-            total[i] += z / heads / inputs.layers
-    return total
+def exact_rkv(inputs: ScoreInput, **parameters: float) -> list[float]:
+    return rkv_scores(inputs.queries, all_keys(inputs), inputs.scale, **parameters)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -48,7 +35,7 @@ def test_rkv_and_snapkv_scores(seed: int, name: str, parameters: dict[str, Any])
     inputs = score_input(seed)
     found = make_policy(name, **parameters).scores(inputs)
     settings = parameters if name == "rkv" else {**parameters, "sigma": 1.0}
-    assert_near(found, rkv_scores(inputs, **settings))
+    assert_near(found, exact_rkv(inputs, **settings))
     assert not found[-8:].any()
 
 
@@ -71,7 +58,7 @@ def test_skipkv_scores(seed: int, tau: float) -> None:
     )
     inputs = score_input(seed, sentences=sentences)
     lost = penalties(inputs, tau)
-    exact = [z - one for z, one in zip(rkv_scores(inputs), lost, strict=True)]
+    exact = [z - one for z, one in zip(exact_rkv(inputs), lost, strict=True)]
     assert_near(make_policy("skipkv", tau=tau).scores(inputs), exact)
     assert any(lost)
 

@@ -26,11 +26,6 @@ def tables(draw: st.DrawFn) -> tuple[list[list[int]], int, int, list[bool]]:
     return table, draw(st.integers(0, rows - 1)), used, stays
 
 
-def selection_of(stays: list[bool]) -> Selection:
-    mask = torch.tensor(stays, dtype=torch.bool)
-    return Selection(mask.nonzero().flatten(), (~mask).nonzero().flatten())
-
-
 @settings(max_examples=200)
 @given(tables(), st.booleans())
 def test_compaction_equals_the_list_model(
@@ -38,7 +33,9 @@ def test_compaction_equals_the_list_model(
 ) -> None:
     table, row, used, stays = problem
     device = torch.tensor(table, dtype=torch.int32)
-    freed = compact_row(device, row, used, selection_of(stays), check=check)
+    mask = torch.tensor(stays, dtype=torch.bool)
+    selection = Selection(mask.nonzero().flatten(), (~mask).nonzero().flatten())
+    freed = compact_row(device, row, used, selection, check=check)
 
     old, tail = table[row][:used], table[row][used:]
     kept = [slot for slot, stay in zip(old, stays, strict=True) if stay]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -121,10 +119,6 @@ def test_reset_forgets_the_last_request() -> None:
     assert_vector(table, 0, hidden)
 
 
-def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
-    TableMoves(table, tracks, entries, closed).apply()
-
-
 def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:
     everything = [*range(len(spans))]
     return table.compare([1], [len(spans)], [everything], [spans])[0]
@@ -140,7 +134,7 @@ def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -
         table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
         table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
         before = table.vectors.clone(), table.redundancy.clone()
-        keep_entries(table, [4, 1, 2, 5], kept, [False] * 4)
+        TableMoves(table, [4, 1, 2, 5], kept, [False] * 4).apply()
         for track, entries in zip([4, 1, 2, 5], kept, strict=True):
             assert torch.equal(table.vectors[track, : len(entries)], before[0][track, entries])
             assert torch.equal(table.redundancy[track, : len(entries)], before[1][track, entries])
@@ -154,7 +148,7 @@ def test_keeping_nothing() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), rows(4))
-    keep_entries(table, [1], [[]], [False])
+    TableMoves(table, [1], [[]], [False]).apply()
     found = compared(table, [])
     assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
     assert found.starts.dtype == torch.int64
@@ -190,13 +184,9 @@ def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
         name: getattr(table, name)[track]
         for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
     }
-    return {**parts, "vectors": table.vectors[track, : len(tracker_of(call).closed)]}
-
-
-def tracker_of(call: Call) -> SentenceTracker:
-    found = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
-    found.feed(call.tokens[: call.generated])
-    return found
+    tracker = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
+    tracker.feed(call.tokens[: call.generated])
+    return {**parts, "vectors": table.vectors[track, : len(tracker.closed)]}
 
 
 @pytest.mark.parametrize("chunk", [10**9, 7, 1])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,21 +98,6 @@ def test_delimiters_ignore_ids_outside_the_vocabulary() -> None:
 # -- from a tokenizer
 
 
-class FakeTokenizer:
-    """The two methods of a Hugging Face tokenizer that are read."""
-
-    def __init__(self, vocab: Mapping[str, int], texts: Mapping[int, str]) -> None:
-        self._vocab, self._texts = vocab, texts
-        self.decoded: list[int] = []
-
-    def get_vocab(self) -> Mapping[str, int]:
-        return self._vocab
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        self.decoded += token_ids
-        return "".join(self._texts[i] for i in token_ids)
-
-
 @pytest.mark.parametrize(
     ("vocab", "texts"),
     [
@@ -122,9 +108,15 @@ class FakeTokenizer:
 def test_newline_tokens_of_each_kind_of_vocabulary(
     vocab: dict[str, int], texts: dict[int, str]
 ) -> None:
-    tokenizer = FakeTokenizer(vocab, texts)
+    decoded: list[int] = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        decoded.extend(token_ids)
+        return "".join(texts[i] for i in token_ids)
+
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocab, decode=decode)
     assert newline_tokens(tokenizer) == [(1, texts[1]), (2, texts[2])]
-    assert tokenizer.decoded == [1, 2], "only entries that can hold a newline are decoded"
+    assert decoded == [1, 2], "only entries that can hold a newline are decoded"
 
 
 def test_newline_tokens_of_a_hugging_face_tokenizer() -> None:

@@ -45,10 +45,7 @@ def defined_factors(tokens: list[int], alpha_0: float, thinks: bool) -> tuple[li
     factors, sentence, count = [], [], 0
     for token in tokens:
         sentence.append(token)
-        if token == 6:
-            thinks = True
-        if token == 7:
-            thinks = False
+        thinks = {6: True, 7: False}.get(token, thinks)
         if token not in (1, 2):
             factors.append(0.0)
             continue
