@@ -11,7 +11,7 @@ import openai
 import pytest
 import sglang as sgl
 from fleet import REASONER, Fleet
-from hostile_bodies import OLLAMA, PATHS, Body, plain_body
+from hostile_bodies import PATHS, Body, plain_body
 from hostile_client import refusal, send
 from servers import Server
 from transformers import AutoTokenizer
@@ -137,11 +137,9 @@ def assert_second(summary: dict[str, Any], turn: Turn, mode: str) -> None:
 
 def body_of(path: str, turn: Turn, number: int, mode: str, *, stream: bool) -> dict[str, Any]:
     """The first or second turn of a conversation, as that API has it."""
-    name = "max_new_tokens" if path == "/generate" else "max_tokens"
-    name = "num_predict" if path in OLLAMA else name
-    params = {name: TOKENS, "temperature": 0, **KEYS, "kv_reuse": mode}
+    params = {"temperature": 0, **KEYS, "kv_reuse": mode}
     prompt = (turn.prompt, turn.next_prompt)[number]
-    body = plain_body(path, params, prompt=prompt, stream=stream)
+    body = plain_body(path, params, prompt=prompt, stream=stream, tokens=TOKENS)
     if path in CHATS:
         body["messages"] = turn.chat if number else turn.chat[:1]
     return body

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from budgets import budget_at
@@ -113,9 +115,7 @@ class TurnBooks:
         prompt, known = req.origin_input_ids, self.runtime.histories._by_use
         for history in known:
             left = self.left[history]
-            pairs = enumerate(zip(left.sent, prompt[:-1], strict=False))
-            unequal = (at for at, (one, other) in pairs if one != other)
-            longest = next(unequal, min(len(left.sent), len(prompt) - 1))
+            longest = len([*takewhile(bool, map(eq, left.sent, prompt[:-1]))])
             shortest = history.first_cut - left.unsent_tokens
             own = left.namespace == namespace_of(req)
             assert not own or longest <= max(sent, shortest - 1), "a longer history"

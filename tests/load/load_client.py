@@ -89,10 +89,6 @@ class Outcome:
         """A count of ``meta_info``; 0 where there was no complete answer."""
         return int(self.answer.get("meta_info", {}).get(name, 0))
 
-    def summary(self, name: str) -> int:
-        """A count of ``meta_info["skipkv"]``; 0 for a request without a budget."""
-        return int(self.answer.get("meta_info", {}).get("skipkv", {}).get(name, 0))
-
 
 async def send(session: aiohttp.ClientSession, call: Call) -> Outcome:
     """One call to its end."""
