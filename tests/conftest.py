@@ -10,8 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+# The same examples in every run, however long one takes.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 # Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
 os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
 os.environ.pop("SGL_SKIPKV_CONFIG", None)
@@ -35,8 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 # files whose tests take a minute and more; of those that share a server, the first
 LONGEST_FIRST = (
-    *("bad_input", "retraction", "fuzz", "demo", "accuracy", "oracle_thoughts", "states"),
-    *("extract", "float8", "out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
+    *("bad_input", "retraction", "fuzz", "demo", "accuracy", "oracle_thoughts", "extract"),
+    *("float8", "out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
 )
 
 
@@ -76,7 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def model_folder(tmp_path_factory: pytest.TempPathFactory):
     """family -> folder of a small random model, made once."""
     from tiny_models import save_model
 
@@ -84,7 +88,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-u
 
 
 @pytest.fixture(scope="session")
-def oracle(model_folder):  # type: ignore[no-untyped-def]
+def oracle(model_folder):
     """family -> masking oracle of that model."""
     from oracle import MaskingOracle
 
@@ -92,7 +96,7 @@ def oracle(model_folder):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="session")
-def score_oracle(model_folder):  # type: ignore[no-untyped-def]
+def score_oracle(model_folder):
     """family -> score oracle of that model."""
     from score_oracle import ScoreOracle
 
@@ -100,7 +104,7 @@ def score_oracle(model_folder):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="session")
-def fleet(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+def fleet(model_folder, tmp_path_factory) -> Iterator:
     """The servers of this session's tests."""
     from fleet import Fleet
 
@@ -112,7 +116,7 @@ def fleet(model_folder, tmp_path_factory) -> Iterator:  # type: ignore[no-untype
 
 
 @pytest.fixture(scope="session")
-def server(fleet) -> Iterator:  # type: ignore[no-untyped-def, type-arg]
+def server(fleet) -> Iterator:
     """The session's server: plugin loaded, no default budget, overlap on, strict checks on."""
     running = fleet.ready("main")
     yield running

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,6 @@ class Launches(TorchDispatchMode):
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
-    def kernels(self) -> AbstractContextManager[None]:
-        """Launches of Triton's interpreter count as one each, whatever they do to run."""
-        return as_one_each(lambda name, again: self.names.update([name]))
-
 
 def launches(*names: str) -> Counter[str]:
     """Of the second compaction of requests of these policies that are due in the same step."""
@@ -63,7 +58,7 @@ def launches(*names: str) -> Counter[str]:
     server.decode(*opened)  # the first one, in plain torch
     decode_until_due(server, opened)
     counted = Launches()
-    with on_triton(), counted.kernels():
+    with on_triton(), as_one_each(lambda name, again: counted.names.update([name])):
         due = [server.due(call) for call in opened]
         with counted:
             server.runtime.compact(due, server.req_to_token)
@@ -71,7 +66,6 @@ def launches(*names: str) -> Counter[str]:
 
 
 def main() -> int:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()

@@ -90,14 +90,9 @@ def test_prompt_that_uses_up_a_counted_budget(server: Server) -> None:
 
 def test_thoughts_of_a_model_that_has_none(server: Server) -> None:
     params = {**OK, "kv_reuse": "keep", "kv_params": {"drop_thoughts": True}}
-    message = assert_generate_refuses(server, "kv_params.drop_thoughts", params)
-    assert "the model's vocabulary has no </think>" in message
-    assert_refused(
-        server,
-        "kv_params.drop_thoughts",
-        plain_body("/v1/chat/completions", {"max_tokens": 4, **params}),
-        "/v1/chat/completions",
-    )
+    for path in ("/generate", "/v1/chat/completions"):
+        message = assert_refused(server, "kv_params.drop_thoughts", plain_body(path, params), path)
+        assert "the model's vocabulary has no </think>" in message
 
 
 @pytest.mark.parametrize("stream", [False, True])

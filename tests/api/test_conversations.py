@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import openai
 import pytest
 import sglang as sgl
 from fleet import REASONER, Fleet
-from hostile_bodies import OLLAMA, PATHS, Body, plain_body
+from hostile_bodies import PATHS, Body, plain_body
 from hostile_client import refusal, send
 from servers import Server
 from transformers import AutoTokenizer
@@ -79,6 +79,24 @@ def server(fleet: Fleet) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def chat(server: Server) -> Callable[..., Any]:
+    """The messages of a chat in; its only choice out."""
+    create = openai.OpenAI(base_url=server.url + "/v1", api_key="none").chat.completions.create
+
+    def ask(messages: Any, tokens: int | None, **keys: Any) -> Any:
+        extra = {**keys, "return_meta_info": True}
+        asked: Any = {"model": "default", "messages": messages, "max_tokens": tokens}
+        return create(**asked, temperature=0, extra_body=extra).choices[0]
+
+    return ask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frontend() -> None:
+    sgl_skipkv.install()
+
+
+@pytest.fixture(scope="module")
 def turns(server: Server) -> list[Turn]:
     lines = map(json.loads, (REASONER / "heldout.jsonl").read_text().splitlines())
     found = []
@@ -119,11 +137,9 @@ def assert_second(summary: dict[str, Any], turn: Turn, mode: str) -> None:
 
 def body_of(path: str, turn: Turn, number: int, mode: str, *, stream: bool) -> dict[str, Any]:
     """The first or second turn of a conversation, as that API has it."""
-    name = "max_new_tokens" if path == "/generate" else "max_tokens"
-    name = "num_predict" if path in OLLAMA else name
-    params = {name: TOKENS, "temperature": 0, **KEYS, "kv_reuse": mode}
+    params = {"temperature": 0, **KEYS, "kv_reuse": mode}
     prompt = (turn.prompt, turn.next_prompt)[number]
-    body = plain_body(path, params, prompt=prompt, stream=stream)
+    body = plain_body(path, params, prompt=prompt, stream=stream, tokens=TOKENS)
     if path in CHATS:
         body["messages"] = turn.chat if number else turn.chat[:1]
     return body
@@ -145,43 +161,24 @@ def test_every_api(server: Server, turns: list[Turn], path: str, mode: str, stre
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_openai_client(server: Server, turns: list[Turn], mode: str) -> None:
+def test_openai_client(chat: Any, turns: list[Turn], mode: str) -> None:
     """The messages of a chat, and the four fields in its ``meta_info``."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    extra = {**KEYS, "kv_reuse": mode, "return_meta_info": True}
     for messages in (turns[0].chat[:1], turns[0].chat):
-        asked: Any = messages
-        answer = client.chat.completions.create(
-            model="default", messages=asked, max_tokens=TOKENS, temperature=0, extra_body=extra
-        )
-        choice = answer.choices[0]
-    assert_second((choice.model_extra or {})["meta_info"]["skipkv"], turns[0], mode)
+        choice = chat(messages, TOKENS, **KEYS, kv_reuse=mode)
+    assert_second(choice.model_extra["meta_info"]["skipkv"], turns[0], mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_chat_that_sends_back_the_answer_alone(
-    server: Server, turns: list[Turn], mode: str
-) -> None:
+def test_a_chat_that_sends_back_the_answer_alone(chat: Any, turns: list[Turn], mode: str) -> None:
     """The template has no thought then; ``drop_thoughts`` lets the next turn find the answer."""
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     parameters = {"interval": INTERVAL, "drop_thoughts": True}
     keys = {"kv_budget": 256, "kv_policy": "rkv", "kv_params": parameters, "kv_reuse": mode}
 
     def say(*contents: str, tokens: int | None = None) -> tuple[str, dict[str, Any]]:
-        roles = ("user", "assistant") * len(contents)
-        messages: Any = [
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=False)
-        ]
-        answer = client.chat.completions.create(
-            model="default",
-            messages=messages,
-            max_tokens=tokens,
-            temperature=0,
-            extra_body={**keys, "return_meta_info": True},
-        )
-        choice = answer.choices[0]
-        return str(choice.message.content), (choice.model_extra or {})["meta_info"]["skipkv"]
+        roles = ("user", "assistant", "user")
+        pairs = zip(roles, contents, strict=False)
+        choice = chat([{"role": role, "content": text} for role, text in pairs], tokens, **keys)
+        return choice.message.content, choice.model_extra["meta_info"]["skipkv"]
 
     question = turns[0].question
     content, first = say(question)
@@ -224,7 +221,6 @@ def test_wrong_values(server: Server, path: str) -> None:
 
 def program_of(in_run: bool, mode: Any) -> tuple[Any, dict[str, Any]]:
     """A program of two gens and a fork, and what its ``run`` is given."""
-    sgl_skipkv.install()
     keys = {**KEYS, "kv_reuse": mode}
     of_run, of_gen = (keys, {}) if in_run else ({}, keys)
 
@@ -276,8 +272,6 @@ def test_frontend_fork_without_reuse(server: Server, turns: list[Turn]) -> None:
 
 
 def test_frontend_batch(server: Server, turns: list[Turn]) -> None:
-    sgl_skipkv.install()
-
     @sgl.function
     def program(s: Any, prompt: str) -> None:
         s += prompt + sgl.gen("first", max_tokens=TOKENS)

@@ -67,6 +67,18 @@ def reference(server: Server) -> str:
     return str(answer["text"])
 
 
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frontend() -> None:
+    """Our keys in SGLang's frontend programs."""
+    sgl_skipkv.install()
+    sgl_skipkv.install()  # again: nothing happens
+
+
 def test_custom_params_work_by_themselves_and_others_pass(server: Server, reference: str) -> None:
     answer = generated(server, {"custom_params": KEYS_SENT})
     assert answer["text"] == reference
@@ -85,36 +97,28 @@ def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
     assert len(chunks) > 1 and all("skipkv" not in chunk["meta_info"] for chunk in chunks[:-1])
 
 
-def test_openai_completions(server: Server, reference: str) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    arguments: dict[str, Any] = {"model": "default", "prompt": PROMPT, "max_tokens": TOKENS}
-    extra = {**KEYS_SENT, "ignore_eos": True}
-    answer = client.completions.create(**arguments, temperature=0, extra_body=extra)
-    assert answer.choices[0].text == reference
-    stream = client.completions.create(**arguments, temperature=0, stream=True, extra_body=extra)
+def test_openai_completions(client: openai.OpenAI, reference: str) -> None:
+    ask: dict[str, Any] = {"model": "default", "max_tokens": TOKENS, "temperature": 0}
+    ask |= {"prompt": PROMPT, "extra_body": {**KEYS_SENT, "ignore_eos": True}}
+    assert client.completions.create(**ask).choices[0].text == reference
+    stream = client.completions.create(**ask, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == reference
 
 
-def test_openai_chat(server: Server, reference: str) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    messages: Any = [{"role": "user", "content": PROMPT}]
-    arguments: dict[str, Any] = {"model": "default", "messages": messages, "max_tokens": TOKENS}
+def test_openai_chat(client: openai.OpenAI, reference: str) -> None:
+    ask: dict[str, Any] = {"model": "default", "max_tokens": TOKENS, "temperature": 0}
+    ask["messages"] = [{"role": "user", "content": PROMPT}]
     extra = {**KEYS_SENT, "ignore_eos": True}
-    answer = client.chat.completions.create(
-        **arguments, temperature=0, extra_body={**extra, "return_meta_info": True}
-    )
+    answer = client.chat.completions.create(**ask, extra_body={**extra, "return_meta_info": True})
     choice = answer.choices[0]
     assert choice.message.content == reference
-    check(choice.model_extra["meta_info"]["skipkv"])  # type: ignore[index]
-    stream = client.chat.completions.create(
-        **arguments, temperature=0, stream=True, extra_body=extra
-    )
+    check(choice.model_extra["meta_info"]["skipkv"])
+    stream = client.chat.completions.create(**ask, stream=True, extra_body=extra)
     deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(deltas) == reference
 
 
-def test_openai_responses(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+def test_openai_responses(server: Server, client: openai.OpenAI) -> None:
     model, before = client.models.list().data[0].id, _counted(server, "compactions")
     ask: Any = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": TOKENS}
     answer = client.responses.create(**ask, extra_body=KEYS_SENT)
@@ -164,8 +168,6 @@ def test_worker_processes_load_the_plugin() -> None:
 
 def test_frontend_programs(server: Server, reference: str) -> None:
     """``sgl.gen(kv_budget=)``: two gens of one program with different budgets, and a fork."""
-    sgl_skipkv.install()
-    sgl_skipkv.install()  # again: nothing happens
 
     @sgl.function
     def program(s: Any) -> None:
@@ -185,7 +187,6 @@ def test_frontend_programs(server: Server, reference: str) -> None:
 
 def test_frontend_defaults_of_a_run(server: Server, reference: str) -> None:
     """``run`` and ``run_batch`` say what a ``gen`` does not, as with SGLang's own parameters."""
-    sgl_skipkv.install()
 
     @sgl.function
     def program(s: Any, prompt: str, kv_policy: str) -> None:
@@ -216,8 +217,6 @@ def test_frontend_defaults_of_a_run(server: Server, reference: str) -> None:
 
 
 def test_frontend_streaming(server: Server, reference: str) -> None:
-    sgl_skipkv.install()
-
     @sgl.function
     def program(s: Any) -> None:
         s += PROMPT + sgl.gen(
@@ -229,7 +228,6 @@ def test_frontend_streaming(server: Server, reference: str) -> None:
 
 
 def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    sgl_skipkv.install()
     # The backend downloads a vocabulary for its logit biases; bytes do as well.
     ranks = {bytes([i]): i for i in range(256)}
     encoding = tiktoken.Encoding(
@@ -249,7 +247,6 @@ def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("backend", ["anthropic", "vertexai", "litellm"])
 def test_frontend_refuses_a_key_that_a_backend_would_drop(backend: str) -> None:
-    sgl_skipkv.install()
     params = sgl.gen("out", max_tokens=8, kv_budget=64).sampling_params
     with pytest.raises(ValueError, match=f"kv_budget: expected nothing on the {backend} backend"):
         getattr(params, f"to_{backend}_kwargs")()
@@ -258,7 +255,6 @@ def test_frontend_refuses_a_key_that_a_backend_would_drop(backend: str) -> None:
 
 
 def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
-    sgl_skipkv.install()
     with pytest.raises(ValueError, match="kv_budget"):
         sgl.gen("pick", choices=["a", "b"], kv_budget=32)
 

@@ -53,13 +53,6 @@ def test_every_body_is_answered_as_the_schema_says(server: Server) -> None:
     assert admitted(server) - before == len(accepted)
 
 
-def nested_alike(depth: int) -> bytes:
-    """The same list in a list in a list, in both places."""
-    deep = "[" * depth + "]" * depth
-    params = '{"max_new_tokens": 1, "kv_params": %s, "custom_params": {"kv_params": %s}}'
-    return ('{"text": "abc", "sampling_params": ' + params % (deep, deep) + "}").encode()
-
-
 @pytest.mark.parametrize("custom", [[1], "kv_budget", 5, [["kv_budget", 64]]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_keys_beside_custom_params_that_are_no_object(
@@ -73,7 +66,10 @@ def test_keys_beside_custom_params_that_are_no_object(
 @pytest.mark.parametrize("depth", [400, 900, 1000, 1015])
 def test_values_that_are_nested_too_deep_to_compare(server: Server, depth: int) -> None:
     """The two places are compared: found at a depth of 1,000, where Python gives up."""
-    answer = send(server, Body("/generate", nested_alike(depth)))
+    deep = "[" * depth + "]" * depth
+    params = '{"max_new_tokens": 1, "kv_params": %s, "custom_params": {"kv_params": %s}}'
+    body = '{"text": "abc", "sampling_params": ' + params % (deep, deep) + "}"
+    answer = send(server, Body("/generate", body.encode()))
     assert answer.status == 400, answer
     assert error_of(HTTPFailure(400, answer.text)).startswith("kv_params: expected ")
 

@@ -36,9 +36,8 @@ def reference(server: Server) -> str:
 
 def body_of(path: str, keys: dict[str, Any], *, stream: bool = False) -> dict[str, Any]:
     """A greedy call, the keys where that API has its parameters."""
-    length = "max_tokens" if path == "/v1/messages" else "num_predict"
-    params = {length: TOKENS, "temperature": 0, **keys}
-    return plain_body(path, params, prompt=PROMPT, stream=stream)
+    params = {"temperature": 0, **keys}
+    return plain_body(path, params, prompt=PROMPT, stream=stream, tokens=TOKENS)
 
 
 def streamed(server: Server, path: str, keys: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -92,8 +91,7 @@ def test_a_sweep_goes_on_where_it_was(
     third = Counting(fleet.ready("reasoner"), limit=0)
     sweep_of(third, tmp_path, monkeypatch).run(cells)
     assert third.enabled == 0
-    with (tmp_path / "trial.csv").open(newline="") as file:
-        rows = {row["policy"]: row for row in csv.DictReader(file)}
+    rows = {row["policy"]: row for row in record.recorded("trial")}
     assert len(rows) == 3
     assert [rows[p]["answers"] for p in ("full", "streaming", "skipkv+")] == ["2", "2", "4"]
     full, streaming = rows["full"], rows["streaming"]

@@ -82,7 +82,7 @@ done
 """
 
 
-def scripts() -> set[str]:
+def test_every_script_is_run() -> None:
     """Modules below ``bench`` that run by themselves."""
     folder = ROOT / "bench"
     found = {
@@ -90,11 +90,8 @@ def scripts() -> set[str]:
         for path in folder.rglob("*.py")
         if '\nif __name__ == "__main__":' in path.read_text()
     }
-    return {name.removesuffix(".__main__") for name in found}
-
-
-def test_every_script_is_run() -> None:
-    assert scripts() == {*ALONE, *SERVED, *ELSEWHERE}
+    scripts = {name.removesuffix(".__main__") for name in found}
+    assert scripts == {*ALONE, *SERVED, *ELSEWHERE}
 
 
 @pytest.fixture

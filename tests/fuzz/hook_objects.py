@@ -54,6 +54,9 @@ class HookObjects:
 
     def new_world(self) -> None:
         """A scheduler in the middle of its life, and requests that have not begun theirs."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
         draw = self.draw
         self.world = World(
             tree_core=draw.one("rust", "python"),
@@ -62,7 +65,13 @@ class HookObjects:
             backup_bytes=draw.one(0, 1 << 20),
             work_bytes=draw.one(0, 96 << 20),
         )
-        self.detached = [self._request(i) for i in range(DETACHED)]
+        params = [SamplingParams(max_new_tokens=10) for _ in range(DETACHED)]
+        for one in params:
+            one.normalize(None)
+        self.detached = [
+            Req(f"d{i}", "", array("q", [5]), one, eos_token_ids={STOP}, vocab_size=VOCAB)
+            for i, one in enumerate(params)
+        ]
         for i in range(draw.count(6) + 1):
             keys = draw.one({}, {"kv_budget": 8, "kv_policy": draw.one("skipkv", "streaming")})
             parameters = {"kv_params": {"interval": 8, "window": 2, "sink": 1}} if keys else {}
@@ -71,23 +80,10 @@ class HookObjects:
             self.world.retract_now = len(self.world.owners()) > 1 and draw.chance(0.05)
             self.world.step()
         for _ in range(16 if draw.chance(0.5) else 0):
-            if any(self._is_due(req) for req in self.world.running_batch.reqs):
+            reqs = [req for req in self.world.running_batch.reqs if state_of(req)]
+            if any(self.world.runtime.due(req.skipkv, req.kv.kv_allocated_len) for req in reqs):
                 break
             self.world.step()
-
-    def _is_due(self, req: Any) -> bool:
-        state = state_of(req)
-        return state is not None and self.world.runtime.due(state, req.kv.kv_allocated_len)
-
-    def _request(self, number: int) -> Any:
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(max_new_tokens=10)
-        params.normalize(None)
-        return Req(
-            f"d{number}", "", array("q", [5]), params, eos_token_ids={STOP}, vocab_size=VOCAB
-        )
 
     def _fresh(self) -> Any:
         """A request that was received just now, of any length and with any state."""

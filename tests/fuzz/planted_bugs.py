@@ -65,402 +65,313 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     from sgl_skipkv.reuse import continuation, histories, history
 
     shorten, life, rewrite = batch._shorten, runtime.Runtime, page_table.RowRewrite
-    return [
-        (
-            "a compacted row is inserted into the tree",
-            release.limit_insert,
-            "and state.kv.evicted_tokens:\n        return 0",
-            "and state.kv.evicted_tokens:\n        return None",
-        ),
-        (
-            "a recomputed request hands its output to the tree",
-            release.limit_insert,
-            "return shared if result is None else min(result, shared)",
-            "return None",
-        ),
-        (
-            "a recomputed request shares more than its prompt",
-            retraction.limit_prefix_match,
-            "return min(max_prefix_len, shareable)",
-            "return None",
-        ),
-        (
-            "allocated length stays",
-            kv_cache.shorten_row,
-            "req.kv.kv_allocated_len -= evicted_tokens",
-            "pass",
-        ),
-        (
-            "committed length stays",
-            kv_cache.shorten_row,
-            "req.kv.kv_committed_len -= evicted_tokens",
-            "pass",
-        ),
-        (
-            "sequence lengths stay",
-            shorten,
-            "batch.seq_lens_cpu - torch.tensor(evicted)",
-            "batch.seq_lens_cpu",
-        ),
-        (
-            "all but one request of a part are left out",
-            life._in_parts,
-            "[due[i] for i in part]",
-            "[due[i] for i in part[:1]]",
-        ),
-        (
-            "a part forgets what the others freed",
-            batch.compact_due_requests,
-            "for compaction in done for slots in compaction.freed",
-            "for slots in done[-1].freed",
-        ),
-        ("device lengths stay", shorten, "batch.seq_lens = ", "_ = "),
-        (
-            "slots are freed twice",
-            kv_cache.free_evicted,
-            "        allocator.free(slots)\n",
-            "        allocator.free(slots)\n        allocator.free(slots)\n",
-        ),
-        (
-            "the next turn misses queries of a prompt's end",
-            request_state.RequestState.records_from.fget,
-            'kv_reuse == "budget"',
-            'kv_reuse == "never"',
-        ),
-        (
-            "slots are not freed",
-            kv_cache.free_evicted,
-            "        allocator.free(slots)\n",
-            "        pass\n",
-        ),
-        (
-            "one slot is forgotten",
-            rewrite.__init__,
-            "slots[evicted].to(torch.int64)",
-            "slots[evicted[1:]].to(torch.int64)",
-        ),
-        (
-            "the slot before the first evicted one is freed",
-            rewrite.__init__,
-            "slots[evicted].to(torch.int64)",
-            "torch.cat([slots[kept][-1:], slots[evicted[1:]]]).to(torch.int64)",
-        ),
-        (
-            "the kept slots are written one entry too far",
-            rewrite.write,
-            "[row, :keep_tokens] = slots",
-            "[row, 1 : keep_tokens + 1] = slots",
-        ),
-        (
-            "the prompt may go although the tree owns it",
-            planner._protected,
-            "prompt = state.prompt_row_tokens if params.protect_prompt else 0",
-            "prompt = 0",
-        ),
-        (
-            "an evictable prompt is shared",
-            request_state.RequestState.shared_row_tokens.fget,
-            "if self.keeps_prompt_private:",
-            "if False:",
-        ),
-        (
-            "state outlives a retraction",
-            retraction.reset_request,
-            "state.runtime.retract(state, generated=len(req.output_ids))",
-            "pass",
-        ),
-        (
-            "evictions outlive a retraction",
-            life._start_anew,
-            "state.kv = KVState(",
-            "_ = KVState(",
-        ),
-        (
-            "a finished request keeps its track",
-            release.close_request,
-            "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
-            "pass",
-        ),
-        ("a row keeps its track", life._release, "of_row[row] = 0", "of_row[0] = 0"),
-        (
-            "positions are physical",
-            forward.prepare_forward,
-            "positions = result.orig_seq_lens - 1",
-            "positions = batch.seq_lens - 1",
-        ),
-        (
-            "a compaction comes a step too late",
-            request_state.RequestState.is_due,
-            ">= budget + interval",
-            "> budget + interval + 1",
-        ),
-        (
-            "a share is of the tokens that are still cached",
-            request_state.RequestState._full_tokens,
-            " + evicted_tokens",
-            "",
-        ),
-        (
-            "a share counts the evictions that the request reports",
-            request_state.RequestState._full_tokens,
-            "self.kv.evicted_tokens - self.prompt_evicted_tokens",
-            "self.report.evicted_tokens",
-        ),
-        (
-            "a demand is that of the row before the last compaction",
-            request_state.RequestState._demand.fget,
-            "demand.logical_tokens > last.logical_tokens",
-            "last is not None",
-        ),
-        (
-            "a demand is measured without the queries of a prefill",
-            request_state.RequestState.records_from.fget,
-            "min(first, max(self.kv.not_before, self._measured_from) - window)",
-            "max(self.kv.not_before, self._measured_from)",
-        ),
-        (
-            "a history is shared although its demand may evict from it",
-            request_state.RequestState.may_be_due_until,
-            "return reads_demand or ",
-            "return ",
-        ),
-        (
-            "a request reserves a track that is taken",
-            life.has_track,
-            "return self.recorder.tracks.free > taken",
-            "return True",
-        ),
-        (
-            "a backup comes back a token off",
-            backup.restore_row,
-            "saved.to(buffer.device, first_row=matched)",
-            "saved.to(buffer.device).roll(1, 0)[matched:]",
-        ),
-        (
-            "a restored token has its place in the row for a position",
-            forward.prepare_forward,
-            "if any(shifts):",
-            "if False:",
-        ),
-        (
-            "a restored row is not paid for",
-            admission._restored_tokens,
-            "state.offloaded.backup.row_tokens - req.prefix_len",
-            "0",
-        ),
-        (
-            "KV of before a pause comes back",
-            backup.forget_backups,
-            "with binding.runtime.without_backups():",
-            "if True:",
-        ),
-        (
-            "the input of a backup that was forgotten stays short",
-            backup.forget_backups,
-            "_lengthen_input(req)",
-            "pass",
-        ),
-        (
-            "a restored row's token is drawn with the noise of another position",
-            sampling.shift_positions,
-            "positions.add_(shifts)",
-            "pass",
-        ),
-        (
-            "a pause leaves a request that cannot be recomputed in the queue",
-            backup.forget_backups,
-            "if is_stranded(req):",
-            "if False:",
-        ),
-        (
-            "a request that ends while it waits keeps host memory",
-            backup.drop_backup,
-            "state.offloaded.backup = state.reuse.continued = None",
-            "pass",
-        ),
-        (
-            "backups have no bound",
-            life.can_back_up,
-            "return self.host_memory.fits",
-            "return 0 <",
-        ),
-        (
-            "a compaction does not wait for the step that runs",
-            batch.compact_due_requests,
-            "binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)",
-            "pass",
-        ),
-        (
-            "what a steered request generated is inserted into the tree",
-            release.limit_insert,
-            "not state.settings.steers",
-            "True",
-        ),
-        ("a row stays steered", life._release, "self.steerer.stop(row)", "pass"),
-        (
-            "tokens that are computed again are not steered",
-            steering.prepare_prefill,
-            "if any(factors):",
-            "if False:",
-        ),
-        (
-            "a request that comes back is steered as at its start",
-            steering.prepare_prefill,
-            "steerer.start(state.row, schedule)",
-            "steerer.start(state.row, state.schedule)",
-        ),
-        (
-            "a shared history is compacted without a copy",
-            continuation.continue_history,
-            "continued.copies = ",
-            "_ = ",
-        ),
-        (
-            "the copy of a history is not paid for",
-            admission._copied_tokens,
-            "return continued.row_tokens - state.prompt_tokens",
-            "return 0",
-        ),
-        (
-            "the lock on a history is kept",
-            reuse._lock_prompt,
-            "tree_cache.unlock(req.lock)",
-            "pass",
-        ),
-        (
-            "the whole history stays locked",
-            reuse._lock_prompt,
-            "req.lock, req.last_node = lock, match.last_device_node",
-            "tree_cache.unlock(lock)",
-        ),
-        (
-            "a history's keys are its token ids",
-            continuation.history_of,
-            "key = key[:shared] + private_keys(len(key) - shared)",
-            "pass",
-        ),
-        (
-            "two histories have the same keys",
-            history.private_keys,
-            "next(_lineages) << 32",
-            "1 << 32",
-        ),
-        (
-            "a continued prefill has its place in the row for a position",
-            forward.prepare_forward,
-            "shifts = [0 if state is None else state.kv.evicted_tokens for state in states]",
-            "shifts = [0 if state is None or state.reuse.continued else state.kv.evicted_tokens "
-            "for state in states]",
-        ),
-        (
-            "decode steps of a continued row count on from its length",
-            batch.admit_rows,
-            "batch.orig_seq_lens[i] = prefill_tokens(req)",
-            "pass",
-        ),
-        (
-            "a branch continues its sibling's row",
-            histories.Histories.find,
-            "if cut >= history.first_cut:",
-            "if cut >= history.own_prompt_tokens:",
-        ),
-        (
-            "a prompt that is a history as a whole leaves nothing to compute",
-            histories.Histories.find,
-            ", len(prompt) - 1)",
-            ", len(prompt))",
-        ),
-        (
-            "SGLang files the text of a prompt that contains a history",
-            reuse.split_behind_row_prompt,
-            "req.origin_input_ids = row_ids(req, state)[: state.shared_row_tokens]",
-            "pass",
-        ),
-        (
-            "a history is filed while its request only gives way",
-            reuse.leaving_history,
-            " or not req.finished()",
-            "",
-        ),
-        (
-            "an aborted request leaves a history",
-            reuse._history_of,
-            "isinstance(req.finished_reason, FINISH_ABORT) or ",
-            "",
-        ),
-        (
-            "histories outlive a flush",
-            reuse.forget_histories,
-            "binding.runtime.histories.clear()",
-            "pass",
-        ),
-        (
-            "a history is one token too long",
-            reuse._history_of,
-            "[:logical_tokens]",
-            "[: logical_tokens + 1]",
-        ),
-        (
-            "another policy's request continues a history",
-            continuation.namespace_of,
-            "(policy.name, policy.params) if",
-            "() if",
-        ),
-        (
-            "another cache_salt's request continues a history",
-            reuse._namespace,
-            "req.cache_salt, ",
-            "",
-        ),
-        (
-            "another extra_key's request continues a history",
-            reuse._namespace,
-            "req.extra_key, ",
-            "",
-        ),
-        (
-            "a steered history is continued without steering",
-            continuation.namespace_of,
-            "settings.kv_reuse, settings.steering,",
-            "settings.kv_reuse,",
-        ),
-        (
-            "a history that the tree has lost a part of is not dropped",
-            reuse.continue_history,
-            "req.prefix_len >= found.cut - found.history.evicted_tokens",
-            "req.prefix_len",
-        ),
-        (
-            "the keys of a history that was lost stay the input",
-            reuse.fill_with_keys,
-            "    else:",
-            "    elif state.reuse.continued is not None:",
-        ),
-        (
-            "a restored row is filed as if its history were evicted from again",
-            continuation.history_of,
-            "0 if continued is None else continued.evicted_tokens",
-            "state.kv.evicted_tokens",
-        ),
-        (
-            "a sentence goes on behind its turn",
-            life.start_recording,
-            "self.recorder.sentences.open_next(held.track_id, entries)",
-            "pass",
-        ),
-        (
-            "a continued row has the recordings of whoever held its track before",
-            life.start_recording,
-            "self.recorder.restore(held.track_id, continued.recorded)",
-            "pass",
-        ),
-        (
-            "recordings of a history are never let go",
-            life.start_recording,
-            "continued.recorded = None",
-            "pass",
-        ),
-    ]
+    table: dict[Any, dict[str, tuple[str, str]]] = {
+        release.limit_insert: {
+            "a compacted row is inserted into the tree": (
+                "and state.kv.evicted_tokens:\n        return 0",
+                "and state.kv.evicted_tokens:\n        return None",
+            ),
+            "a recomputed request hands its output to the tree": (
+                "return shared if result is None else min(result, shared)",
+                "return None",
+            ),
+            "what a steered request generated is inserted into the tree": (
+                "not state.settings.steers",
+                "True",
+            ),
+        },
+        retraction.limit_prefix_match: {
+            "a recomputed request shares more than its prompt": (
+                "return min(max_prefix_len, shareable)",
+                "return None",
+            ),
+        },
+        kv_cache.shorten_row: {
+            "allocated length stays": ("req.kv.kv_allocated_len -= evicted_tokens", "pass"),
+            "committed length stays": ("req.kv.kv_committed_len -= evicted_tokens", "pass"),
+        },
+        shorten: {
+            "sequence lengths stay": (
+                "batch.seq_lens_cpu - torch.tensor(evicted)",
+                "batch.seq_lens_cpu",
+            ),
+            "device lengths stay": ("batch.seq_lens = ", "_ = "),
+        },
+        life._in_parts: {
+            "all but one request of a part are left out": (
+                "[due[i] for i in part]",
+                "[due[i] for i in part[:1]]",
+            ),
+        },
+        batch.compact_due_requests: {
+            "a part forgets what the others freed": (
+                "for compaction in done for slots in compaction.freed",
+                "for slots in done[-1].freed",
+            ),
+            "a compaction does not wait for the step that runs": (
+                "binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)",
+                "pass",
+            ),
+        },
+        kv_cache.free_evicted: {
+            "slots are freed twice": (
+                "        allocator.free(slots)\n",
+                "        allocator.free(slots)\n        allocator.free(slots)\n",
+            ),
+            "slots are not freed": ("        allocator.free(slots)\n", "        pass\n"),
+        },
+        request_state.RequestState.records_from.fget: {
+            "the next turn misses queries of a prompt's end": (
+                'kv_reuse == "budget"',
+                'kv_reuse == "never"',
+            ),
+            "a demand is measured without the queries of a prefill": (
+                "min(first, max(self.kv.not_before, self._measured_from) - window)",
+                "max(self.kv.not_before, self._measured_from)",
+            ),
+        },
+        rewrite.__init__: {
+            "one slot is forgotten": (
+                "slots[evicted].to(torch.int64)",
+                "slots[evicted[1:]].to(torch.int64)",
+            ),
+            "the slot before the first evicted one is freed": (
+                "slots[evicted].to(torch.int64)",
+                "torch.cat([slots[kept][-1:], slots[evicted[1:]]]).to(torch.int64)",
+            ),
+        },
+        rewrite.write: {
+            "the kept slots are written one entry too far": (
+                "[row, :keep_tokens] = slots",
+                "[row, 1 : keep_tokens + 1] = slots",
+            ),
+        },
+        planner._protected: {
+            "the prompt may go although the tree owns it": (
+                "prompt = state.prompt_row_tokens if params.protect_prompt else 0",
+                "prompt = 0",
+            ),
+        },
+        request_state.RequestState.shared_row_tokens.fget: {
+            "an evictable prompt is shared": ("if self.keeps_prompt_private:", "if False:"),
+        },
+        retraction.reset_request: {
+            "state outlives a retraction": (
+                "state.runtime.retract(state, generated=len(req.output_ids))",
+                "pass",
+            ),
+        },
+        life._start_anew: {
+            "evictions outlive a retraction": ("state.kv = KVState(", "_ = KVState("),
+        },
+        release.close_request: {
+            "a finished request keeps its track": (
+                "state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)",
+                "pass",
+            ),
+        },
+        life._release: {
+            "a row keeps its track": ("of_row[row] = 0", "of_row[0] = 0"),
+            "a row stays steered": ("self.steerer.stop(row)", "pass"),
+        },
+        forward.prepare_forward: {
+            "positions are physical": (
+                "positions = result.orig_seq_lens - 1",
+                "positions = batch.seq_lens - 1",
+            ),
+            "a restored token has its place in the row for a position": (
+                "if any(shifts):",
+                "if False:",
+            ),
+            "a continued prefill has its place in the row for a position": (
+                "shifts = [0 if state is None else state.kv.evicted_tokens for state in states]",
+                "shifts = [0 if state is None or state.reuse.continued else "
+                "state.kv.evicted_tokens for state in states]",
+            ),
+        },
+        request_state.RequestState.is_due: {
+            "a compaction comes a step too late": (
+                ">= budget + interval",
+                "> budget + interval + 1",
+            ),
+        },
+        request_state.RequestState._full_tokens: {
+            "a share is of the tokens that are still cached": (" + evicted_tokens", ""),
+            "a share counts the evictions that the request reports": (
+                "self.kv.evicted_tokens - self.prompt_evicted_tokens",
+                "self.report.evicted_tokens",
+            ),
+        },
+        request_state.RequestState._demand.fget: {
+            "a demand is that of the row before the last compaction": (
+                "demand.logical_tokens > last.logical_tokens",
+                "last is not None",
+            ),
+        },
+        request_state.RequestState.may_be_due_until: {
+            "a history is shared although its demand may evict from it": (
+                "return reads_demand or ",
+                "return ",
+            ),
+        },
+        life.has_track: {
+            "a request reserves a track that is taken": (
+                "return self.recorder.tracks.free > taken",
+                "return True",
+            ),
+        },
+        backup.restore_row: {
+            "a backup comes back a token off": (
+                "saved.to(buffer.device, first_row=matched)",
+                "saved.to(buffer.device).roll(1, 0)[matched:]",
+            ),
+        },
+        admission._restored_tokens: {
+            "a restored row is not paid for": (
+                "state.offloaded.backup.row_tokens - req.prefix_len",
+                "0",
+            ),
+        },
+        backup.forget_backups: {
+            "KV of before a pause comes back": (
+                "with binding.runtime.without_backups():",
+                "if True:",
+            ),
+            "the input of a backup that was forgotten stays short": (
+                "_lengthen_input(req)",
+                "pass",
+            ),
+            "a pause leaves a request that cannot be recomputed in the queue": (
+                "if is_stranded(req):",
+                "if False:",
+            ),
+        },
+        sampling.shift_positions: {
+            "a restored row's token is drawn with the noise of another position": (
+                "positions.add_(shifts)",
+                "pass",
+            ),
+        },
+        backup.drop_backup: {
+            "a request that ends while it waits keeps host memory": (
+                "state.offloaded.backup = state.reuse.continued = None",
+                "pass",
+            ),
+        },
+        life.can_back_up: {
+            "backups have no bound": ("return self.host_memory.fits", "return 0 <"),
+        },
+        steering.prepare_prefill: {
+            "tokens that are computed again are not steered": ("if any(factors):", "if False:"),
+            "a request that comes back is steered as at its start": (
+                "steerer.start(state.row, schedule)",
+                "steerer.start(state.row, state.schedule)",
+            ),
+        },
+        continuation.continue_history: {
+            "a shared history is compacted without a copy": ("continued.copies = ", "_ = "),
+        },
+        admission._copied_tokens: {
+            "the copy of a history is not paid for": (
+                "return continued.row_tokens - state.prompt_tokens",
+                "return 0",
+            ),
+        },
+        reuse._lock_prompt: {
+            "the lock on a history is kept": ("tree_cache.unlock(req.lock)", "pass"),
+            "the whole history stays locked": (
+                "req.lock, req.last_node = lock, match.last_device_node",
+                "tree_cache.unlock(lock)",
+            ),
+        },
+        continuation.history_of: {
+            "a history's keys are its token ids": (
+                "key = key[:shared] + private_keys(len(key) - shared)",
+                "pass",
+            ),
+            "a restored row is filed as if its history were evicted from again": (
+                "0 if continued is None else continued.evicted_tokens",
+                "state.kv.evicted_tokens",
+            ),
+        },
+        history.private_keys: {
+            "two histories have the same keys": ("next(_lineages) << 32", "1 << 32"),
+        },
+        batch.admit_rows: {
+            "decode steps of a continued row count on from its length": (
+                "batch.orig_seq_lens[i] = prefill_tokens(req)",
+                "pass",
+            ),
+        },
+        histories.Histories.find: {
+            "a branch continues its sibling's row": (
+                "if cut >= history.first_cut:",
+                "if cut >= history.own_prompt_tokens:",
+            ),
+            "a prompt that is a history as a whole leaves nothing to compute": (
+                ", len(prompt) - 1)",
+                ", len(prompt))",
+            ),
+        },
+        reuse.split_behind_row_prompt: {
+            "SGLang files the text of a prompt that contains a history": (
+                "req.origin_input_ids = row_ids(req, state)[: state.shared_row_tokens]",
+                "pass",
+            ),
+        },
+        reuse.leaving_history: {
+            "a history is filed while its request only gives way": (" or not req.finished()", ""),
+        },
+        reuse._history_of: {
+            "an aborted request leaves a history": (
+                "isinstance(req.finished_reason, FINISH_ABORT) or ",
+                "",
+            ),
+            "a history is one token too long": ("[:logical_tokens]", "[: logical_tokens + 1]"),
+        },
+        reuse.forget_histories: {
+            "histories outlive a flush": ("binding.runtime.histories.clear()", "pass"),
+        },
+        continuation.namespace_of: {
+            "another policy's request continues a history": (
+                "(policy.name, policy.params) if",
+                "() if",
+            ),
+            "a steered history is continued without steering": (
+                "settings.kv_reuse, settings.steering,",
+                "settings.kv_reuse,",
+            ),
+        },
+        reuse._namespace: {
+            "another cache_salt's request continues a history": ("req.cache_salt, ", ""),
+            "another extra_key's request continues a history": ("req.extra_key, ", ""),
+        },
+        reuse.continue_history: {
+            "a history that the tree has lost a part of is not dropped": (
+                "req.prefix_len >= found.cut - found.history.evicted_tokens",
+                "req.prefix_len",
+            ),
+        },
+        reuse.fill_with_keys: {
+            "the keys of a history that was lost stay the input": (
+                "    else:",
+                "    elif state.reuse.continued is not None:",
+            ),
+        },
+        life.start_recording: {
+            "a sentence goes on behind its turn": (
+                "self.recorder.sentences.open_next(held.track_id, entries)",
+                "pass",
+            ),
+            "a continued row has the recordings of whoever held its track before": (
+                "self.recorder.restore(held.track_id, continued.recorded)",
+                "pass",
+            ),
+            "recordings of a history are never let go": ("continued.recorded = None", "pass"),
+        },
+    }
+    of_functions = table.items()
+    return [(name, f, *change) for f, planted in of_functions for name, change in planted.items()]
 
 
 def plant(

@@ -12,13 +12,13 @@ from budgets import budget_at, least_budget
 from pool_content import (
     DELIMITER,
     HEAD_DIM,
-    HIDDENS,
     POOL,
-    QUERIES,
     ROWS,
     TRACKED,
     full_tags,
+    hidden_of,
     keys_of,
+    queries_of,
     values_of,
 )
 from pool_turn_books import TurnBooks
@@ -43,15 +43,6 @@ class Books(TurnBooks):
         head_dim: numbers of a key, a multiple of ``HEAD_DIM``; kernels read 16 and more.
         count: what happened, so that a test can tell an empty run.
     """
-
-    req_to_token_pool: Any
-    token_to_kv_pool_allocator: Any
-    tree_cache: Any
-    runtime: Any
-    recorder: Any
-    running_batch: Any
-    last_batch: Any
-    chunked_req: Any
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Entry]] = {}
@@ -160,8 +151,7 @@ class Books(TurnBooks):
 
     def _row(self, req: Any) -> list[int]:
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        slots: list[int] = row[: req.kv.kv_allocated_len].tolist()
-        return slots
+        return row[: req.kv.kv_allocated_len].tolist()
 
     @staticmethod
     def _compactions(req: Any) -> int:
@@ -197,7 +187,7 @@ class Books(TurnBooks):
             ring = self.recorder.queries.read(state.held.track_id, last, count)
             # By position: those of dropped thoughts are among them.
             tags = [self.computed[req.rid][at] for at in range(last - count + 1, last + 1)]
-            own = QUERIES[[tag % len(QUERIES) for tag in tags]]
+            own = queries_of(tags)
             assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
         after = self._row(req)
         assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
@@ -222,7 +212,7 @@ class Books(TurnBooks):
             return budget
         entries = [entry for entry in old if entry.position < measured]
         tags = [self.computed[req.rid][at] for at in range(measured - params.window, measured)]
-        queries = self.widened(QUERIES[[tag % len(QUERIES) for tag in tags]]).double()
+        queries = self.widened(queries_of(tags)).double()
         keys = self.widened(keys_of([entry.tag for entry in entries])).double()
         logits = torch.einsum("qhd,kd->qhk", queries, keys[:, 0]) / self.head_dim**0.5
         last_seen = torch.arange(len(entries) - params.window, len(entries))
@@ -241,13 +231,13 @@ class Books(TurnBooks):
     def _check_closed_sentences(self, req: Any, talk: Conversation) -> None:
         """After a compaction the table has the mean of every sentence that it still names."""
         state, tags = req.skipkv, self.computed[req.rid]
-        text = [*self.prompt_of(req), *self.generated.get(req.rid, ())][: talk.compacted_at]
+        text = self._text_of(req)[: talk.compacted_at]
         own = closed_sentences(text, talk.sentences_from, DELIMITER)
         closed = [state.span(i) for i in range(len(state.sentences.tracker.closed))]
         assert closed == [*talk.closed, *own], "sentences begin and end elsewhere"
         vectors = self.recorder.sentences.vectors[state.held.track_id]
         for vector, sentence in zip(vectors, state.sentences.table, strict=False):
-            hidden = HIDDENS[[tags[at] % len(HIDDENS) for at in range(*closed[sentence])]]
+            hidden = hidden_of([tags[at] for at in range(*closed[sentence])])
             unit = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
             torch.testing.assert_close(vector, unit)
 
@@ -260,25 +250,22 @@ class Books(TurnBooks):
         fed = self.rows[req.rid][-1].position + 1 - first  # of a prefill in chunks, so far
         if fed <= 0:
             return
-        text, tags = (
-            [*self.prompt_of(req), *self.generated.get(req.rid, ())],
-            self.computed[req.rid],
-        )
+        text, tags = self._text_of(req), self.computed[req.rid]
         tokens = text[first : first + fed]
         begins = len(tokens) - 1
         while begins and not (tokens[begins - 1] == DELIMITER != tokens[begins]):
             begins -= 1
-        own = [HIDDENS[tags[first + i] % len(HIDDENS)] for i in range(begins, len(tokens))]
-        assert int(table.length[req.skipkv.held.track_id]) == len(own), (
-            "a token is missing, or there twice"
-        )
-        torch.testing.assert_close(
-            table.total[req.skipkv.held.track_id], torch.stack(own).sum(dim=0)
-        )
+        own = hidden_of([tags[first + i] for i in range(begins, len(tokens))])
+        track_id = req.skipkv.held.track_id
+        assert int(table.length[track_id]) == len(own), "a token is missing, or there twice"
+        torch.testing.assert_close(table.total[track_id], own.sum(dim=0))
+
+    def _text_of(self, req: Any) -> list[int]:
+        """Its prompt and its generated tokens that were ever fed."""
+        return [*self.prompt_of(req), *self.generated.get(req.rid, ())]
 
     def _free_slots(self) -> list[int]:
-        free: list[int] = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
-        return free
+        return self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
 
     # -- invariants
 

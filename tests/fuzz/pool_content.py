@@ -70,6 +70,14 @@ def keys_of(tags: Sequence[int]) -> torch.Tensor:
     return KEYS[[tag % len(KEYS) for tag in tags]]
 
 
+def queries_of(tags: Sequence[int]) -> torch.Tensor:
+    return QUERIES[[tag % len(QUERIES) for tag in tags]]
+
+
+def hidden_of(tags: Sequence[int]) -> torch.Tensor:
+    return HIDDENS[[tag % len(HIDDENS) for tag in tags]]
+
+
 def values_of(tags: Sequence[int]) -> torch.Tensor:
     """The tag itself, in four numbers that float32 holds exactly."""
     words = [[(tag >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for tag in tags]

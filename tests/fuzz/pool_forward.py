@@ -15,11 +15,11 @@ from pool_books import Books
 from pool_content import (
     DELIMITER,
     HIDDEN,
-    HIDDENS,
-    QUERIES,
     STOP,
     VOCAB,
+    hidden_of,
     keys_of,
+    queries_of,
     tag_after,
     values_of,
 )
@@ -65,9 +65,6 @@ class ScheduleStream:
 class Forward(Books):
     """Books with a forward pass."""
 
-    schedule_stream: ScheduleStream
-    forward_stream: ForwardStream
-
     def _forward(self, batch: Any) -> list[int | None]:
         """Write content for every new token, record it as a real forward would, sample."""
         from sgl_skipkv.patches.engine.forward import prepare_forward
@@ -93,10 +90,10 @@ class Forward(Books):
         shift_positions(None, None, forward.sampling_info, False, [], [], noise)
         positions = forward.positions.split(list(counts))
         # The device knows the token it fed; the scheduler may not have seen it yet.
-        fed = (
-            [req.fed_next for req in batch.reqs] if decode else batch.prefill_input_ids_cpu.tolist()
-        )
-        tokens: list[int] = fed
+        if decode:
+            tokens = [req.fed_next for req in batch.reqs]
+        else:
+            tokens = batch.prefill_input_ids_cpu.tolist()
         factors = iter(added(self.runtime.steerer, batch, tokens, HIDDEN))
         coming = iter(tokens)
         written: list[Entry] = []
@@ -163,7 +160,5 @@ class Forward(Books):
         recorder = self.req_to_token_pool.skipkv.runtime.recorder
         layer = SimpleNamespace(skipkv=recorder, layer_id=0)
         tags = [one.tag for one in written]
-        queries = QUERIES[[tag % len(QUERIES) for tag in tags]]
-        record_queries(layer, self.widened(queries), None, None, forward)
-        hidden = HIDDENS[[tag % len(HIDDENS) for tag in tags]]
-        record_hidden(layer, torch.tensor(tokens), hidden)
+        record_queries(layer, self.widened(queries_of(tags)), None, None, forward)
+        record_hidden(layer, torch.tensor(tokens), hidden_of(tags))

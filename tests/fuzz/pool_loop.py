@@ -19,18 +19,6 @@ class Loop(Forward):
         pending_chunk_abort: the request in the middle of its prefill is to end.
     """
 
-    overlap: bool
-    chunked_prefill_size: int | None
-    token_ratio: float
-    model_config: Any
-    spec_algorithm: Any
-    retract_now: bool
-    pending_chunk_abort: bool
-    waiting_queue: list[Any]
-    result_queue: list[tuple[Any, list[int | None]]]
-    finished: list[Any]
-    aborted: list[Any]
-
     def step(self) -> None:
         """One turn of ``event_loop_overlap`` or ``event_loop_normal``."""
         batch = self._next_batch()

@@ -8,6 +8,7 @@ another request would compute for the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,16 +23,12 @@ WORDS = {f"k{token}": token for token in range(20, 28)}
 KEYWORDS = frozenset(WORDS.values())
 
 
-class _Vocabulary:
-    def get_vocab(self) -> dict[str, int]:
-        return dict(WORDS)
-
-
 def make_steerer(delimiters: Delimiters, hidden_size: int, rows: int) -> Steerer:
     """As the start of a server makes it, without a model."""
     whence = origin(hidden_size=hidden_size, layer=0, keywords=",".join(WORDS), delimiters="paper")
     vector = SteeringVector(torch.eye(hidden_size)[0], whence)
-    classes = TokenClasses(_Vocabulary(), delimiters, whence.delimiters, whence.keywords.split(","))
+    words = SimpleNamespace(get_vocab=WORDS.copy)
+    classes = TokenClasses(words, delimiters, whence.delimiters, whence.keywords.split(","))
     steerer = Steerer(vector, classes, GAMMA, device=torch.device("cpu"))
     steerer.use_rows(rows)
     return steerer
@@ -45,8 +42,7 @@ def added(steerer: Steerer, batch: Any, tokens: Sequence[int], hidden_size: int)
             steerer.prefill(residual)
     elif steerer.steered_requests:
         steerer.decode(residual, batch.req_pool_indices.long(), torch.tensor(tokens))
-    factors: list[float] = residual[:, 0].tolist()
-    return factors
+    return residual[:, 0].tolist()
 
 
 def strength(alpha_0: float | None, generated: Sequence[int], delimiter: int) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from budgets import budget_at
 from pool_content import DELIMITER, VOCAB
 from pool_turns import (
-    Apart,
     Conversation,
     Entry,
     Left,
@@ -23,18 +23,6 @@ from pool_turns import (
 
 class TurnBooks:
     """What ``Books`` has of turns; its attributes are explained there."""
-
-    runtime: Any
-    recorder: Any
-    computed: dict[str, dict[int, int]]
-    talks: dict[str, Conversation]
-    left: dict[Any, Left]
-    turns: list[Any]
-    ample: bool
-    recomputed: set[str]
-    count: Counter[str]
-    _compactions: Callable[[Any], int]
-    _in_tree: Callable[[Sequence[int], Apart], list[int]]
 
     def _continued(self, req: Any, slots: list[int]) -> list[Entry]:
         """The row of the history that the request continues; its conversation is in the books."""
@@ -127,9 +115,7 @@ class TurnBooks:
         prompt, known = req.origin_input_ids, self.runtime.histories._by_use
         for history in known:
             left = self.left[history]
-            pairs = enumerate(zip(left.sent, prompt[:-1], strict=False))
-            unequal = (at for at, (one, other) in pairs if one != other)
-            longest = next(unequal, min(len(left.sent), len(prompt) - 1))
+            longest = len([*takewhile(bool, map(eq, left.sent, prompt[:-1]))])
             shortest = history.first_cut - left.unsent_tokens
             own = left.namespace == namespace_of(req)
             assert not own or longest <= max(sent, shortest - 1), "a longer history"

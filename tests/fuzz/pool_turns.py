@@ -87,7 +87,6 @@ class Left:
 
 
 def reuse_of(req: Any) -> str | None:
-    """The request's ``kv_reuse``."""
     state = getattr(req, "skipkv", None)
     return None if state is None else state.settings.kv_reuse
 

@@ -28,8 +28,7 @@ def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     report = folder / "rows.json"
     assert report.exists(), done.stdout[-2000:] + done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(report.read_text())
-    return found
+    return json.loads(report.read_text())
 
 
 def test_every_planted_bug_is_found(tmp_path: Path) -> None:

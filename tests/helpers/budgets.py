@@ -31,5 +31,4 @@ def least_budget(policy: Any, prompt_tokens: int = 0) -> int:
     """What every compaction keeps."""
     params = policy.params
     counted = prompt_tokens if params.count_prompt and params.protect_prompt else 0
-    least: int = params.sink + params.window + 1 + counted
-    return least
+    return params.sink + params.window + 1 + counted

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from oracle import Addition, steering_factors
 from servers import Server
-from tiny_models import LINE_ENDS, PIECES
+from tiny_models import LINE_END_IDS, PIECES
 from vector_files import origin
 
 from sgl_skipkv.steering.vector import SteeringVector
@@ -34,7 +34,7 @@ DEFAULTS_BY_FLAG = (
 STEERING_GAMMA = 0.1
 STEERING_KEYWORDS = ("a", "b")
 STEERING_PRESET = "any-newline"
-# Two configurations without kv_reuse. The events stay within the process.
+# Neither radix cache nor events that stay within the process: no kv_reuse.
 KV_EVENTS = '{"publisher": "zmq", "endpoint": "inproc://events"}'
 WITHOUT_REUSE = ("--disable-radix-cache", "--kv-events-config", KV_EVENTS)
 # Generated tokens of a thinking request are not cached by SGLang.
@@ -108,11 +108,11 @@ SPECS: dict[str, Spec] = {
             *("--steering-vector", str(WANDERER / "steering.safetensors")),
         ),
     ),
-    # As `skipkv steering extract` starts it.
+    # As `skipkv steering extract` starts it. It serves budgets and no kv_reuse: nobody asked.
     "extracting": Spec(
-        ("extract",),
+        ("extract", "states"),
         REASONER,
-        ("--disable-radix-cache", "--chunked-prefill-size", "64"),
+        (*WITHOUT_REUSE, *CHUNKS_OF_64),
         {"steering_capture": "captured", "delimiters": "math"},
         {"trace": False},
     ),
@@ -165,8 +165,7 @@ SPECS: dict[str, Spec] = {
     "refused": Spec(
         ("states",), "qwen2", (*UNSUPPORTED, "--enable-streaming-session", "--kv-budget", "64")
     ),
-    # Budgets and no kv_reuse: nobody asked, and the operator asked.
-    "without reuse": Spec(("states",), "qwen2", WITHOUT_REUSE),
+    # No kv_reuse, and the operator asked for it.
     "reuse refused": Spec(
         ("states",),
         "qwen2",
@@ -198,9 +197,8 @@ def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> A
     if alpha_0 is False:
         return None
     assert layer is not None
-    delimiters = {PIECES.index(piece) for piece in LINE_ENDS}
     keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
-    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, delimiters, keywords)
+    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, LINE_END_IDS, keywords)
     return Addition(layer, tiny_vector(layer).values, factors)
 
 
@@ -236,7 +234,6 @@ class Fleet:
         return self._started[name]
 
     def ready(self, name: str) -> Server:
-        """The server, ready."""
         return self.started(name).wait_ready(400)
 
     def all_ready(self, *names: str) -> dict[str, Server]:
@@ -247,10 +244,17 @@ class Fleet:
 
     def lent(self, name: str) -> Iterator[Server]:
         """What a fixture yields from: the server, ready; when its tests end, clean and stopped."""
-        server = self.ready(name)
-        yield server
-        server.assert_clean()
-        self.stop(name)
+        for servers in self.all_lent(name, stop=True):
+            yield servers[name]
+
+    def all_lent(self, *names: str, stop: bool) -> Iterator[dict[str, Server]]:
+        """The same of several; ``stop`` where no later test uses them."""
+        servers = self.all_ready(*names)
+        yield servers
+        for server in servers.values():
+            server.assert_clean()
+        if stop:
+            self.stop(*names)
 
     def stop(self, *names: str) -> None:
         """End servers that no later test uses."""

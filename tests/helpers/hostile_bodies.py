@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,11 +115,16 @@ def bodies(draw: st.DrawFn) -> Body:
 
 
 def plain_body(
-    path: str, params: dict[str, Any], *, prompt: str = PROMPT, stream: bool = False
+    path: str,
+    params: dict[str, Any],
+    *,
+    prompt: str = PROMPT,
+    stream: bool = False,
+    tokens: int = 1,
 ) -> dict[str, Any]:
     """The parameters where that API has them; what they do not say is valid and tiny."""
     if path == "/generate":
-        params = {"max_new_tokens": 1, **params}
+        params = {"max_new_tokens": tokens, **params}
         return {"stream": stream, "text": prompt, "sampling_params": params}
     body: dict[str, Any] = {"stream": stream, "model": "default"}
     if path in ("/v1/completions", "/api/generate"):
@@ -128,8 +132,8 @@ def plain_body(
     else:
         body["messages"] = [{"role": "user", "content": prompt}]
     if path in OLLAMA:
-        return {**body, "options": {"num_predict": 1, **params}}
-    return {**body, "max_tokens": 1, **params}
+        return {**body, "options": {"num_predict": tokens, **params}}
+    return {**body, "max_tokens": tokens, **params}
 
 
 def _text(path: str, params: dict[str, Any], *, stream: bool) -> bytes:
@@ -194,11 +198,3 @@ def echoes(message: str, sent: bytes, most: int = 80) -> bool:
     """Whether a message repeats more than so many characters of what was sent."""
     text = sent.decode(errors="replace")
     return any(message[i : i + most + 1] in text for i in range(len(message) - most))
-
-
-def describes(summary: Mapping[str, Any] | None, settings: RequestSettings | None) -> bool:
-    """Whether ``meta_info["skipkv"]`` is that of a request with these settings."""
-    if settings is None or summary is None:
-        return summary is None and settings is None
-    ours = {"policy": settings.policy.name, "kv_budget": settings.kv_budget}
-    return {name: summary.get(name) for name in ours} == ours

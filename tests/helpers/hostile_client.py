@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import requests
-from hostile_bodies import PROMPT, Body, Verdict, bodies, describes, echoes
+from hostile_bodies import PROMPT, Body, Verdict, bodies, echoes
 from hypothesis import Phase, given, settings
 from pool_machine import MACHINE, own_draws
 from servers import HTTPFailure, Server
@@ -61,7 +61,9 @@ def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:
         if ours and (echoes(message, body.text) or len(message) > 700):
             return f"echoes too much: {shown}"
     elif body.path == "/generate" and not text.startswith("data: "):
-        if not describes(json.loads(text)["meta_info"].get("skipkv"), verdict.settings):
+        summary, settings = json.loads(text)["meta_info"].get("skipkv"), verdict.settings
+        told = summary and (summary.get("policy"), summary.get("kv_budget"))
+        if told != (settings and (settings.policy.name, settings.kv_budget)):
             return f"expected {verdict.settings}: {shown}"
     return None
 

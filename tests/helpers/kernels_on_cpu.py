@@ -7,32 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
+from triton_tools import KERNELS as FOLDER
 from triton_tools import interpreted
 
-import sgl_skipkv.kernels.key_redundancy as key_redundancy
-import sgl_skipkv.kernels.ring_write as ring_write
-import sgl_skipkv.kernels.row_compaction as row_compaction
-import sgl_skipkv.kernels.selection as selection
-import sgl_skipkv.kernels.sentence_redundancy as sentence_redundancy
-import sgl_skipkv.kernels.sentence_scores as sentence_scores
-import sgl_skipkv.kernels.sentence_step as sentence_step
-import sgl_skipkv.kernels.spared_columns as spared_columns
-import sgl_skipkv.kernels.steering_add as steering_add
-import sgl_skipkv.kernels.step_attention as step_attention
-import sgl_skipkv.kernels.window_attention as window_attention
 from sgl_skipkv.eviction import page_table, select
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.recording import recorder, sentence_table
 from sgl_skipkv.steering import steerer
 
-KERNELS = (key_redundancy, ring_write, row_compaction, sentence_redundancy)
-KERNELS += (sentence_step, spared_columns, steering_add, step_attention)
-KERNELS += (selection, sentence_scores, window_attention)
+#: every file that has a kernel
+KERNELS = tuple(
+    import_module(f"sgl_skipkv.kernels.{path.stem}")
+    for path in sorted(FOLDER.glob("*.py"))
+    if "@triton.jit" in path.read_text()
+)
 USERS = (page_table, recorder, select, sentence_table, steerer, on_device)
 
 

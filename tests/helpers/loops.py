@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 Rows = list[list[float]]
+
+
+#: float32 carries 24 bits; sums over a few hundred terms of size one lose some of them
+TOLERANCE = 2e-6
+
+
+def assert_near(found: Tensor, exact: Any, tolerance: float = TOLERANCE) -> None:
+    """float32 against numbers in float64."""
+    assert found.dtype == torch.float32
+    expected = torch.tensor(exact, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=0.0)
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
@@ -66,6 +79,30 @@ def redundancy(k: Tensor, threshold: float = 0.5) -> Rows:
                 matrix[r][max(similar)] = 0.0
         result.append(softmax([math.fsum(matrix[r][i] for r in range(n)) / n for i in range(n)]))
     return result
+
+
+def rkv_scores(
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
+    sigma: float = 0.1,
+    kernel: int = 7,
+    threshold: float = 0.5,
+) -> list[float]:
+    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window.
+
+    Args:
+        queries: [L, W, Hq, d]. keys: [L, n, Hkv, d].
+    """
+    layers, n, heads, _ = keys.shape
+    total = [0.0] * n
+    for q, k in zip(queries, keys, strict=True):
+        important, redundant = importance(q, k, kernel, scale), redundancy(k, threshold)
+        for h in range(heads):
+            for i in range(n - len(q)):
+                z = sigma * important[h][i] - (1.0 - sigma) * redundant[h][i]
+                total[i] += z / heads / layers
+    return total
 
 
 def attention(q: Sequence[float], k: Sequence[Sequence[float]], scale: float) -> list[float]:

@@ -21,6 +21,7 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_INVARIANT_CHECK": "2",
 }
+_TOP = ("rid", "stream", "require_reasoning")  # of a body, beside the sampling parameters
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 
@@ -60,11 +61,10 @@ class Server(ServerProcess):
 
     def generate(self, input_ids: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:
         """Greedy, exactly ``tokens`` tokens, with log-probabilities."""
-        top = {name: sampling.pop(name) for name in ("rid", "stream") if name in sampling}
+        top = {name: sampling.pop(name) for name in _TOP if name in sampling}
         params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
         body = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
-        answer: dict[str, Any] = self.post("/generate", {**body, **top})
-        return answer
+        return self.post("/generate", {**body, **top})
 
     def generate_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """All at once, each from its own connection; answers in the requests' order."""
@@ -96,11 +96,14 @@ class Server(ServerProcess):
         """SGLang's own count of KV tokens in use, cached prompts not counted."""
         return int(self.get("/v1/loads?include=core")["loads"][0]["num_used_tokens"])
 
+    def complaints(self) -> list[str]:
+        """Lines of the log that nobody wants to see."""
+        return [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
+
     def assert_clean(self) -> None:
         """No complaint of SGLang's checks, and the server still serves."""
         self.wait_idle()
-        lines = [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
-        assert not lines, lines[:5]
+        assert not (lines := self.complaints()), lines[:5]
         assert self.process.poll() is None
 
 
@@ -110,5 +113,4 @@ def logprob_gap(answer: Mapping[str, Any], others: Iterable[float]) -> float:
 
 
 def output_logprobs(answer: Mapping[str, Any]) -> list[float]:
-    """Log-probability of each generated token."""
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]

@@ -8,7 +8,7 @@ the row, forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,13 @@ class Call:
     def output_ids(self) -> list[int]:
         """Sampled so far: every fed token and the next one."""
         return self.tokens[: self.generated + 1]
+
+    def attention(self, step: int, positions: Sequence[int]) -> Tensor:
+        """float64 [n], what the query at a position gave these: mean over heads and layers."""
+        groups = QUERY_HEADS // KV_HEADS
+        keys = self.keys[:, positions].double().repeat_interleave(groups, dim=2)
+        logits = torch.einsum("lnhd,lhd->lhn", keys, self.queries[:, step].double())
+        return (logits / HEAD_DIM**0.5).softmax(dim=2).mean(dim=(0, 1))
 
 
 class SyntheticServer:
@@ -173,19 +180,26 @@ class SyntheticServer:
         for _ in range(steps):
             self.decode(call)
 
+    def compacting(self, call: Call, steps: int) -> Iterator[list[int]]:
+        """Run these steps; at each that compacts, what was in the row before."""
+        for _ in range(steps):
+            before, done = call.positions.copy(), len(call.compactions)
+            self.decode(call)
+            if len(call.compactions) > done:
+                yield before
+
     def compact_due(self, *calls: Call) -> list[Plan]:
         """What happens before a decode step."""
         for call in calls:
             self.runtime.observe(call.state, len(call.slots))
         running = [call for call in calls if call.decoded]
         due = [call for call in running if self.is_due(call)]
+        others = [call for call in running if call not in due]
         must_track = self.runtime.planner.must_track
-        behind = [call for call in running if call not in due]
-        behind = [call for call in behind if must_track(call.state, len(call.slots))]
+        behind = [call for call in others if must_track(call.state, len(call.slots))]
         if behind:
             self.runtime.track([self.due(call) for call in behind])
-        measured = [call for call in running if call not in due]
-        measured = [call for call in measured if call.state.must_measure(len(call.slots))]
+        measured = [call for call in others if call.state.must_measure(len(call.slots))]
         if measured:
             self.runtime.measure([self.due(call) for call in measured])
         return self.compact(due) if due else []
@@ -255,8 +269,7 @@ class SyntheticServer:
         self.runtime.retract(call.state, generated=len(call.output_ids))
 
     def row_of(self, call: Call) -> list[int]:
-        found: list[int] = self.req_to_token[call.row, : len(call.slots)].tolist()
-        return found
+        return list(self.req_to_token[call.row, : len(call.slots)].tolist())
 
     def assert_idle(self) -> None:
         """Everything was given back."""

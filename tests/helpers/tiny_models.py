@@ -25,6 +25,9 @@ LINE_ENDS = (
 )
 PIECES = ("<pad>", "<s>", "</s>", " ", *LETTERS, *LINE_ENDS)
 VOCAB_SIZE = len(PIECES)
+LINE_END_IDS = frozenset(map(PIECES.index, LINE_ENDS))
+NEWLINE = PIECES.index("\n")
+BLANKS = frozenset(map(PIECES.index, (" ", "\n", "\n\n")))
 #: of the family "thinking" only, a Llama
 THOUGHTS = ("<think>", "</think>")
 THINK_START, THINK_END = VOCAB_SIZE, VOCAB_SIZE + 1

@@ -38,7 +38,6 @@ _TYPE_NAMES = {
 }
 _MAP_NORESERVE = 0x4000  # of Linux; Python's mmap has the name from 3.13 on
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-_COMPILE = ("-m", "bench.kernels.compile")
 # What ``interpreted`` and the interpreter itself change. The interpreter undoes its changes after a
 # launch, except those for helpers that a kernel requests, and a later compilation in this process
 # would trip over what is left.
@@ -214,7 +213,7 @@ def compile_report() -> tuple[dict[str, Any], ...]:
 
     In a process of its own, and once per session. The others are in bench/rows/compile.csv.
     """
-    command = [sys.executable, *_COMPILE, "--json", "--architectures", "90"]
+    command = [sys.executable, "-m", "bench.kernels.compile", "--json", "--architectures", "90"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, env=environment, check=False

@@ -39,8 +39,7 @@ class Turn:
 
     @property
     def info(self) -> dict[str, Any]:
-        info: dict[str, Any] = self.answer["meta_info"]["skipkv"]
-        return info
+        return self.answer["meta_info"]["skipkv"]
 
     @property
     def output_ids(self) -> list[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from sgl_skipkv.steering.vector import SteeringVector
 CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM, WIDTH, WINDOW = 3, 2, 4, 5, 4
 ROWS, TRACKS, LANES, STEPS = 6, 3, 4, 120
+BUFFERS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc")
 #: all that a GPU's decode graph holds of us: a write per layer, behind one of them the vector, and
 #: at the end the sentences
 STEP = [f"_{name}_kernel" for name in ("ring_write", "ring_write", "steering_add", "ring_write",
@@ -143,10 +145,7 @@ class World:
         self.batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=LANES,
-            input_ids=zeros.clone(),
-            req_pool_indices=zeros.clone(),
-            seq_lens=zeros.clone(),
-            out_cache_loc=zeros.clone(),
+            **{name: zeros.clone() for name in BUFFERS},
             seq_lens_sum=0,
         )
         self.batch.positions = zeros.clone()
@@ -154,8 +153,6 @@ class World:
         self.hidden = torch.zeros(LANES, WIDTH, device=device)
 
     def step(self) -> None:
-        from types import SimpleNamespace
-
         from sgl_skipkv.patches.engine.forward import record_hidden
 
         for layer in self.model.model.layers:

@@ -63,16 +63,19 @@ def assert_as_exact_as_stock(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("lengths", [[1], [7, 120, 1, 33], [120] * 8])
-def test_a_decode_step_is_the_stock_one(heads: tuple[int, int], lengths: list[int]) -> None:
-    assert_as_exact_as_stock(inputs(*heads, lengths, torch.float64))
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("new", [[1, 1, 1], [5, 120, 20], [40, 7, 33]])
-def test_a_prefill_is_the_stock_one(heads: tuple[int, int], new: list[int]) -> None:
-    """From nothing, behind cached tokens, and both in one batch."""
-    assert_as_exact_as_stock(inputs(*heads, [40, 120, 33], torch.float64, new))
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [
+        *(([1], None), ([7, 120, 1, 33], None), ([120] * 8, None)),
+        *(([40, 120, 33], new) for new in ([1, 1, 1], [5, 120, 20], [40, 7, 33])),
+    ],
+    ids=str,
+)
+def test_it_is_the_stock_one(
+    heads: tuple[int, int], lengths: list[int], new: list[int] | None
+) -> None:
+    """Decode steps; prefills from nothing, behind cached tokens, and both in one batch."""
+    assert_as_exact_as_stock(inputs(*heads, lengths, torch.float64, new))
 
 
 @pytest.mark.parametrize("new", [None, [30, 9]], ids=["decode", "prefill"])

@@ -5,7 +5,6 @@ What the machine code must have and no interpreter can show is asserted here as 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import re
 
@@ -14,20 +13,16 @@ from triton_tools import KERNELS, compile_report
 
 from bench.kernels import compile as compiler
 from bench.kernels.compile_cases import CASES, COMPILED
+from bench.lib.record import recorded as rows_on_record
 
 
 def test_no_variant_spills() -> None:
     assert not [row for row in compile_report() if row["spilled_bytes"]]
 
 
-def recorded_rows() -> list[dict[str, str]]:
-    with (KERNELS.parent / "bench" / "rows" / "compile.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_recorded_rows_are_of_these_kernels() -> None:
     """All variants, three architectures each; what is compiled here is what was recorded."""
-    recorded = recorded_rows()
+    recorded = rows_on_record("compile")
     assert not [row for row in recorded if int(row["spilled_bytes"])]
     names = ("kernel", "case", "architecture", "registers", "shared_bytes")
     on_h100 = [row for row in recorded if row["architecture"] == "sm_90"]
@@ -59,7 +54,7 @@ def test_every_kernel_is_compiled() -> None:
 def test_shared_memory_of_one_block_fits() -> None:
     """227 KiB on sm_90. What sm_80 takes is taken on its smaller kin and on sm_120, too: 99 KiB."""
     assert max(row["shared_bytes"] for row in compile_report()) <= 227 * 1024
-    on_sm_80 = [row for row in recorded_rows() if row["architecture"] == "sm_80"]
+    on_sm_80 = [row for row in rows_on_record("compile") if row["architecture"] == "sm_80"]
     assert max(int(row["shared_bytes"]) for row in on_sm_80) <= 99 * 1024
 
 

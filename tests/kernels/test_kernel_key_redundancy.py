@@ -134,9 +134,7 @@ def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:
 
 def test_only_the_requests_own_keys_are_loaded(device: torch.device) -> None:
     """The other slots hold NaN; and outside the search every key is loaded three times or less."""
-    if device.type != "cpu":
-        pytest.skip("a GPU does not say what it loads")
-    world = paged(clustered([71, 40], [2.0, 2.0]))
+    world = paged([keys.to(device) for keys in clustered([71, 40], [2.0, 2.0])])
     norms = torch.ones(2, 2, 111)
     limits = torch.full((2,), 1e9)
     bounds = torch.ones(2, 2, spared_columns.bound_columns([71, 40]))
@@ -170,9 +168,7 @@ def test_nobody_and_requests_without_tokens(
 
 
 def test_offsets_beyond_two_to_the_31(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("would take 20 GB of the GPU")
-    plain = paged(clustered([50, 20], [0.5, 0.5], layers=1))
+    plain = paged([keys.to(device) for keys in clustered([50, 20], [0.5, 0.5], layers=1)])
     distant = far_away(plain)
     for one, other in zip(scored(plain, [0.5] * 2), scored(distant, [0.5] * 2), strict=True):
         assert torch.equal(one, other)

@@ -39,7 +39,7 @@ def scores(requests: list[Request], ending: int) -> list[Tensor]:
     tokens = [len(positions) for _, _, positions, _ in requests]
     spans = [one for *_, one in requests]
     flat = module.sentence_scores(
-        *(torch.cat([one[i] for one in requests]) for i in range(3)),  # type: ignore[arg-type]
+        *(torch.cat([one[i] for one in requests]) for i in range(3)),
         tokens,
         torch.cat([one.starts for one in spans]),
         torch.cat([one.stops for one in spans]),

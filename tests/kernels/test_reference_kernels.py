@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from loops import Rows, attention, cosine_matrix, importance, redundancy
+from loops import assert_near, attention, cosine_matrix, importance, redundancy
 from torch import Tensor
 from triton_tools import assert_as_close
 
@@ -18,17 +18,6 @@ from sgl_skipkv.kernels.reference import (
     sentence_similarity,
     window_attention,
 )
-
-# float32 carries 24 bits; sums over a few hundred terms of size one lose some of them.
-TOLERANCE = 2e-6
-
-
-def assert_near(found: Tensor, exact: Rows) -> None:
-    assert found.dtype == torch.float32
-    expected = torch.tensor(exact, dtype=torch.float64)
-    assert found.shape == expected.shape
-    assert not found.isnan().any()
-    assert (found.double() - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max())
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> Tensor:

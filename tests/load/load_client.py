@@ -79,21 +79,15 @@ class Outcome:
 
     @property
     def output_ids(self) -> list[int]:
-        """The generated tokens."""
         return list(self.answer["output_ids"])
 
     @property
     def logprobs(self) -> list[float]:
-        """Log-probability of each generated token."""
         return [entry[0] for entry in self.answer["meta_info"]["output_token_logprobs"]]
 
     def info(self, name: str) -> int:
         """A count of ``meta_info``; 0 where there was no complete answer."""
         return int(self.answer.get("meta_info", {}).get(name, 0))
-
-    def summary(self, name: str) -> int:
-        """A count of ``meta_info["skipkv"]``; 0 for a request without a budget."""
-        return int(self.answer.get("meta_info", {}).get("skipkv", {}).get(name, 0))
 
 
 async def send(session: aiohttp.ClientSession, call: Call) -> Outcome:

@@ -30,11 +30,9 @@ class Findings:
         return max(least, round(full * self.scale))
 
     def at_most(self, quantity: str, value: float, limit: float) -> None:
-        """A bound from above."""
         self._add(quantity, value, f"<= {limit:g}", value <= limit)
 
     def at_least(self, quantity: str, value: float, limit: float) -> None:
-        """A bound from below."""
         self._add(quantity, value, f">= {limit:g}", value >= limit)
 
     def happened(self, quantity: str, times: int, full: int) -> None:
@@ -42,7 +40,6 @@ class Findings:
         self.at_least(quantity, times, self.count(full))
 
     def exactly(self, quantity: str, value: float, limit: float) -> None:
-        """One right value."""
         self._add(quantity, value, f"= {limit:g}", value == limit)
 
     def note(self, quantity: str, value: float) -> None:

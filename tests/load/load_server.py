@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 from fleet import STEERING_GAMMA, tiny_vector
-from load_client import Outcome
+from load_client import Call, Outcome, run_load
 from load_rows import Findings
-from servers import BAD_LOG_WORDS, HTTPFailure, Server
+from servers import Server
 
 INTERVAL = 16
 START_WITHIN_S = 600
@@ -71,11 +72,9 @@ class LoadServer(Server):
         return str(self.url)
 
     def descendants(self) -> list[psutil.Process]:
-        """The server's other processes."""
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
     def part(self, name: str) -> psutil.Process:
-        """``parent``, ``scheduler`` or ``detokenizer``."""
         if name == "parent":
             return psutil.Process(self.process.pid)
         title = f"sglang::{name}"
@@ -109,18 +108,24 @@ class LoadServer(Server):
         self.wait_idle()
         self.post("/flush_cache")
         findings.exactly("tokens in use after /flush_cache", self.used_tokens(), 0)
-        findings.exactly("/health_generate", self._status("/health_generate"), 200)
-        lines = [line for line in self.log.splitlines() if any(w in line for w in BAD_LOG_WORDS)]
+        healthy = requests.get(self.url + "/health_generate", timeout=60)
+        findings.exactly("/health_generate", healthy.status_code, 200)
+        lines = self.complaints()
         findings.exactly("complaints in the log", len(lines), 0)
         for line in lines[:5]:
             print(line)
 
-    def _status(self, path: str) -> int:
-        try:
-            self.get(path)
-        except HTTPFailure as failure:
-            return int(failure.status)
-        return 200
+
+def without_plugin(
+    model: Path, folder: Path, findings: Findings, calls: Sequence[Call], parallel: int, **how: Any
+) -> list[Outcome]:
+    """The same requests to a server without the plugin, which has no limits."""
+    plain = findings.plain()
+    with LoadServer(model, folder / "base", plugin=False, **how) as base:
+        outcomes = run_load(base.ready(plain), calls, parallel, f"{findings.job} base")
+        report_outcomes(plain, outcomes)
+        base.report_clean(plain)
+    return outcomes
 
 
 def report_outcomes(findings: Findings, outcomes: Sequence[Outcome]) -> None:

@@ -6,19 +6,12 @@ queries at a time and rows that compact.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from synthetic import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, Call, SyntheticServer, served
+from synthetic import Call, SyntheticServer, served
 
 ALPHA = 0.02
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "h2o": {},
-    "raas": {"alpha": ALPHA},
-    "lazy": {"alpha": ALPHA},
-}
-GROUP = QUERY_HEADS // KV_HEADS
+PARAMETERS = {"h2o": {}, "raas": {"alpha": ALPHA}, "lazy": {"alpha": ALPHA}}
 
 
 class Books:
@@ -32,28 +25,15 @@ class Books:
 
     def step(self) -> None:
         """The decode step that fed the row's last token."""
-        step = self.call.positions[-1]
-        for position in self.call.positions:
-            self.received.setdefault(position, 0.0)
-            self.last_active.setdefault(position, float(position))
-            self.longest_gap.setdefault(position, 0.0)
-        for position, got in zip(self.call.positions, self.attention(step), strict=True):
-            self.received[position] += got
+        positions, step = self.call.positions, self.call.positions[-1]
+        shares = self.call.attention(step, positions).tolist()
+        for position, got in zip(positions, shares, strict=True):
+            self.received[position] = self.received.get(position, 0.0) + got
+            last = self.last_active.setdefault(position, float(position))
+            longest = self.longest_gap.setdefault(position, 0.0)
             if got > ALPHA and step > position:
-                gap = step - self.last_active[position]
-                self.longest_gap[position] = max(self.longest_gap[position], gap)
+                self.longest_gap[position] = max(longest, step - last)
                 self.last_active[position] = step
-
-    def attention(self, step: int) -> list[float]:
-        """Mean over heads and layers of the softmax over what is cached now."""
-        total = torch.zeros(len(self.call.positions), dtype=torch.float64)
-        for layer in range(LAYERS):
-            keys = self.call.keys[layer, self.call.positions].double()
-            for head in range(QUERY_HEADS):
-                query = self.call.queries[layer, step, head].double()
-                logits = keys[:, head // GROUP] @ query / HEAD_DIM**0.5
-                total += logits.softmax(0) / QUERY_HEADS / LAYERS
-        return total.tolist()
 
 
 @pytest.mark.parametrize("query_window", [1, 3, 5, 12, 16])

@@ -222,9 +222,6 @@ def test_random_draws_anew_at_every_compaction() -> None:
     server = SyntheticServer()
     call = serve(server, ("random", {}))
     drawn = []  # row entries, which the same draw would choose again
-    for _ in range(100):
-        before, done = call.positions.copy(), len(call.compactions)
-        server.decode(call)
-        if len(call.compactions) > done:
-            drawn.append(tuple(before.index(p) for p in call.compactions[-1]))
+    for before in server.compacting(call, 100):
+        drawn.append(tuple(before.index(p) for p in call.compactions[-1]))
     assert len(set(drawn)) == len(drawn) == 4

@@ -9,32 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from loops import attention, dot, importance, redundancy
-from score_inputs import score_input, some_sentences
+from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
+from score_inputs import all_keys, score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
-TOLERANCE = 2e-6
 
-
-def rkv_scores(
-    inputs: ScoreInput, sigma: float = 0.1, kernel: int = 7, threshold: float = 0.5
-) -> list[float]:
-    """Z = sigma I - (1 - sigma) R, mean over heads, then layers; 0 for the window."""
-    assert inputs.queries is not None
-    n, window = len(inputs.positions), inputs.queries.shape[1]
-    total = [0.0] * n
-    for layer in range(inputs.layers):
-        keys = inputs.keys(layer)
-        important = importance(inputs.queries[layer], keys, kernel, inputs.scale)
-        redundant = redundancy(keys, threshold)
-        heads = len(important)
-        for i in range(n - window):
-            z = sum(sigma * important[h][i] - (1.0 - sigma) * redundant[h][i] for h in range(heads))
-            total[i] += z / heads / inputs.layers
-    return total
+def exact_rkv(inputs: ScoreInput, **parameters: float) -> list[float]:
+    return rkv_scores(inputs.queries, all_keys(inputs), inputs.scale, **parameters)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -49,28 +33,20 @@ def rkv_scores(
 def test_rkv_and_snapkv_scores(seed: int, name: str, parameters: dict[str, Any]) -> None:
     """SnapKV's are R-KV's with sigma 1: importance alone."""
     inputs = score_input(seed)
-    found = make_policy(name, **parameters).scores(inputs).double()
+    found = make_policy(name, **parameters).scores(inputs)
     settings = parameters if name == "rkv" else {**parameters, "sigma": 1.0}
-    exact = torch.tensor(rkv_scores(inputs, **settings), dtype=torch.float64)
-    assert (found - exact).abs().max() <= TOLERANCE
+    assert_near(found, exact_rkv(inputs, **settings))
     assert not found[-8:].any()
 
 
 def penalties(inputs: ScoreInput, tau: float) -> list[float]:
     """lambda of the sentence that holds each token, where it is redundant and longer than one."""
-    assert inputs.sentences is not None
     found = [0.0] * len(inputs.positions)
-    spans = zip(
-        inputs.sentences.starts.tolist(),
-        inputs.sentences.stops.tolist(),
-        inputs.sentences.redundancy.tolist(),
-        strict=True,
-    )
+    spans = zip(*(one.tolist() for one in vars(inputs.sentences).values()), strict=True)
     for start, stop, likeness in spans:
-        if likeness > tau and stop - start > 1:
-            for i, position in enumerate(inputs.positions.tolist()):
-                if start <= position < stop:
-                    found[i] = likeness
+        for i, position in enumerate(inputs.positions.tolist()):
+            if start <= position < stop and likeness > tau and stop - start > 1:
+                found[i] = likeness
     return found
 
 
@@ -81,11 +57,10 @@ def test_skipkv_scores(seed: int, tau: float) -> None:
         (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 160, -1.0)
     )
     inputs = score_input(seed, sentences=sentences)
-    found = make_policy("skipkv", tau=tau).scores(inputs).double()
-    parts = zip(rkv_scores(inputs), penalties(inputs, tau), strict=True)
-    exact = torch.tensor([z - lost for z, lost in parts], dtype=torch.float64)
-    assert (found - exact).abs().max() <= TOLERANCE
-    assert any(penalties(inputs, tau))
+    lost = penalties(inputs, tau)
+    exact = [z - one for z, one in zip(exact_rkv(inputs), lost, strict=True)]
+    assert_near(make_policy("skipkv", tau=tau).scores(inputs), exact)
+    assert any(lost)
 
 
 @pytest.mark.parametrize("ending", [0, 1, 4, 30])
@@ -93,13 +68,13 @@ def test_skipkv_plus_scores(ending: int) -> None:
     """``e`` counts down from the delimiter, in every closed sentence and nowhere else."""
     spans = (20, 45, 0.97), (45, 46, 0.999), (50, 90, 0.2), (90, 120, 0.9951), (120, 150, -1.0)
     inputs = score_input(1, sentences=some_sentences(*spans))
-    found = make_policy("skipkv+", ending=ending).scores(inputs).double()
     exact = make_policy("skipkv").scores(inputs).double()
     for start, stop, _ in spans:
         for back in range(1, ending + 1):  # tokens before the delimiter
             if stop - 1 - back >= start:
                 exact[inputs.positions == stop - 1 - back] += ending + 1 - back
-    assert (found - exact).abs().max() <= ending * 2**-23 + TOLERANCE
+    found = make_policy("skipkv+", ending=ending).scores(inputs)
+    assert_near(found, exact.tolist(), ending * 2**-23 + TOLERANCE)
 
 
 def test_endings_go_after_bodies_and_from_their_far_side() -> None:
@@ -140,7 +115,6 @@ def test_random_draws() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_tova_scores(seed: int) -> None:
     inputs = score_input(seed)
-    assert inputs.queries is not None
     exact = [0.0] * len(inputs.positions)
     heads = inputs.queries.shape[2]
     for layer in range(inputs.layers):
@@ -150,8 +124,7 @@ def test_tova_scores(seed: int) -> None:
             group = head * keys.shape[1] // heads
             row = attention(query, keys[:, group].tolist(), inputs.scale)
             exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
-    found = make_policy("tova").scores(inputs).double()
-    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+    assert_near(make_policy("tova").scores(inputs), exact)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
@@ -189,8 +162,7 @@ def test_gkv_scores(sigma: float) -> None:
         exact = [
             sigma * a - (1 - sigma) * r / max(repeats) for a, r in zip(own, repeats, strict=True)
         ]
-        difference = found.double() - torch.tensor(exact, dtype=torch.float64)
-        assert difference.abs().max() <= TOLERANCE
+        assert_near(found, exact)
         assert torch.equal(found, policy.scores(one))
 
 
@@ -233,8 +205,7 @@ def test_keydiff_scores(seed: int) -> None:
             for i, unit in enumerate(units):
                 exact[i] -= dot(unit, mean) / length / heads / inputs.layers
     policy = make_policy("keydiff")
-    found = policy.scores(inputs).double()
-    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= TOLERANCE
+    assert_near(policy.scores(inputs), exact)
     for value, expected in ((0.0, 0.0), (3.0, -1.0)):
         same = dataclasses.replace(inputs, keys=lambda _, x=value: torch.full((n, 2, 8), x))
         assert policy.scores(same).tolist() == pytest.approx([expected] * n, abs=1e-6)
@@ -245,7 +216,6 @@ def test_keydiff_scores(seed: int) -> None:
 def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
     """Eq. 2, with the prompt left out of the softmax where it is pinned."""
     inputs = score_input(6)
-    assert inputs.queries is not None
     n, heads = len(inputs.positions), inputs.queries.shape[2]
     first, last = inputs.prompt_tokens if protect_prompt else 0, n - 8
     exact = [0.0] * n
@@ -263,8 +233,7 @@ def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
             near = [received[j] for j in range(i - reach, i + reach + 1) if first <= j < last]
             exact[i] += sum(near) / kernel / inputs.layers
     policy = make_policy("rpc", kernel=kernel, protect_prompt=protect_prompt)
-    found = policy.scores(inputs).double()
-    assert (found - torch.tensor(exact, dtype=torch.float64)).abs().max() <= 8 * TOLERANCE
+    assert_near(policy.scores(inputs), exact, 8 * TOLERANCE)
 
 
 def test_rpc_budget_grows_up_to_its_ceiling() -> None:

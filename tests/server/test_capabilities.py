@@ -18,12 +18,17 @@ SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
 SWITCHES = [row for row in CAPABILITIES if isinstance(row.check, Switch)]
 
 
+def nested(path: str, value: object) -> Any:
+    """An object that has this value at this path."""
+    for name in reversed(path.split(".")):
+        value = SimpleNamespace(**{name: value})
+    return value
+
+
 def on_a_server(monkeypatch: pytest.MonkeyPatch, path: str, value: object) -> None:
     """SGLang's runtime context has this value at this path. Nothing may be imported meanwhile."""
-    bag, *names = path.split(".")
-    found: Any = value
-    for name in reversed(names):
-        found = SimpleNamespace(**{name: found})
+    bag, _, rest = path.partition(".")
+    found = nested(rest, value)
     monkeypatch.setattr(runtime_context, f"get_{bag}", lambda: found)
 
 
@@ -41,10 +46,7 @@ def test_a_setting_is_refused_unless_it_is_off(row: Any, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("row", SWITCHES, ids=lambda row: row.name)
 def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
     for value in (False, True):
-        found: Any = value
-        for name in reversed(row.check.attribute.split(".")):
-            found = SimpleNamespace(**{name: found})
-        assert isinstance(row.check(found), str) == value
+        assert isinstance(row.check(nested(row.check.attribute, value)), str) == value
 
 
 def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:

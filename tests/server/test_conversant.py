@@ -57,7 +57,7 @@ def test_later_turns_need_results_asides_and_tool_answers_of_earlier_ones() -> N
             said = re.findall(r"(?:As for \w+, (\w+) has \d+\.|(\w+) has)", turn.question)
             source |= {aside or name: "aside" if aside else "result" for aside, name in said}
             if turn.lookup is not None:
-                assert CALL.search(turn.replies[0])[1] == turn.lookup.name  # type: ignore[index]
+                assert CALL.search(turn.replies[0])[1] == turn.lookup.name
                 told = re.findall(r"As for \w+, (\w+) has", turn.lookup.text)
                 source |= {name: "tool" for name in told if name != turn.lookup.name}
     assert alone < 0.1 * later

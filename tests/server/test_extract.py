@@ -149,7 +149,6 @@ def test_a_stopped_generation_goes_on(
     torch.testing.assert_close(again.total, statistics.total, rtol=1e-5, atol=1e-4)
     monkeypatch.undo()
     server.assert_clean()
-    fleet.stop("extracting")
 
 
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -116,14 +115,9 @@ def long_answer(server: Server) -> tuple[list[int], list[int], str]:
     return prompt, answer["output_ids"], answer["text"]
 
 
-def first_seen_late(items: list[Any], after: int) -> tuple[int, Any]:
-    """An item whose first occurrence lies beyond ``after``."""
-    return next((i, x) for i, x in enumerate(items) if i > after and x not in items[:i])
-
-
 def test_a_stop_token_ends_a_compacted_call(server: Server, long_answer: Any) -> None:
     prompt, ids, _ = long_answer
-    at, token = first_seen_late(ids, 35)
+    at, token = next((i, x) for i, x in enumerate(ids) if i > 35 and x not in ids[:i])
     answer = server.generate(prompt, 150, **KEYS, stop_token_ids=[token], ignore_eos=False)
     assert answer["output_ids"] == ids[: at + 1]
     assert answer["meta_info"]["finish_reason"]["type"] == "stop"
@@ -167,24 +161,21 @@ def test_penalties_and_sampling_run_beside_a_budget(server: Server) -> None:
 
 def test_aborts_leak_nothing(server: Server) -> None:
     """Twenty requests aborted at different points of their lives, some before they ever ran."""
-
-    def run(i: int) -> None:
-        keys = {**KEYS, "kv_policy": ("skipkv", "rkv", "streaming", "random")[i % 4]}
-        try:
-            server.generate(prompt_ids(100 + i, 30 + 10 * i), 4000, rid=f"abort-{i}", **keys)
-        except HTTPFailure as failure:
-            assert failure.status in (400, 499, 500, 503)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(20)]
-    for thread in threads:
-        thread.start()
-    for i in range(20):
-        time.sleep(0.05)
-        server.post("/abort_request", {"rid": f"abort-{i}"})
-    server.post("/abort_request", {"abort_all": True})
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
+    policies = ("skipkv", "rkv", "streaming", "random")
+    with ThreadPoolExecutor(20) as pool:
+        running = [
+            pool.submit(
+                *(server.generate, prompt_ids(100 + i, 30 + 10 * i), 4000),
+                **{**KEYS, "rid": f"abort-{i}", "kv_policy": policies[i % 4]},
+            )
+            for i in range(20)
+        ]
+        for i in range(20):
+            time.sleep(0.05)
+            server.post("/abort_request", {"rid": f"abort-{i}"})
+        server.post("/abort_request", {"abort_all": True})
+        failures = [one.exception(timeout=60) for one in running]
+    assert {one.status for one in failures if one is not None} <= {400, 499, 500, 503}
     server.assert_clean()
     assert server.used_tokens() == 0
 
@@ -211,29 +202,18 @@ def test_a_call_that_cannot_come_back_ends_with_a_clear_error(server: Server) ->
     parameters = {"interval": 8, "protect_prompt": False, "count_prompt": True}  # short rows
     long_prompt = prompt_ids(300, 8000)
     keys = {"kv_budget": 24, "kv_policy": "streaming", "kv_params": parameters}
-    results: dict[str, Any] = {}
-
-    def run(rid: str, prompt: list[int], tokens: int) -> None:
-        try:
-            results[rid] = server.generate(prompt, tokens, rid=rid, **keys)
-        except HTTPFailure as failure:
-            results[rid] = failure
-
-    calls = [("outgrown", long_prompt, 6000), ("fits", prompt_ids(301, 20), 800)]
-    threads = [threading.Thread(target=run, args=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    while not any(event["generated"] > 250 for event in server.events("outgrown")):
-        time.sleep(0.1)
-    server.post("/pause_generation", {"mode": "retract"})
-    server.post("/continue_generation", {})
-    for thread in threads:
-        thread.join(timeout=120)
-    failure = results["outgrown"]
+    with ThreadPoolExecutor(2) as pool:
+        outgrown = pool.submit(server.generate, long_prompt, 6000, rid="outgrown", **keys)
+        fits = pool.submit(server.generate, prompt_ids(301, 20), 800, rid="fits", **keys)
+        while not any(event["generated"] > 250 for event in server.events("outgrown")):
+            time.sleep(0.1)
+        server.post("/pause_generation", {"mode": "retract"})
+        server.post("/continue_generation", {})
+        failure = outgrown.exception(timeout=120)
+        assert len(fits.result(timeout=120)["output_ids"]) == 800
     assert isinstance(failure, HTTPFailure) and failure.status == 500
     assert "pause_generation (mode retract) freed its KV" in failure.body
     assert "cannot be recomputed" in failure.body and "KV pool (8192 tokens)" in failure.body
-    assert len(results["fits"]["output_ids"]) == 800
     assert [e["event"] for e in server.events("fits")].count("recompute") == 1
     server.assert_clean()
     assert len(server.generate(prompt_ids(302, 20), 5)["output_ids"]) == 5

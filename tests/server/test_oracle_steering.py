@@ -49,11 +49,7 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def steered(fleet: Fleet) -> Iterator[dict[str, Server]]:
-    servers = fleet.all_ready(*FAMILIES)
-    yield servers
-    for server in servers.values():
-        server.assert_clean()
-    fleet.stop(*servers)
+    yield from fleet.all_lent(*FAMILIES, stop=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +58,7 @@ def answers(steered: dict[str, Server]) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_token_is_the_argmax_of_the_steered_forward(  # type: ignore[no-untyped-def]
-    steered, answers, oracle, name
-) -> None:
+def test_every_token_is_the_argmax_of_the_steered_forward(steered, answers, oracle, name) -> None:
     for call, answer in zip(make_calls("all"), answers[name], strict=True):
         events, sides = steered[name].events(call["rid"]), (call["input_ids"], answer["output_ids"])
         added = addition(name, call, answer["output_ids"])
@@ -84,14 +78,14 @@ def test_every_token_is_the_argmax_of_the_steered_forward(  # type: ignore[no-un
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_neighbours_do_not_notice(steered, answers, name) -> None:  # type: ignore[no-untyped-def]
+def test_neighbours_do_not_notice(steered, answers, name) -> None:
     """Alone, each request says the same tokens as in the batch; so do the steered ones."""
     for call, together in zip(make_calls("all"), answers[name], strict=True):
         alone = steered[name].generate(**{**call, "rid": call["rid"].replace("all", "alone")})
         assert alone["output_ids"] == together["output_ids"], call["rid"]
 
 
-def test_steered_kv_is_never_found_by_an_unsteered_call(steered, oracle) -> None:  # type: ignore[no-untyped-def]
+def test_steered_kv_is_never_found_by_an_unsteered_call(steered, oracle) -> None:
     """Two turns: the second one finds the prompt of the first and computes its answer anew."""
     server, prompt = steered["llama"], prompt_ids(9, 90)
     first = server.generate(prompt, 40, steering=1.5)
@@ -107,7 +101,7 @@ def test_steered_kv_is_never_found_by_an_unsteered_call(steered, oracle) -> None
     assert third["output_ids"] != second["output_ids"]
 
 
-def test_flags_say_how_strongly_and_calls_within_the_limit(steered) -> None:  # type: ignore[no-untyped-def]
+def test_flags_say_how_strongly_and_calls_within_the_limit(steered) -> None:
     server = steered["qwen3, no overlap"]
     assert DEFAULTS_BY_FLAG[0] == "--kv-budget"  # steering is no default there
     info = server.generate([5] * 20, 20)["meta_info"]["skipkv"]

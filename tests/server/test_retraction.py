@@ -152,7 +152,7 @@ def crowded(fleet: Fleet) -> Iterator[Server]:
     yield from fleet.lent("crowded")
 
 
-def test_conversations_in_a_quarter_of_what_they_need(  # type: ignore[no-untyped-def]
+def test_conversations_in_a_quarter_of_what_they_need(
     crowded: Server, oracle: Any, model_folder
 ) -> None:
     """The load job L8, small: turns and branches in both modes, retracted, paused, flushed, aborted

@@ -14,22 +14,17 @@ from sgl_skipkv.cli.server_process import claimed_port
 CLAIM = "from sgl_skipkv.cli.server_process import claimed_port as f; f([{port}])"
 
 
-def port_of(held: socket.socket) -> int:
-    port: int = held.getsockname()[1]
-    return port
-
-
 def test_no_port_is_given_twice_or_to_outgoing_connections() -> None:
     """Found by a run of all tests in which a client had been given a server's port meanwhile."""
     with contextlib.ExitStack() as claims:
-        ports = {port_of(claims.enter_context(claimed_port())) for _ in range(100)}
+        ports = {claims.enter_context(claimed_port()).getsockname()[1] for _ in range(100)}
         assert len(ports) == 100 and max(ports) < 32_768
 
 
 def test_a_held_port_is_its_servers_alone() -> None:
     """Neither this process nor another gets it."""
     with claimed_port() as held:
-        port = port_of(held)
+        port = held.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"expected a free one in {port} to {port}"):
             claimed_port([port])
         other = subprocess.run(
@@ -48,7 +43,7 @@ def test_a_port_on_which_somebody_listens_is_left_out() -> None:
     with socket.socket() as listening, claimed_port() as free:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        taken, port = port_of(listening), port_of(free)
+        taken, port = listening.getsockname()[1], free.getsockname()[1]
         free.close()
         with claimed_port([taken, port]) as found:
-            assert port_of(found) == port
+            assert found.getsockname()[1] == port

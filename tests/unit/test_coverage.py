@@ -14,18 +14,13 @@ from hypothesis import strategies as st
 from kernels_on_cpu import on_triton
 from refusals import assert_refused
 from synthetic import (
-    HEAD_DIM,
     INTERVAL,
-    KV_HEADS,
-    LAYERS,
     PROMPT,
-    QUERY_HEADS,
     Call,
     SyntheticServer,
     served,
     words,
 )
-from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.coverage import needed_tokens
@@ -86,24 +81,13 @@ def test_the_fewest_tokens_that_reach_the_coverage(
     assert found == exact
 
 
-def attention_of(call: Call, positions: list[int], layer: int, head: int, query: int) -> Tensor:
-    """float64 [n], what the query at a position gave every token of the row up to it."""
-    group = QUERY_HEADS // KV_HEADS
-    seen = [position for position in positions if position <= query]
-    keys = call.keys[layer, seen, head // group].double()
-    logits = keys @ call.queries[layer, query, head].double() / HEAD_DIM**0.5
-    return torch.nn.functional.pad(logits.softmax(dim=0), (0, len(positions) - len(seen)))
-
-
 def received(call: Call, positions: list[int]) -> list[float]:
-    """Of each token, from the last queries of all heads and layers."""
+    """Of each token, from the last queries."""
     total = torch.zeros(len(positions), dtype=torch.float64)
     for query in positions[-WINDOW:]:
-        for layer in range(LAYERS):
-            for head in range(QUERY_HEADS):
-                total += attention_of(call, positions, layer, head, query)
-    listed: list[float] = total.tolist()
-    return listed
+        seen = [position for position in positions if position <= query]
+        total[: len(seen)] += call.attention(query, seen)
+    return total.tolist()
 
 
 @pytest.mark.parametrize("parameters", [{}, {"protect_prompt": False, "count_prompt": True}])
@@ -116,11 +100,7 @@ def test_kept_sets_are_as_large_as_float64_says(
     call = covering(server, coverage, kv_policy="rkv", kv_params=parameters)
     counted = PROMPT if parameters else 0
     sizes = set()
-    for _ in range(200):
-        before, done = call.positions.copy(), len(call.compactions)
-        server.decode(call)
-        if len(call.compactions) == done:
-            continue
+    for before in server.compacting(call, 200):
         measured = before[:-AHEAD_TOKENS]
         exact = fewest(received(call, measured)[PROMPT - counted :], coverage) + AHEAD_TOKENS
         kept = len(call.compactions[-1]) - PROMPT + counted
@@ -204,10 +184,7 @@ def test_requests_are_measured_in_a_batch_as_alone() -> None:
         }
         for i, name in enumerate(EVICTING)
     ]
-    together, alone = (
-        [covering(server, **{**one, "kv_params": {**one["kv_params"]}}) for one in asked]  # type: ignore[arg-type]
-        for server in servers
-    )
+    together, alone = ([covering(server, **one) for one in asked] for server in servers)
     for _ in range(120):
         servers[0].decode(*together)
     for call in alone:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from itertools import takewhile
+from operator import eq
 from typing import NamedTuple
 
 import torch
@@ -68,9 +70,8 @@ def history(drawn: Drawn) -> History:
     )
 
 
-def common(one: list[int], other: list[int]) -> int:
-    shorter = min(len(one), len(other))
-    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+def common_tokens(one: list[int], other: list[int]) -> int:
+    return len([*takewhile(bool, map(eq, one, other))])
 
 
 @given(st.lists(_DRAWN, max_size=8), st.lists(st.integers(0, 7), max_size=4), _TOKENS)
@@ -89,7 +90,7 @@ def test_the_farthest_history_is_found(
                 histories.drop(gone)
                 del known[gone]
     cuts = {
-        one: min(common(made_of.sent, prompt), len(prompt) - 1)
+        one: min(common_tokens(made_of.sent, prompt), len(prompt) - 1)
         for one, made_of in known.items()
         if made_of.namespace == "a"
     }

@@ -16,7 +16,6 @@ from triton_tools import DEVICES
 
 from sgl_skipkv.offload.host_memory import HostCopies, HostCopy, HostMemory
 
-REPEATABLE = settings(deadline=None, derandomize=True)
 CHUNK_BYTES, CHUNKS = 256, 16
 LIMIT_BYTES = CHUNK_BYTES * CHUNKS + 1000  # what is beyond a power of two is not taken
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64)
@@ -67,7 +66,7 @@ def chunks_of(tensors: Sequence[Tensor]) -> int:
 
 
 @on_devices
-@settings(REPEATABLE, max_examples=300)
+@settings(max_examples=300)
 @given(ACTIONS, st.integers(0, 1000))
 def test_copies_come_back_whatever_came_and_went(
     device: torch.device, actions: list[Any], seed: int
@@ -137,7 +136,7 @@ def test_chunks_stay_lent_while_one_copy_is_left() -> None:
     assert memory.used_bytes == 12 * CHUNK_BYTES and len(others) == 1
 
 
-@settings(REPEATABLE, max_examples=300)
+@settings(max_examples=300)
 @given(st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 60)))
 def test_the_slab_is_a_power_of_two_within_the_limit(limit_bytes: int) -> None:
     """PyTorch would round a pinned one up, beyond the limit."""

@@ -86,8 +86,8 @@ def waiting_calls(path: Path) -> list[tuple[str, int]]:
         if isinstance(node, ast.FunctionDef):
             function = node.name
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if called and node.func.attr in WAITS:  # type: ignore[attr-defined]
-            found.append((function, node.lineno))  # type: ignore[attr-defined]
+        if called and node.func.attr in WAITS:
+            found.append((function, node.lineno))
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 

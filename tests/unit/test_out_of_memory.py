@@ -6,10 +6,10 @@ have, now or when it is planned alone, or it keeps its row and ends with its ``f
 
 from __future__ import annotations
 
-import copy
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any
@@ -65,10 +65,6 @@ class Scarce(TorchDispatchMode):
         if fails:
             raise torch.OutOfMemoryError(f"planted at allocation {number}: {name}")
 
-    def kernels(self) -> AbstractContextManager[None]:
-        """What Triton's interpreter does to run a kernel is no allocation of ours."""
-        return as_one_each(lambda name, again: None)
-
 
 def due_together(policy: str, **keys: Any) -> tuple[SyntheticServer, list[Call]]:
     """Requests that have compacted once and are due again, with sentences of every length."""
@@ -92,7 +88,8 @@ def compacted(
     with ExitStack() as stack:
         if kernels:
             stack.enter_context(on_triton())
-            stack.enter_context(scarce.kernels())
+            # What Triton's interpreter does to run a kernel is no allocation of ours.
+            stack.enter_context(as_one_each(lambda name, again: None))
         due = [server.due(call) for call in calls]
         with scarce:
             done = server.runtime.compact(due, server.req_to_token)
@@ -109,21 +106,16 @@ def compacted(
         server.compact(sound)
 
 
-def copied(world: tuple[SyntheticServer, list[Call]]) -> tuple[SyntheticServer, list[Call]]:
-    """The same world, to try something else in."""
-    return copy.deepcopy(world)
-
-
 @pytest.mark.parametrize(("policy", "kernels", "stride"), WALKS)
 def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool, stride: int) -> None:
     """At every line that allocates, at its last allocation. The requests were planned together;
     then each is planned alone, and keeps what it would."""
     world = due_together(policy)
-    expected, counted = copied(world), Scarce()
+    expected, counted = deepcopy(world), Scarce()
     compacted(*expected, counted, kernels=kernels)
     assert counted.allocations > 20
     for number in [*counted.places.values()][::stride]:
-        server, calls = copied(world)
+        server, calls = deepcopy(world)
         compacted(server, calls, Scarce(number), kernels=kernels)
         assert [call.state.failure for call in calls] == [None] * REQUESTS, number
         assert [call.compactions for call in calls] == [one.compactions for one in expected[1]]
@@ -133,11 +125,11 @@ def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool, strid
 def test_no_memory_at_all_ends_the_requests_that_are_due(policy: str) -> None:
     """From some allocation on nothing is left: each request is whole, or fails and is untouched."""
     world = due_together(policy)
-    expected, counted = copied(world), Scarce()
+    expected, counted = deepcopy(world), Scarce()
     compacted(*expected, counted)
     ended = 0
     for number in range(0, counted.allocations, 12):
-        server, calls = copied(world)
+        server, calls = deepcopy(world)
         compacted(server, calls, Scarce(number, once=False))
         for call, one in zip(calls, expected[1], strict=True):
             failed = call.state.failure is not None
@@ -156,12 +148,12 @@ def test_dropping_thoughts_with_little_memory_changes_nothing() -> None:
             return server.runtime.drop(due, generated, server.req_to_token)
 
     counted = Scarce()
-    server, (one, *_) = copied(world)
+    server, (one, *_) = deepcopy(world)
     expected = dropped(server, one, counted)
     assert expected is not None and counted.allocations > 5
     assert len(expected.freed[0]) == len(one.slots) - one.prompt_tokens - 9
     for number in counted.places.values():
-        server, (call, *_) = copied(world)
+        server, (call, *_) = deepcopy(world)
         row, vectors = server.row_of(call), server.recorder.sentences.vectors.clone()
         assert dropped(server, call, Scarce(number)) is None
         assert "OutOfMemoryError" in str(call.state.failure)

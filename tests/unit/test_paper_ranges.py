@@ -11,8 +11,6 @@ from score_inputs import some_sentences
 
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
-REPEATABLE = settings(deadline=None, derandomize=True)
-
 
 class RangeMonitor:
     """Start and end of every sentence in cache coordinates, inclusive, as the paper moves them.
@@ -50,7 +48,7 @@ class RangeMonitor:
         self.edge = moved(0, self.edge)[1]
 
 
-@settings(REPEATABLE, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_logical_positions_equal_the_papers_ranges(data: st.DataObject) -> None:
     """The sentence of every cached token, through random evictions, by both methods."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tra
 from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
-REPEATABLE = settings(deadline=None, derandomize=True)
 CPU = torch.device("cpu")
 
 
@@ -46,7 +43,6 @@ def query_rings(
     return QueryRings(shape, tracks=tracks, window=window, dtype=dtype, device=CPU)
 
 
-@REPEATABLE
 @given(st.integers(1, 9), st.integers(1, 30), st.data())
 def test_ring_gives_back_the_last_queries(window: int, count: int, data: st.DataObject) -> None:
     """As a set, for every layer; older ones are overwritten."""
@@ -123,10 +119,6 @@ def test_reset_forgets_the_last_request() -> None:
     assert_vector(table, 0, hidden)
 
 
-def keep_entries(table: SentenceTable, tracks: list[int], entries: Any, closed: list[bool]) -> None:
-    TableMoves(table, tracks, entries, closed).apply()
-
-
 def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:
     everything = [*range(len(spans))]
     return table.compare([1], [len(spans)], [everything], [spans])[0]
@@ -142,7 +134,7 @@ def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -
         table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
         table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
         before = table.vectors.clone(), table.redundancy.clone()
-        keep_entries(table, [4, 1, 2, 5], kept, [False] * 4)
+        TableMoves(table, [4, 1, 2, 5], kept, [False] * 4).apply()
         for track, entries in zip([4, 1, 2, 5], kept, strict=True):
             assert torch.equal(table.vectors[track, : len(entries)], before[0][track, entries])
             assert torch.equal(table.redundancy[track, : len(entries)], before[1][track, entries])
@@ -156,7 +148,7 @@ def test_keeping_nothing() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2), rows(4))
-    keep_entries(table, [1], [[]], [False])
+    TableMoves(table, [1], [[]], [False]).apply()
     found = compared(table, [])
     assert found.starts.shape == found.stops.shape == found.redundancy.shape == (0,)
     assert found.starts.dtype == torch.int64
@@ -192,13 +184,9 @@ def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
         name: getattr(table, name)[track]
         for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
     }
-    return {**parts, "vectors": table.vectors[track, : len(tracker_of(call).closed)]}
-
-
-def tracker_of(call: Call) -> SentenceTracker:
-    found = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
-    found.feed(call.tokens[: call.generated])
-    return found
+    tracker = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
+    tracker.feed(call.tokens[: call.generated])
+    return {**parts, "vectors": table.vectors[track, : len(tracker.closed)]}
 
 
 @pytest.mark.parametrize("chunk", [10**9, 7, 1])
@@ -282,7 +270,7 @@ def test_queries_may_come_flat_and_only_named_tokens_are_recorded() -> None:
     assert not server.recorder.sentences.length.any(), "a prefill without replay adds no sentence"
 
 
-@settings(REPEATABLE, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([WORD, WORD, WORD, DELIMITER]), min_size=150, max_size=150),
     st.sampled_from([8, 9, 40]),
@@ -298,11 +286,7 @@ def test_vectors_and_spans_belong_together_through_compactions(
     server.prefill(call)
     table = server.recorder.sentences
     state, closed = call.state, 0
-    for _ in range(149):
-        compactions = len(call.compactions)
-        server.decode(call)
-        if len(call.compactions) == compactions:
-            continue
+    for _ in server.compacting(call, 149):
         assert len(state.sentences.table) <= capacity - capacity // 4
         assert state.sentences.table == sorted(set(state.sentences.table))
         if len(state.sentences.tracker.closed) > closed:

@@ -100,6 +100,12 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def resolved(keys: dict[str, Any], server: ServerConfig = SERVER) -> RequestSettings:
+    settings = resolve_request(keys, server)
+    assert settings is not None
+    return settings
+
+
 @pytest.mark.parametrize(("field", "keys"), WRONG, ids=lambda item: repr(item)[:60])
 def test_wrong_key_is_refused_in_four_parts(field: str, keys: dict[str, Any]) -> None:
     before = repr(keys)
@@ -112,13 +118,10 @@ def test_thoughts_are_dropped_where_a_history_is_left() -> None:
     """A server's default is for the requests with ``kv_reuse`` among all."""
     server = ServerConfig(kv_params={"drop_thoughts": True})
     for reuse, drops in ((None, False), (False, False), ("keep", True), ("budget", True)):
-        settings = resolve_request(
-            {**ASKED, "kv_reuse": reuse} if reuse is not None else ASKED, server
-        )
-        assert settings is not None and settings.drops_thoughts == drops
+        keys = ASKED if reuse is None else {**ASKED, "kv_reuse": reuse}
+        assert resolved(keys, server).drops_thoughts == drops
     asked = {**ASKED, "kv_reuse": "keep", "kv_params": {"drop_thoughts": False}}
-    settings = resolve_request(asked, server)
-    assert settings is not None and not settings.drops_thoughts
+    assert not resolved(asked, server).drops_thoughts
 
 
 def test_more_digits_than_python_prints() -> None:
@@ -171,8 +174,8 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
     ids=repr,
 )
 def test_right_keys_are_taken(keys: dict[str, Any]) -> None:
-    settings = resolve_request(keys, SERVER)
-    assert settings is not None and settings.kv_budget == keys["kv_budget"]
+    settings = resolved(keys)
+    assert settings.kv_budget == keys["kv_budget"]
     assert settings.policy.name == keys.get("kv_policy", "skipkv")
     for parameter, value in keys.get("kv_params", {}).items():
         assert getattr(settings.policy.params, parameter) == value
@@ -185,9 +188,8 @@ STEERED = ServerConfig(steering_vector="v.safetensors", steering_max=2.0)
 
 @pytest.mark.parametrize("value", [0, 1, 1.25, -2.0, 2])
 def test_a_number_steers(value: float) -> None:
-    with_budget = resolve_request({**ASKED, "steering": value}, STEERED)
-    alone = resolve_request({"steering": value}, STEERED)
-    assert with_budget is not None and alone is not None
+    with_budget = resolved({**ASKED, "steering": value}, STEERED)
+    alone = resolved({"steering": value}, STEERED)
     assert with_budget.steering == alone.steering == value and with_budget.evicts
     assert (alone.policy.name, alone.kv_budget, alone.evicts) == ("full", None, False)
     assert alone.steers and alone.changes_kv
@@ -203,12 +205,11 @@ def test_a_wrong_strength_is_refused_beside_a_vector(value: Any) -> None:
 
 def test_the_server_may_steer_requests_that_say_nothing() -> None:
     server = ServerConfig(steering_vector="v.safetensors", steering=0.5)
-    default, other = resolve_request({}, server), resolve_request({"steering": 0}, server)
-    assert default is not None and (default.steering, default.policy.name) == (0.5, "full")
-    assert other is not None and other.steering == 0 and other.steers
+    default, other = resolved({}, server), resolved({"steering": 0}, server)
+    assert (default.steering, default.policy.name) == (0.5, "full")
+    assert other.steering == 0 and other.steers
     assert resolve_request({"steering": False}, server) is None
-    budgeted = resolve_request({**ASKED, "steering": False}, server)
-    assert budgeted is not None and not budgeted.steers
+    assert not resolved({**ASKED, "steering": False}, server).steers
     assert server.defaults_apply and not STEERED.defaults_apply
 
 
@@ -234,34 +235,27 @@ def test_false_and_zero_are_set() -> None:
 
 def test_server_default_budget_serves_requests_without_one() -> None:
     server = ServerConfig(kv_budget=100)
-    default = resolve_request({}, server)
-    own = resolve_request({"kv_budget": 50}, server)
-    parameters_only = resolve_request({"kv_params": {"tau": 0.5}}, server)
-    assert default is not None and own is not None and parameters_only is not None
-    assert (default.kv_budget, own.kv_budget, parameters_only.kv_budget) == (100, 50, 100)
+    for keys, budget in (({}, 100), ({"kv_budget": 50}, 50), ({"kv_params": {"tau": 0.5}}, 100)):
+        assert resolved(keys, server).kv_budget == budget
 
 
 def test_server_settings_are_defaults_of_parameters_and_a_request_overrides_them() -> None:
     server = ServerConfig(
         kv_interval=32, protect_prompt=False, count_prompt=True, delimiters="paper"
     )
-    settings = resolve_request({"kv_budget": 64}, server)
-    assert settings is not None
-    params = settings.policy.params
+    params: Any = resolved({"kv_budget": 64}, server).policy.params
     assert (params.interval, params.protect_prompt) == (32, False)
     assert (params.count_prompt, params.delimiters) == (True, "paper")
     own = {"interval": 16, "protect_prompt": True, "count_prompt": False, "delimiters": "code"}
-    settings = resolve_request({"kv_budget": 64, "kv_params": own}, server)
-    assert settings is not None and own.items() <= settings.policy.params.model_dump().items()
+    params = resolved({"kv_budget": 64, "kv_params": own}, server).policy.params
+    assert own.items() <= params.model_dump().items()
 
 
 def test_server_parameters_belong_to_the_server_policy() -> None:
     server = ServerConfig(kv_policy="skipkv", kv_params={"tau": 0.5, "window": 4})
-    same = resolve_request({"kv_budget": 64, "kv_params": {"window": 6}}, server)
-    other = resolve_request({"kv_budget": 64, "kv_policy": "rkv"}, server)
-    assert same is not None and other is not None
-    assert (same.policy.params.tau, same.policy.params.window) == (0.5, 6)  # type: ignore[attr-defined]
-    assert other.policy.params.window == 8
+    same: Any = resolved({"kv_budget": 64, "kv_params": {"window": 6}}, server).policy.params
+    assert (same.tau, same.window) == (0.5, 6)
+    assert resolved({"kv_budget": 64, "kv_policy": "rkv"}, server).policy.params.window == 8
 
 
 @pytest.mark.parametrize("keys", [{"kv_policy": "full"}, {"kv_policy": "full", "kv_budget": 64}])
@@ -269,8 +263,8 @@ def test_full_never_evicts_and_needs_no_budget(keys: dict[str, Any]) -> None:
     """It opts out of a default budget and of a counted prompt."""
     defaults: tuple[dict[str, Any], ...] = ({}, {"kv_budget": 64}, {"count_prompt": True})
     for default in (*defaults, {"kv_budget": 64, "count_prompt": True}):
-        settings = resolve_request(keys, ServerConfig(**default))
-        assert settings is not None and not settings.evicts
+        settings = resolved(keys, ServerConfig(**default))
+        assert not settings.evicts
         settings.check_prompt(10**6)
         assert settings.kv_budget == keys.get("kv_budget", default.get("kv_budget"))
 
@@ -279,9 +273,7 @@ def test_full_never_evicts_and_needs_no_budget(keys: dict[str, Any]) -> None:
 
 
 def settings_for(budget: int, **parameters: Any) -> RequestSettings:
-    settings = resolve_request({"kv_budget": budget, "kv_params": parameters}, ServerConfig())
-    assert settings is not None
-    return settings
+    return resolved({"kv_budget": budget, "kv_params": parameters}, ServerConfig())
 
 
 @pytest.mark.parametrize(

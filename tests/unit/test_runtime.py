@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from budgets import budget_at
-from loops import cosine_matrix, importance, redundancy
+from loops import cosine_matrix, rkv_scores
 from synthetic import (
     BUDGET,
     DELIMITER,
     HEAD_DIM,
     INTERVAL,
-    LAYERS,
     PROMPT,
     WORD,
     Call,
@@ -24,7 +23,7 @@ from synthetic import (
     words,
 )
 
-from sgl_skipkv.eviction.compaction import Compaction, Plan
+from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.policy import Policy
 
 WINDOW = 8
@@ -216,18 +215,8 @@ def test_a_budget_above_the_length_changes_nothing() -> None:
 
 def exact_scores(call: Call, positions: list[int], redundant: dict[int, float]) -> list[float]:
     """Z of each cached token from the request's own content, in fp64 loops; lambda by position."""
-    n = len(positions)
-    last = positions[-1]
-    total = [0.0] * n
-    for layer in range(LAYERS):
-        keys = call.keys[layer, positions]
-        queries = call.queries[layer, last + 1 - WINDOW : last + 1]
-        important = importance(queries, keys, scale=HEAD_DIM**-0.5)
-        repeated = redundancy(keys)
-        for head in range(len(important)):
-            for i in range(n - WINDOW):
-                z = 0.1 * important[head][i] - 0.9 * repeated[head][i]
-                total[i] += z / len(important) / LAYERS
+    queries = call.queries[:, positions[-1] + 1 - WINDOW : positions[-1] + 1]
+    total = rkv_scores(queries, call.keys[:, positions], HEAD_DIM**-0.5)
     return [z - redundant.get(p, 0.0) for z, p in zip(total, positions, strict=True)]
 
 
@@ -244,19 +233,6 @@ def redundant_positions(call: Call, tau: float) -> dict[int, float]:
     return found
 
 
-def check_choice(call: Call, before: list[int], pinned: set[int], tau: float) -> None:
-    """The kept set is that of the exact scores, up to ties within rounding."""
-    kept = set(call.compactions[-1])
-    redundant = redundant_positions(call, tau) if tau < 1 else {}
-    scores = dict(zip(before, exact_scores(call, before, redundant), strict=True))
-    free = [p for p in before if p not in pinned]
-    chosen = [scores[p] for p in free if p in kept]
-    dropped = [scores[p] for p in free if p not in kept]
-    assert pinned <= kept
-    assert min(chosen, default=1.0) >= max(dropped, default=-1.0) - 1e-6
-    assert len(dropped) == INTERVAL
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("policy", "tau"), [("rkv", 1.0), ("skipkv", 0.95), ("skipkv", 0.5)])
 def test_the_kept_set_is_that_of_the_exact_scores(policy: str, tau: float, seed: int) -> None:
@@ -268,16 +244,18 @@ def test_the_kept_set_is_that_of_the_exact_scores(policy: str, tau: float, seed:
     for i, (start, stop) in enumerate(sentences_of(call.tokens)):
         call.hidden[PROMPT + start : PROMPT + stop] *= 0.2
         call.hidden[PROMPT + start : PROMPT + stop] += topics[i % 3]
-    for _ in range(100):
-        before, done = call.positions.copy(), len(call.compactions)
-        open_tokens = call.state.sentences.tracker
-        server.decode(call)
-        if len(call.compactions) > done:
-            tail = WINDOW
-            if policy == "skipkv":
-                tail = max(WINDOW, min(open_tokens.open_tokens, BUDGET // 2))
-            pinned = set(range(PROMPT)) | set(before[-tail:])
-            check_choice(call, before, pinned, tau)
+    for before in server.compacting(call, 100):
+        tail = WINDOW
+        if policy == "skipkv":
+            tail = max(WINDOW, min(call.state.sentences.tracker.open_tokens, BUDGET // 2))
+        pinned, kept = {*range(PROMPT), *before[-tail:]}, set(call.compactions[-1])
+        redundant = redundant_positions(call, tau) if tau < 1 else {}
+        scores = dict(zip(before, exact_scores(call, before, redundant), strict=True))
+        free = [p for p in before if p not in pinned]
+        chosen = [scores[p] for p in free if p in kept]
+        dropped = [scores[p] for p in free if p not in kept]
+        assert pinned <= kept and len(dropped) == INTERVAL
+        assert min(chosen, default=1.0) >= max(dropped, default=-1.0) - 1e-6  # rounding
     assert len(call.compactions) == 4
 
 
@@ -311,21 +289,16 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     # keep sentence 0, drop sentence 1 whole: as some other policy or budget might have
     drop = [call.positions.index(p) for p in range(PROMPT + 6, PROMPT + 16)]
     drop += [call.positions.index(p) for p in range(PROMPT + 20, PROMPT + 22)]
-    commit_dropping(server, call, plan, drop)
-    server.run(call, 12)
-    plan = server.plan(call)
-    assert plan.table is not None and plan.table[0] == 0 and 1 not in plan.table
-    assert float(table.redundancy[state.held.track_id, 0]) > 0.99
-
-
-def commit_dropping(server: SyntheticServer, call: Call, plan: Plan, drop: list[int]) -> None:
-    """Commit a plan with another selection."""
     kept = [i for i in range(len(call.slots)) if i not in drop]
     selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
     changed = plan._replace(selection=selection)
     compaction = Compaction([changed], server.req_to_token, server.recorder, check=True)
     compaction.apply()
     server.book([compaction], [call])
+    server.run(call, 12)
+    plan = server.plan(call)
+    assert plan.table is not None and plan.table[0] == 0 and 1 not in plan.table
+    assert float(table.redundancy[state.held.track_id, 0]) > 0.99
 
 
 def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
@@ -334,13 +307,10 @@ def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
     for policy in ("skipkv", "rkv"):
         server = SyntheticServer()
         call = served(server, words(20) + [WORD] * 200, kv_policy=policy)
-        tails = []
-        for _ in range(150):
-            before, done = call.positions.copy(), len(call.compactions)
-            server.decode(call)
-            if len(call.compactions) > done:
-                tails.append(set(before[-BUDGET // 2 :]) <= set(call.compactions[-1]))
-        stayed[policy] = tails
+        stayed[policy] = [
+            set(before[-BUDGET // 2 :]) <= set(call.compactions[-1])
+            for before in server.compacting(call, 150)
+        ]
     assert all(stayed["skipkv"]) and len(stayed["skipkv"]) > 5 and not all(stayed["rkv"])
 
 

@@ -11,9 +11,6 @@ from synthetic import BUDGET, PROMPT, SyntheticServer, served, words
 
 from sgl_skipkv.request.trace import TraceWriter, read_trace
 
-REPEATABLE = settings(deadline=None, derandomize=True)
-
-
 # -- what comes back
 
 
@@ -192,7 +189,7 @@ def test_future_tokens(row: int, left: int, future: int) -> None:
     assert call.state.future_tokens(row, left) == future
 
 
-@settings(REPEATABLE, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(13, 60), st.integers(8, 40), st.integers(1, 250), st.integers(0, 249))
 def test_no_call_ever_grows_past_what_was_reserved(
     budget: int, interval: int, steps: int, at: int

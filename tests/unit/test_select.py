@@ -31,9 +31,7 @@ def drawn(*strategies: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
 
     def decorated(test: Any) -> Any:
         def run(way: str) -> None:
-            examples = settings(
-                deadline=None, derandomize=True, max_examples=10 if way == "kernel" else 300
-            )
+            examples = settings(max_examples=10 if way == "kernel" else 300)
             examples(given(*strategies)(test))()
 
         return run

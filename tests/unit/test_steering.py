@@ -3,7 +3,7 @@ definition, and the rows that nobody steers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.steering.steerer import Schedule, Steerer, TokenClasses
 from sgl_skipkv.steering.vector import SteeringVector
 
-REPEATABLE = settings(deadline=None, derandomize=True, max_examples=200)
+OFTEN = settings(max_examples=200)
 CPU = torch.device("cpu")
 GAMMA = 0.25
 # id -> text; 3 and 4 are one keyword with and without its space
@@ -25,17 +25,11 @@ VOCABULARY = ("word", "\n", ".\n\n", "Wait", "ĠWait", "▁again", "<think>", "<
 NEWLINES = [(1, "\n"), (2, ".\n\n")]
 
 
-class Tokenizer:
-    def __init__(self, vocabulary: tuple[str, ...] = VOCABULARY) -> None:
-        self._vocabulary = {text: i for i, text in enumerate(vocabulary)}
-
-    def get_vocab(self) -> Mapping[str, int]:
-        return self._vocabulary
-
-
-def classes(vocabulary: tuple[str, ...] = VOCABULARY) -> TokenClasses:
-    delimiters = Delimiters(NEWLINES, len(vocabulary))
-    return TokenClasses(Tokenizer(vocabulary), delimiters, "math", ("Wait", "again"))
+def classes(
+    vocabulary: tuple[str, ...] = VOCABULARY, keywords: tuple[str, ...] = ("Wait", "again")
+) -> TokenClasses:
+    tokenizer = SimpleNamespace(get_vocab=lambda: {text: i for i, text in enumerate(vocabulary)})
+    return TokenClasses(tokenizer, Delimiters(NEWLINES, len(vocabulary)), "math", keywords)
 
 
 def steerer(rows: int = 4) -> Steerer:
@@ -51,10 +45,7 @@ def defined_factors(tokens: list[int], alpha_0: float, thinks: bool) -> tuple[li
     factors, sentence, count = [], [], 0
     for token in tokens:
         sentence.append(token)
-        if token == 6:
-            thinks = True
-        if token == 7:
-            thinks = False
+        thinks = {6: True, 7: False}.get(token, thinks)
         if token not in (1, 2):
             factors.append(0.0)
             continue
@@ -75,9 +66,8 @@ def test_classes_know_both_forms_of_a_keyword() -> None:
 
 
 def test_a_keyword_that_could_never_be_counted_is_refused() -> None:
-    delimiters = Delimiters(NEWLINES, len(VOCABULARY))
     with pytest.raises(SettingError, match=r"keywords: expected .* got 'Hmm'"):
-        TokenClasses(Tokenizer(), delimiters, "math", ("Wait", "Hmm"))
+        classes(keywords=("Wait", "Hmm"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +80,7 @@ def test_thinking_begins_where_the_prompt_left_it(prompt: list[int], thinks: boo
     assert classes(without).thinks_after(prompt), "a model without thinking tokens always thinks"
 
 
-@REPEATABLE
+@OFTEN
 @given(TOKENS, st.floats(-2, 2, width=16), st.booleans())
 def test_the_schedule_is_the_definition(tokens: list[int], alpha_0: float, thinks: bool) -> None:
     schedule = Schedule(classes(), alpha_0, GAMMA, thinks)
@@ -100,7 +90,7 @@ def test_the_schedule_is_the_definition(tokens: list[int], alpha_0: float, think
     assert schedule.alpha == alpha_0 + GAMMA * count
 
 
-@REPEATABLE
+@OFTEN
 @given(TOKENS, st.integers(0, 60))
 def test_a_schedule_goes_on_from_its_copy(tokens: list[int], cut: int) -> None:
     whole = Schedule(classes(), 1.0, GAMMA, True)
@@ -109,7 +99,7 @@ def test_a_schedule_goes_on_from_its_copy(tokens: list[int], cut: int) -> None:
     assert second_half == whole.feed(tokens)
 
 
-@REPEATABLE
+@OFTEN
 @given(TOKENS, TOKENS, st.floats(-2, 2, width=16), st.integers(0, 20))
 def test_the_device_adds_what_the_schedule_says(
     steered: list[int], other: list[int], alpha_0: float, recomputed: int

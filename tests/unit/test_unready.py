@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import closing
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -36,13 +37,7 @@ class HeldCompilation:
         if self._error is not None:
             raise self._error
 
-    def __enter__(self) -> HeldCompilation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.finish()
-
-    def finish(self) -> None:
+    def close(self) -> None:
         self._released.set()
         for thread in compiling():
             thread.join(SECONDS)
@@ -72,7 +67,7 @@ def assert_served(world: World, *requests: Any) -> None:
 def test_who_evicts_is_refused_while_a_thread_compiles(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     world = World()
-    with HeldCompilation() as held:
+    with closing(HeldCompilation()) as held:
         world.skipkv.compilation.start(held)
         plain, full = world.arrive([5, 6, 7], 40), world.arrive([5, 6, 8], 40, kv_policy="full")
         refused = world.arrive([5, 6, 9], 40, **KEYS)
@@ -94,7 +89,7 @@ def test_kernels_that_do_not_compile(caplog: pytest.LogCaptureFixture) -> None:
     """The log has the traceback, every request that evicts the reason, nobody else notices."""
     world, held = World(), HeldCompilation(TypeError("planted"))
     world.skipkv.compilation.start(held)
-    held.finish()
+    held.close()
     plain = world.arrive([5, 6, 7], 40)
     for _ in range(2):
         refused = world.arrive([5, 6, 9], 40, **KEYS)
@@ -111,7 +106,7 @@ def test_a_fault_of_the_device_while_kernels_are_compiled(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading, "excepthook", faults.append)
     world, held = World(), HeldCompilation(torch.AcceleratorError("CUDA error: planted"))
     world.skipkv.compilation.start(held)
-    held.finish()
+    held.close()
     assert [fault.exc_type for fault in faults] == [torch.AcceleratorError]
     assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "a device error")
 
@@ -136,7 +131,7 @@ def test_when_a_server_with_kernels_compiles(
 
     monkeypatch.setattr(bind, "warm_up", spied)
     monkeypatch.setattr(bind, "uses_triton", lambda device: True)
-    with on_triton(), HeldCompilation() as held:
+    with on_triton(), closing(HeldCompilation()) as held:
         world = World(head_dim=head_dim, check_ledger=False)
         config = world.runtime.config if enabled else ServerConfig()
         assert config.enabled == enabled
@@ -147,7 +142,7 @@ def test_when_a_server_with_kernels_compiles(
         else:
             assert not launched and len(compiling()) == 1
             assert_refused(world.arrive([5, 6, 9], 40, **KEYS), "compiling kernels")
-        held.finish()
+        held.close()
         ((recorder, beside),) = launched
         assert (recorder is world.recorder, beside) == (enabled, not enabled)
         assert ("queries" in vars(world.recorder)) == enabled
