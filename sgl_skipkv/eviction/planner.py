@@ -7,13 +7,12 @@ the CPU has; all choices stay on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.compaction import Plan, TableEntries
 from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
@@ -41,13 +40,12 @@ class Planner:
             due: whose last compaction is read back, so that ``live`` is true.
         """
         for one in due:
-            generated = one.logical_tokens - one.state.prompt_tokens
-            one.state.sentences.feed(one.output_ids[:generated])
+            one.state.sentences.feed(one.generated_ids)
         self.track([one for one in due if one.state.settings.policy.needs_attention])
         tables = [self._table(one.state) for one in due]
         policies = [one.state.settings.policy for one in due]
-        inputs = self._score_inputs(due, tables)
-        inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
+        scored = zip(policies, self._score_inputs(due, tables), strict=True)
+        inputs = add_token_scores(list(scored))
         scores: dict[int, Tensor] = {}
         for chosen in by_policy(due):
             together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
@@ -57,15 +55,9 @@ class Planner:
             [_protected(one.state, one.row_tokens) for one in due],
             [one.state.keep_tokens(one.row_tokens) for one in due],
         )
-        parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
-        return [
-            Plan(
-                *(one.state, selection, seen.positions, is_finite),
-                *(one.row_tokens, one.logical_tokens),
-                *(() if table is None else (table.kept, table.entries)),
-            )
-            for one, selection, seen, is_finite, table in parts
-        ]
+        positions = [seen.positions for seen in inputs]
+        parts = zip(due, selections, positions, finite.unbind(), tables, strict=True)
+        return [_plan(*part) for part in parts]
 
     def plan_without(self, due: Due, first: int, stop: int) -> Plan:
         """Keep all but these row entries, half-open, whatever their scores.
@@ -73,16 +65,12 @@ class Planner:
         Args:
             due: whose last compaction is read back.
         """
-        state, device = due.state, self._recorder.device
-        state.sentences.feed(due.output_ids[: due.logical_tokens - state.prompt_tokens])
-        rows, table = torch.arange(due.row_tokens, device=device), self._table(state)
+        due.state.sentences.feed(due.generated_ids)
+        rows = torch.arange(due.row_tokens, device=self._recorder.device)
+        selection = Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])
+        finite = torch.ones((), dtype=torch.bool, device=rows.device)
         (positions,) = self._positions([due])
-        return Plan(
-            *(state, Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])),
-            *(positions, torch.ones((), dtype=torch.bool, device=device)),
-            *(due.row_tokens, due.logical_tokens),
-            *(() if table is None else (table.kept, table.entries)),
-        )
+        return _plan(due, selection, positions, finite, self._table(due.state))
 
     def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
         """Whether the request's statistics must be brought up to date in this step.
@@ -105,19 +93,19 @@ class Planner:
         measure(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
-        self, due: Sequence[Due], tables: Sequence[_Table | None]
+        self, due: Sequence[Due], tables: Sequence[TableEntries | None]
     ) -> list[ScoreInput]:
         pairs = zip(due, tables, strict=True)
-        found = [(one.state, table) for one, table in pairs if table is not None]
-        compared: list[Sentences] = []
-        if found:  # every closed sentence against those that closed later, of all at once
+        tabled = [(one.state, table) for one, table in pairs if table is not None]
+        sentences: Iterator[Sentences] = iter(())
+        if tabled:  # every closed sentence against those that closed later, of all at once
             compared = self._recorder.sentences.compare(
-                [state.held.track_id for state, _ in found],
-                [table.used for _, table in found],
-                [table.entries for _, table in found],
-                [[state.span(sentence) for sentence in table.kept] for state, table in found],
+                [state.held.track_id for state, _ in tabled],
+                [table.used for _, table in tabled],
+                [table.kept for _, table in tabled],
+                [[state.span(sentence) for sentence in table.sentences] for state, table in tabled],
             )
-        sentences = iter(compared)
+            sentences = iter(compared)
         return [
             self._score_input(one, positions, None if table is None else next(sentences))
             for one, positions, table in zip(due, self._positions(due), tables, strict=True)
@@ -159,7 +147,7 @@ class Planner:
             location=location,
         )
 
-    def _table(self, state: RequestState) -> _Table | None:
+    def _table(self, state: RequestState) -> TableEntries | None:
         """Which entries of the request's table are of sentences not known to be evicted."""
         if not state.settings.policy.needs_sentences:
             return None
@@ -168,15 +156,14 @@ class Planner:
         # A quarter of the table stays free for the sentences of the next interval.
         most = capacity - capacity // 4
         entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
-        return _Table(len(known), entries, [known[i] for i in entries])
+        return TableEntries(len(known), entries, [known[i] for i in entries])
 
 
-class _Table(NamedTuple):
-    """A request's sentence table: entries in use, those that stay, and their sentence indices."""
-
-    used: int
-    entries: list[int]
-    kept: list[int]
+def _plan(
+    due: Due, selection: Selection, positions: Tensor, finite: Tensor, table: TableEntries | None
+) -> Plan:
+    lengths = due.row_tokens, due.logical_tokens
+    return Plan(due.state, selection, positions, finite, *lengths, table)
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:

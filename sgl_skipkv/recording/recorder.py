@@ -35,22 +35,11 @@ class Tracks:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
-        self._free = list(range(count, 0, -1))
+        self.free = list(range(count, 0, -1))
 
     def use_rows(self, rows: int) -> None:
         """Allocate the table, once the number of page-table rows is known."""
         self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
-
-    @property
-    def free(self) -> int:
-        """How many track ids are free."""
-        return len(self._free)
-
-    def take(self) -> int:
-        return self._free.pop()
-
-    def give_back(self, track_id: int) -> None:
-        self._free.append(track_id)
 
 
 class QueryRings:

@@ -261,7 +261,7 @@ class SyntheticServer:
     def assert_idle(self) -> None:
         """Everything was given back."""
         assert self.runtime.open_requests == 0
-        assert self.recorder.tracks.free == len(self.recorder.sentences.vectors) - 1
+        assert len(self.recorder.tracks.free) == len(self.recorder.sentences.vectors) - 1
         assert not self.recorder.tracks.of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 
