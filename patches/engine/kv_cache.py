@@ -24,12 +24,6 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     return [*kv_pool.k_buffer, *kv_pool.v_buffer]
 
 
-def copy_slots(allocator: Any, source: Tensor, target: Tensor) -> None:
-    """Copy the KV of these slots to others. source, target: int64 [n], with no slot in common."""
-    for buffer in kv_buffers(allocator):
-        buffer[target] = buffer[source]
-
-
 def wait_for_forward(req_to_token_pool: Any) -> None:
     """Let the schedule stream wait for the running step; the CPU does not wait."""
     binding = binding_of(req_to_token_pool)

@@ -21,8 +21,8 @@ from sgl_skipkv.patches.engine.admission import fits_alone
 from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
-    copy_slots,
     due_of,
+    kv_buffers,
     paged_cache,
     release_evicted,
     wait_for_forward,
@@ -144,7 +144,8 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     if len(history):
         copy: Tensor = alloc_token_slots(batch.tree_cache, len(history))
         wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
-        copy_slots(batch.token_to_kv_pool_allocator, history, copy)
+        for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
+            buffer[copy] = buffer[history]
         slots = torch.cat([shared, copy])
     _lock_prompt(batch.tree_cache, req, state)
     return slots
@@ -228,27 +229,23 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
     thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
     if thought is not None and thought.tokens >= new_tokens:
         thought = None  # no KV of an answer
-    first_cut = 0
-    if thought is not None:
-        answer_at = state.request_tokens + thought.tokens
-        last = state.kv.last
-        first_cut = max(answer_at + 1, 0 if last is None else last.logical_tokens)
-        if state.failure is not None or not _drop(req, state, answer_at, *pools):
-            return None
-    key = row_ids(req, state)[: kv.kv_allocated_len]
-    left = Left(prompt, tokens, key, thought, first_cut)
+    if thought is not None and (
+        state.failure is not None or not _drop(req, state, thought.tokens, *pools)
+    ):
+        return None
+    left = Left(prompt, tokens, row_ids(req, state)[: kv.kv_allocated_len], thought)
     history: History | None = runtime.leave_history(state, _namespace(state, req), left)
     return history
 
 
 def _drop(
-    req: Any, state: RequestState, answer_at: int, req_to_token_pool: Any, allocator: Any
+    req: Any, state: RequestState, thought_tokens: int, req_to_token_pool: Any, allocator: Any
 ) -> bool:
-    """Evict what a finished request generated in front of this logical position; whether that
-    worked."""
+    """Evict the first tokens that a finished request generated; whether that worked."""
     pools, row_tokens = (req_to_token_pool, allocator), req.kv.kv_allocated_len
     check_lengths(req, state, row_tokens)
-    due, span = due_of(req, state, row_tokens, *pools, None), (state.request_tokens, answer_at)
+    span = (state.request_tokens, state.request_tokens + thought_tokens)
+    due = due_of(req, state, row_tokens, *pools, None)
     compaction: Compaction | None = state.runtime.drop(due, span, req_to_token_pool.req_to_token)
     if compaction is None:
         return False

@@ -320,16 +320,19 @@ class Runtime:
         Args:
             due: with a token behind the span that its statistics include.
         """
+        kv = due.state.kv
+        contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
         prepared = next(_attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
         if prepared is None:
             return None
         compaction, kept, statistics = prepared
         compaction.apply()
-        kv = due.state.kv
         kv.statistics = statistics
         assert kv.last is not None
-        # Known without reading them back, so nothing waits for the device.
+        # Known without waiting for the device.
         kv.last = kv.last._replace(kept=kept, finite=torch.tensor(True), copied=None)
+        self._read_back(due.state)
+        kv.last = kv.last.cut_back(contiguous_from)
         return compaction
 
     def _prepare_drop(

@@ -168,7 +168,7 @@ def test_dropping_thoughts_with_little_memory_changes_nothing() -> None:
         assert server.row_of(call) == row
         assert torch.equal(server.recorder.sentences.vectors, vectors)
         tokens = array("q", [3] * call.prompt_tokens + call.output_ids)
-        left = Left(tokens[: call.prompt_tokens], tokens, tokens[: len(row)], None, 0)
+        left = Left(tokens[: call.prompt_tokens], tokens, tokens[: len(row)])
         assert server.runtime.leave_history(call.state, "namespace", left) is None
 
 
