@@ -55,7 +55,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         if is_due:
             check_lengths(req, state, int(batch.seq_lens_cpu[i]))
             due.append(state)
-        if runtime.planner.must_track(state, row_tokens, is_due):
+        if runtime.must_track(state, row_tokens, is_due):
             tracked.append(state)
         if not is_due and state.must_measure(row_tokens):
             measured.append(state)

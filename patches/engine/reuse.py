@@ -77,11 +77,7 @@ def continue_history(
 
 
 def _continue(req: Any, state: RequestState, found: Found | None, positions: int) -> None:
-    """The request continues the history, or none.
-
-    Args:
-        positions: that a request may take.
-    """
+    """The request continues the history, or none. positions: that a request may take."""
     unsent_tokens, params = 0 if found is None else found.history.unsent_tokens, req.sampling_params
     if state.reuse.runs_to_context_end:
         params.max_new_tokens = positions - len(req.origin_input_ids) - unsent_tokens

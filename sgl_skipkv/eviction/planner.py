@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Plan, TableEntries
-from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
@@ -41,7 +40,8 @@ class Planner:
         """
         for one in due:
             one.state.sentences.feed(one.generated_ids)
-        self.track([one for one in due if one.state.settings.policy.needs_attention])
+        followed = [one for one in due if one.state.settings.policy.needs_attention]
+        replay_steps(followed, self._recorder, scale=self._scale)
         tables = [self._table(one.state) for one in due]
         policies = [one.state.settings.policy for one in due]
         scored = zip(policies, self._score_inputs(due, tables), strict=True)
@@ -71,26 +71,6 @@ class Planner:
         finite = torch.ones((), dtype=torch.bool, device=rows.device)
         (positions,) = self._positions([due])
         return _plan(due, selection, positions, finite, self._table(due.state))
-
-    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
-        """Whether the request's statistics must be brought up to date in this step.
-
-        They must before a compaction, and before a decode step overwrites a query that they have
-        not seen.
-        """
-        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
-        policy = state.settings.policy
-        if not policy.needs_attention or policy.tracks_compactions:
-            return policy.needs_attention and is_due
-        return is_due or untracked >= self._recorder.queries.window
-
-    def track(self, due: Sequence[Due]) -> None:
-        """Bring the policies' statistics up to date with every decode step of these requests."""
-        replay_steps(due, self._recorder, scale=self._scale)
-
-    def measure(self, due: Sequence[Due]) -> None:
-        """Measure how many tokens of these requests reach their ``coverage``."""
-        measure(due, self._recorder, scale=self._scale)
 
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]
@@ -126,13 +106,13 @@ class Planner:
 
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy = due.state, due.state.settings.policy
-        queries, location = None, None
-        newest = due.logical_tokens - 1
+        queries = location = None
         if due.cache is not None and (policy.kernel_scores or policy.joins_keys):
             ring = self._recorder.queries.data if state.held.track_id else None
             location = due.location(ring)
         elif policy.needs_queries:
-            queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
+            newest, window = due.logical_tokens - 1, policy.params.window
+            queries = self._recorder.queries.read(state.held.track_id, newest, window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
+from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.planner import Planner
+from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
@@ -70,6 +72,7 @@ class Runtime:
         self.pool_tokens = pool_tokens
         self._trace = trace
         self.planner = Planner(recorder, scale=scale)
+        self._scale = scale
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
@@ -181,13 +184,26 @@ class Runtime:
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
         return decodes and state.is_due(row_tokens)
 
+    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
+        """Whether the request's statistics must be brought up to date in this step: before a
+        compaction, and before a decode step overwrites a query that they have not seen."""
+        policy = state.settings.policy
+        if not policy.needs_attention or is_due:
+            return policy.needs_attention
+        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
+        return not policy.tracks_compactions and untracked >= self.recorder.query_window
+
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
-        list(self._in_parts(due, self.planner.track, steps=self.config.query_window))
+        self._replay(replay_steps, due)
 
     def measure(self, due: Sequence[Due]) -> None:
         """Measure the requests' demands; a request's ``failure`` is set if that fails."""
-        list(self._in_parts(due, self.planner.measure, steps=self.config.query_window))
+        self._replay(measure, due)
+
+    def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
+        replay = partial(work, recorder=self.recorder, scale=self._scale)
+        list(self._in_parts(due, replay, steps=self.config.query_window))
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its

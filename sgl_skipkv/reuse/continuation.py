@@ -53,12 +53,8 @@ def namespace_of(state: RequestState, *of_cache: Hashable) -> Hashable:
 def continue_history(
     state: RequestState, found: Found, tracker: SentenceTracker, max_new_tokens: int
 ) -> None:
-    """Set the state of a request without a row to the end of the history.
-
-    Args:
-        tracker: without sentences.
-        max_new_tokens: that the request may generate.
-    """
+    """Set the state of a request without a row, and a tracker without sentences, to the end of the
+    history."""
     history, cut = found
     row_tokens, recordings = cut - history.evicted_tokens, history.recordings
     continued = state.reuse.continued = Continued(

@@ -101,10 +101,6 @@ class Histories:
         At least one token of the prompt is not of the history, because a request must compute one.
         A prompt leaves a history if it goes on behind its request's prompt and differs from the
         output before the last compaction: what was evicted for that output is gone.
-
-        Args:
-            namespace: of the request.
-            tokens: of its prompt.
         """
         prompt, best, farthest, left = array("q", tokens), None, 0, 0
         for history in self._begun(namespace, prompt):

@@ -179,7 +179,7 @@ class SyntheticServer:
             self.runtime.observe(call.state, len(call.slots))
         running = [call for call in calls if call.decoded]
         due = [call for call in running if self.is_due(call)]
-        must_track = self.runtime.planner.must_track
+        must_track = self.runtime.must_track
         behind = [call for call in running if call not in due]
         behind = [call for call in behind if must_track(call.state, len(call.slots))]
         if behind:
