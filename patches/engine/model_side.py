@@ -84,16 +84,14 @@ def build_model_side(
         head_dim=layers[0].head_dim,
         hidden_size=runner.model_config.hidden_size,
     )
-    vocab_size = runner.model_config.vocab_size
-    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
+    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
     steerer = capture = None
     if vector is not None:
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
-    tracks = min(config.max_tracked_requests, most_running)
     recorder = Recorder(
         shape,
-        track_count=tracks,
+        track_count=min(config.max_tracked_requests, most_running),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -104,8 +102,9 @@ def build_model_side(
         recorder.reserve()
     attach(runner.model, recorder)
     if config.steering_capture is not None:
-        folder, preset = config.steering_capture, config.delimiters
-        capture = HiddenCapture(runner.model, folder, delimiters, preset)
+        capture = HiddenCapture(
+            runner.model, config.steering_capture, delimiters, config.delimiters
+        )
     runner.skipkv = side = ModelSide(layers[0].scaling, recorder, steerer, capture)
     return side
 

@@ -381,7 +381,7 @@ class Runtime:
                 return None
             copies = HostCopies(self.histories.memory)
             recorded = self.recorder.save(state.held.track_id, copies)
-        capacity = self.recorder.sentences.capacity if state.held.track_id else 0
+        capacity = self.recorder.max_sentences
         return history_of(state, namespace, left, recorded, table_capacity=capacity)
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:

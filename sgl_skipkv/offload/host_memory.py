@@ -12,6 +12,7 @@ behind all reads of copies that were dropped before (``patches/engine/backup.py`
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -106,26 +107,26 @@ class HostCopies:
             piece.copy_(data[: piece.numel()], non_blocking=True)
             pieces.append(piece)
             data, self._rest = data[piece.numel() :], self._rest[piece.numel() :]
-        return HostCopy(tensor, pieces, self)
+        return HostCopy(tensor.shape, tensor.dtype, pieces, self)
 
 
+@dataclass(frozen=True, eq=False)
 class HostCopy:
     """One copied tensor.
 
-    Args:
-        tensor: gives shape and dtype; no reference to it is kept.
+    Attributes:
         pieces: uint8 [bytes] each, its bytes in chunks, in order.
-        copies: the owner of the chunks.
+        copies: the owner of the chunks, which stay in use as long as this copy exists.
     """
 
-    def __init__(self, tensor: Tensor, pieces: list[Tensor], copies: HostCopies) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self._pieces = pieces
-        self._copies = copies  # keeps the chunks in use as long as this copy exists
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: list[Tensor]
+    copies: HostCopies
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.numel() for piece in self._pieces)
+        return sum(piece.numel() for piece in self.pieces)
 
     def to(self, device: torch.device, *, first_row: int = 0) -> Tensor:
         """dtype [rows - first_row, ...], a new tensor, by copies on the current stream.
@@ -138,7 +139,7 @@ class HostCopy:
             tensor = tensor[first_row:]
         data = _bytes_of(tensor)
         at = data.numel() - self.nbytes  # negative: left out
-        for piece in self._pieces:
+        for piece in self.pieces:
             stop = at + piece.numel()
             if stop > 0:
                 data[max(at, 0) : stop].copy_(piece[max(-at, 0) :], non_blocking=True)

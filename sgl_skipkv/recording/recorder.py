@@ -51,18 +51,8 @@ class QueryRings:
         data: float [layers, tracks + 1, window, Hq, d].
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        tracks: int,
-        window: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.window = window
-        sizes = (shape.layers, tracks + 1, window, shape.query_heads, shape.head_dim)
-        self.data = torch.zeros(sizes, dtype=dtype, device=device)
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.window = data, data.shape[2]
 
     def write(self, layer: int, tracks: Tensor, positions: Tensor, q: Tensor) -> None:
         """Store one query per token. tracks, positions: int64 [B]; q: float [B, Hq, d]."""
@@ -130,13 +120,9 @@ class Recorder:
 
     @cached_property
     def queries(self) -> QueryRings:
-        return QueryRings(
-            self.shape,
-            tracks=self.track_count,
-            window=self.query_window,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        heads, width = self.shape.query_heads, self.shape.head_dim
+        sizes = (self.shape.layers, self.track_count + 1, self.query_window, heads, width)
+        return QueryRings(torch.zeros(sizes, dtype=self.dtype, device=self.device))
 
     @cached_property
     def sentences(self) -> SentenceTable:

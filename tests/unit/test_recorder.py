@@ -12,7 +12,7 @@ from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, wo
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Sentences
-from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tracks
+from sgl_skipkv.recording.recorder import QueryRings, Recording, Tracks
 from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
@@ -39,8 +39,7 @@ def test_track_zero_is_never_free() -> None:
 def query_rings(
     layers: int, tracks: int, window: int, *heads: int, dtype: torch.dtype = torch.float32
 ) -> QueryRings:
-    shape = ModelShape(layers, *heads, hidden_size=1)
-    return QueryRings(shape, tracks=tracks, window=window, dtype=dtype, device=CPU)
+    return QueryRings(torch.zeros(layers, tracks + 1, window, *heads, dtype=dtype))
 
 
 @REPEATABLE
