@@ -42,9 +42,6 @@ def release_evicted(
     With ``poison_evicted``, a debug mode, the KV of these slots becomes NaN: a read of a freed slot
     would go unnoticed, because old KV looks valid; NaN spreads to the output instead. It is written
     on the stream of the compactions, which has waited for the running step.
-
-    Args:
-        reqs: SGLang's requests by their states.
     """
     binding = binding_of(req_to_token_pool)
     assert binding is not None

@@ -69,9 +69,6 @@ def build_model_side(
 ) -> ModelSide:
     """Build the buffers and hooks and attach them to the model.
 
-    Args:
-        vector: the operator's.
-
     Raises:
         SettingError: the vector does not fit this model.
         torch.OutOfMemoryError: the device has no memory for the buffers.

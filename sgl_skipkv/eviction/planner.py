@@ -33,11 +33,8 @@ class Planner:
         self._recorder, self._scale = recorder, scale
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
-        """Choose what stays. Requests with the same policy and parameters share one scoring call.
-
-        Args:
-            due: whose last compaction is read back, so that ``live`` is true.
-        """
+        """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
+        true. Those with the same policy and parameters share one scoring call."""
         for one in due:
             one.state.sentences.feed(one.generated_ids)
         followed = [one for one in due if one.state.settings.policy.needs_attention]
@@ -60,11 +57,8 @@ class Planner:
         return [_plan(*part) for part in parts]
 
     def plan_without(self, due: Due, first: int, stop: int) -> Plan:
-        """Keep all but these row entries, half-open, whatever their scores.
-
-        Args:
-            due: whose last compaction is read back.
-        """
+        """Keep all but these row entries, half-open, whatever their scores. The request's last
+        compaction is read back."""
         due.state.sentences.feed(due.generated_ids)
         rows = torch.arange(due.row_tokens, device=self._recorder.device)
         selection = Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])

@@ -227,11 +227,8 @@ class Runtime:
     def _in_parts(
         self, due: Sequence[Due], work: Callable[[Sequence[Due]], T], **sizes: int
     ) -> Iterator[T]:
-        """``work`` on the requests, in parts that fit the workspace, each when it is asked for.
-
-        Args:
-            sizes: of temporary tensors, as ``split_to_fit`` takes them.
-        """
+        """``work`` on the requests, in parts that fit the workspace, each when it is asked for. The
+        sizes of temporary tensors are those of ``split_to_fit``."""
         row_tokens, limit = [one.row_tokens for one in due], self.config.compaction_work_bytes
         for part in split_to_fit(row_tokens, limit, **sizes):
             yield from _attempted([due[i] for i in part], work)
@@ -246,11 +243,7 @@ class Runtime:
         return Compaction(plans, req_to_token, self.recorder, check=self.config.check_ledger)
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
-        """Whether the request can be backed up: its KV and recordings fit in host memory.
-
-        Args:
-            generated: tokens that the scheduler has seen.
-        """
+        """Whether the request can be backed up: its KV and recordings fit in host memory."""
         if not state.settings.evicts or not self.backs_up:
             return False
         if self.compacted_ahead(state, generated):

@@ -129,11 +129,8 @@ class HostCopy:
         return sum(piece.numel() for piece in self.pieces)
 
     def to(self, device: torch.device, *, first_row: int = 0) -> Tensor:
-        """dtype [rows - first_row, ...], a new tensor, by copies on the current stream.
-
-        Args:
-            first_row: how many leading entries of the first dimension are left out.
-        """
+        """dtype [rows - first_row, ...], a new tensor without the first rows, by copies on the
+        current stream."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
         if first_row:  # a 0-dimensional tensor cannot be sliced
             tensor = tensor[first_row:]

@@ -100,11 +100,7 @@ def history_of(
     *,
     table_capacity: int,
 ) -> History:
-    """What a finished request leaves. Its last compaction is read back, its sentences are fed.
-
-    Args:
-        recorded: its recordings; None where nothing needs them.
-    """
+    """What a finished request leaves. Its last compaction is read back, its sentences are fed."""
     continued, key = state.reuse.continued, left.key
     has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
     if has_evicted or state.settings.steers:
