@@ -43,7 +43,7 @@ class ModelSide:
 
     def use_rows(self, rows: int) -> None:
         """Allocate the buffers indexed by page-table row, once the page table exists."""
-        self.recorder.tracks.use_rows(rows)
+        self.recorder.use_rows(rows)
         if self.steerer is not None:
             self.steerer.use_rows(rows)
 

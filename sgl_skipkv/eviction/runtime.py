@@ -128,7 +128,7 @@ class Runtime:
         if not state.needs_track or state.held.track_id:
             return True
         taken = sum(1 for other in before if other.needs_track and not other.held.track_id)
-        return len(self.recorder.tracks.free) > taken
+        return len(self.recorder.free_tracks) > taken
 
     def admit(self, state: RequestState, row: int, prefill_tokens: int) -> None:
         """The request has a row of the page table: take a track, write the trace.
@@ -139,7 +139,7 @@ class Runtime:
         if state.held.row is not None:
             return
         offloaded = state.offloaded
-        state.held = Held(row, self.recorder.tracks.free.pop() if state.needs_track else 0)
+        state.held = Held(row, self.recorder.free_tracks.pop() if state.needs_track else 0)
         self.open_requests += 1
         if offloaded.backup is None:
             # Until the first decode step the prefill may still be running, and the queries of a
@@ -348,8 +348,8 @@ class Runtime:
         self, span: tuple[int, int], req_to_token: Tensor, due: Sequence[Due]
     ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
         """The compaction, the logical positions that it keeps, and their statistics."""
-        (one,), statistics = due, {}
-        state = one.state
+        (one,) = due
+        state, statistics = one.state, dict[str, Tensor]()
         self._read_back(state)
         positions = state.row_positions(one.row_tokens)
         first, stop = (bisect_left(positions, bound) for bound in span)
@@ -422,8 +422,8 @@ class Runtime:
         if track_id:
             assert row is not None
             # The row's next request must not write to this track, which another may hold.
-            self.recorder.tracks.of_row[row] = 0
-            self.recorder.tracks.free.append(track_id)
+            self.recorder.track_of_row[row] = 0
+            self.recorder.free_tracks.append(track_id)
         if state.schedule is not None and row is not None and self.steerer is not None:
             self.steerer.stop(row)
             self.steerer.steered_requests -= 1

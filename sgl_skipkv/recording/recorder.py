@@ -30,18 +30,6 @@ class ModelShape:
     hidden_size: int
 
 
-class Tracks:
-    """The track id of each page-table row, and the free track ids. Track 0 is scratch."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
-        self.free = list(range(count, 0, -1))
-
-    def use_rows(self, rows: int) -> None:
-        """Allocate the table, once the number of page-table rows is known."""
-        self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
-
-
 class QueryRings:
     """The last ``window`` rotated queries of every tracked request, per layer.
 
@@ -92,9 +80,11 @@ class Recorder:
     """All recording buffers of one scheduler process.
 
     ``reserve`` allocates the large ones: at start if eviction is enabled, else with the first
-    request that needs them. ``tracks.use_rows`` must be called before the first request.
+    request that needs them. ``use_rows`` must be called before the first request.
 
     Attributes:
+        free_tracks: track ids that no request holds.
+        track_of_row: int64 [rows], the track id of each page-table row.
         current: where the forward pass being launched records; None: it does not record.
         records_decode: whether the pass is a decode step with a tracked request; its first
             attention layer then sets ``current``.
@@ -110,9 +100,14 @@ class Recorder:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.tracks = Tracks(self.track_count, self.device)
+        self.free_tracks = list(range(self.track_count, 0, -1))
+        self.use_rows(0)
         self.current: Recording | None = None
         self.records_decode = False
+
+    def use_rows(self, rows: int) -> None:
+        """Allocate ``track_of_row``, once the number of page-table rows is known."""
+        self.track_of_row = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def scratch(self) -> Recorder:
         """A recorder with one track and separate buffers, to compile the same kernels."""
@@ -144,7 +139,7 @@ class Recorder:
 
         Must run on the stream of the forward pass, where an earlier step may still write to it.
         """
-        self.tracks.of_row[row] = track_id
+        self.track_of_row[row] = track_id
         self.sentences.reset(track_id, preset_bit)
 
     def _recorded(self, track_id: int) -> dict[str, Tensor]:
@@ -171,7 +166,7 @@ class Recorder:
         Args:
             rows: int64 [B], of the page table. positions: int64 [B], logical.
         """
-        return Recording(self.tracks.of_row[rows], positions)
+        return Recording(self.track_of_row[rows], positions)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the pass, Hq * d] or [tokens of the pass, Hq, d]."""

@@ -227,7 +227,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         (
             "a request reserves a track that is taken",
             life.has_track,
-            "return len(self.recorder.tracks.free) > taken",
+            "return len(self.recorder.free_tracks) > taken",
             "return True",
         ),
         (

@@ -98,7 +98,7 @@ class SyntheticServer:
             dtype=self.pool_keys.dtype,
             device=self.device,
         )
-        self.recorder.tracks.use_rows(rows + 1)
+        self.recorder.use_rows(rows + 1)
         self.runtime = Runtime(
             self.config,
             recorder=self.recorder,
@@ -261,8 +261,8 @@ class SyntheticServer:
     def assert_idle(self) -> None:
         """Everything was given back."""
         assert self.runtime.open_requests == 0
-        assert len(self.recorder.tracks.free) == len(self.recorder.sentences.vectors) - 1
-        assert not self.recorder.tracks.of_row.any()
+        assert len(self.recorder.free_tracks) == len(self.recorder.sentences.vectors) - 1
+        assert not self.recorder.track_of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 
     def _append(self, call: Call, count: int) -> None:

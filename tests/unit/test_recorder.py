@@ -12,7 +12,7 @@ from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, wo
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Sentences
-from sgl_skipkv.recording.recorder import QueryRings, Recording, Tracks
+from sgl_skipkv.recording.recorder import QueryRings, Recording
 from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
@@ -30,10 +30,11 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def test_track_zero_is_never_free() -> None:
-    table = Tracks(4, device=CPU)
-    table.use_rows(3)
-    assert sorted(table.free) == [1, 2, 3, 4]
-    assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
+    recorder = SyntheticServer().recorder
+    recorder.use_rows(3)
+    assert sorted(recorder.free_tracks) == [*range(1, recorder.track_count + 1)]
+    assert recorder.track_of_row.tolist() == [0, 0, 0]
+    assert recorder.track_of_row.dtype == torch.int64
 
 
 def query_rings(
