@@ -117,7 +117,7 @@ class Compactor:
             dtype=model.dtype,
             device=model.device,
         )
-        self.recorder.tracks.use_rows(batch)
+        self.recorder.use_rows(batch)
         self.recorder.reserve()
         self.recorder.queries.data.normal_()
         self.recorder.sentences.vectors.normal_()

@@ -38,12 +38,14 @@ class OurFields(BaseModel):
         """The keys that are set, and misspelt ones, as sampling parameters."""
         return {**take_keys(vars(self))[1], **self._misspelt}
 
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of chat completions and responses: SGLang's, with our keys."""
+        stock = super().to_sampling_params  # type: ignore[misc]
+        return {**stock(*args, **kwargs), **self.our_keys()}
+
 
 class ChatCompletionRequest(OurFields, protocol.ChatCompletionRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``ChatCompletionRequest``: SGLang's, with our fields."""
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**super().to_sampling_params(*args, **kwargs), **self.our_keys()}
 
 
 class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[misc]  # untyped base
@@ -52,9 +54,6 @@ class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[
 
 class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``ResponsesRequest``: SGLang's, with our fields."""
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**super().to_sampling_params(*args, **kwargs), **self.our_keys()}
 
 
 def add_completion_keys(

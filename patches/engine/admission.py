@@ -11,21 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
 from sgl_skipkv.request.state import RequestState
 
 
 def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
     """AFTER ``Scheduler.get_prefill_adder_class``: the subclass that knows budgets."""
-    binding = binding_of(scheduler)
-    if binding is None or binding.runtime is None or binding.runtime.opened_requests == 0:
+    runtime = runtime_of(scheduler)
+    if runtime is None or runtime.opened_requests == 0:
         return None  # no budgeted request so far: SGLang's own class
-    if base not in _classes:
-        _classes[base] = type(f"Budgeted{base.__name__}", (_BudgetedAdder, base), {})
-    return _classes[base]
-
-
-_classes: dict[type, type] = {}
+    return mixed_in(_BudgetedAdder, base)
 
 
 class _BudgetedAdder:

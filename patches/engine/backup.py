@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.reuse import row_ids
 from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
@@ -60,7 +60,7 @@ def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
         req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
 
 
-def _lengthen_input(req: Any) -> None:
+def lengthen_input(req: Any) -> None:
     """Undo ``shorten_input``: SGLang appends to the input and uses its length."""
     req.full_untruncated_fill_ids = row_ids(req, req.skipkv)
 
@@ -87,11 +87,6 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     return torch.cat([shared, slots]) if matched else slots
 
 
-def resume(req: Any) -> None:
-    """The restored row is in the page table: all tokens are its input again."""
-    _lengthen_input(req)
-
-
 def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
     """AFTER ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed, and
     the recordings of a history that it would have continued.
@@ -109,17 +104,20 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
     The mode is used to change weights under running requests: KV of old weights must not be
     restored.
     """
-    binding = binding_of(scheduler)
-    if binding is None or binding.runtime is None or recv_req.mode != "retract":
+    runtime = runtime_of(scheduler)
+    if runtime is None or recv_req.mode != "retract":
         original(scheduler, recv_req)
         return
-    with binding.runtime.without_backups():
+    runtime.backs_up = False
+    try:
         for req in list(scheduler.waiting_queue):
             state = state_of(req)
             if state is not None and state.offloaded.backup is not None:
-                state.runtime.forget_backup(state)
-                _lengthen_input(req)
+                runtime.forget_backup(state)
+                lengthen_input(req)
                 if is_stranded(req):  # it would block the queue for ever
                     scheduler.waiting_queue.remove(req)
                     end_stranded(scheduler, req)
         original(scheduler, recv_req)
+    finally:
+        runtime.backs_up = True

@@ -8,23 +8,24 @@ the compaction waits for it on the device, never on the CPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import torch
 
-from sgl_skipkv.eviction.compaction import Plan
+from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import prefill_tokens
-from sgl_skipkv.patches.engine.backup import resume
-from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.backup import lengthen_input
+from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
-    free_evicted,
     paged_cache,
-    shorten_row,
+    release_evicted,
+    wait_for_forward,
 )
 from sgl_skipkv.request.state import RequestState
 
@@ -36,68 +37,60 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
 
     With ``selected_indices`` the caller is SGLang's retraction loop, which checks a subset.
     """
-    binding = binding_of(batch.req_to_token_pool)
-    if selected_indices is not None or binding is None or binding.runtime is None:
+    runtime = runtime_of(batch.req_to_token_pool)
+    if selected_indices is not None or runtime is None or runtime.open_requests == 0:
         return
-    runtime = binding.runtime
-    if runtime.open_requests == 0:
-        return
-    due: dict[RequestState, int] = {}
-    tracked: dict[RequestState, int] = {}
-    measured: dict[RequestState, int] = {}
+    reqs: dict[RequestState, Any] = {}
+    due, tracked, measured = list[RequestState](), list[RequestState](), list[RequestState]()
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
             continue
-        row_tokens = req.kv.kv_allocated_len
+        reqs[state], row_tokens = req, req.kv.kv_allocated_len
         runtime.observe(state, row_tokens)
         if state.failure is not None:
             end_request(req, state)
-        else:
-            is_due = runtime.due(state, row_tokens)
-            if is_due:
-                check_lengths(req, state, int(batch.seq_lens_cpu[i]))
-                due[state] = i
-            if runtime.planner.must_track(state, row_tokens, is_due):
-                tracked[state] = i
-            if not is_due and state.must_measure(row_tokens):
-                measured[state] = i
+            continue
+        is_due = runtime.due(state, row_tokens)
+        if is_due:
+            check_lengths(req, state, int(batch.seq_lens_cpu[i]))
+            due.append(state)
+        if runtime.must_track(state, row_tokens, is_due):
+            tracked.append(state)
+        if not is_due and state.must_measure(row_tokens):
+            measured.append(state)
     if not due and not tracked and not measured:
         return
     # The running step writes keys, queries and hidden states on the forward stream.
-    binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
-    cache = paged_cache(batch.req_to_token_pool, batch.token_to_kv_pool_allocator)
-    runtime.track([due_of(batch, i, state, cache) for state, i in tracked.items()])
-    sound = [(state, i) for state, i in measured.items() if state.failure is None]
-    runtime.measure([due_of(batch, i, state, cache) for state, i in sound])
-    wanted = [due_of(batch, i, state, cache) for state, i in due.items() if state.failure is None]
-    if not wanted:
-        return
-    done = runtime.compact(wanted, batch.req_to_token_pool.req_to_token)
-    freed = [slots for compaction in done for slots in compaction.freed]
-    plans = [plan for compaction in done for plan in compaction.plans]
-    if plans:
-        _shorten(batch, binding, {due[plan.state]: plan for plan in plans}, freed)
+    wait_for_forward(batch.req_to_token_pool)
+    pools = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
+    cache = paged_cache(*pools)
+
+    def sound(states: Sequence[RequestState]) -> list[Due]:
+        """The planner's input for those that have not failed."""
+        pairs = [(reqs[state], state) for state in states if state.failure is None]
+        return [due_of(req, state, req.kv.kv_allocated_len, *pools, cache) for req, state in pairs]
+
+    runtime.track(sound(tracked))
+    runtime.measure(sound(measured))
+    wanted = sound(due)
+    done = runtime.compact(wanted, batch.req_to_token_pool.req_to_token) if wanted else []
+    if done:
+        _shorten(batch, done, reqs)
 
 
-def _shorten(
-    batch: Any, binding: Binding, plans: dict[int, Plan], freed: Sequence[torch.Tensor]
-) -> None:
+def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState, Any]) -> None:
     """Free the evicted slots and shorten SGLang's lengths of the rewritten rows.
 
     All lengths shrink together; ``orig_seq_lens``, the logical length, is unchanged.
-
-    Args:
-        plans: index of the request in the batch -> its plan.
     """
-    allocator, evicted = batch.token_to_kv_pool_allocator, [0] * len(batch.reqs)
+    allocator = batch.token_to_kv_pool_allocator
     allocator.free_group_begin()
-    free_evicted(binding, allocator, freed)
+    release_evicted(batch.req_to_token_pool, allocator, done, reqs)
     allocator.free_group_end()
-    for i, plan in plans.items():
-        evicted[i] = plan.evicted_tokens
-        shorten_row(batch.reqs[i], plan.evicted_tokens)
-    binding.metrics.compacted(len(freed), sum(evicted))
+    plans = [plan for compaction in done for plan in compaction.plans]
+    evicted_of: dict[RequestState | None, int] = {plan.state: plan.evicted_tokens for plan in plans}
+    evicted = [evicted_of.get(state_of(req), 0) for req in batch.reqs]
     # New tensors, because the running step still uses the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
     batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
@@ -119,14 +112,14 @@ def end_request(req: Any, state: RequestState) -> None:
 
 def admit_rows(result: None, batch: Any) -> None:
     """AFTER ``ScheduleBatch.prepare_for_extend``: the batch's requests have rows now."""
-    binding = binding_of(batch.req_to_token_pool)
-    if binding is None or binding.runtime is None:
+    runtime = runtime_of(batch.req_to_token_pool)
+    if runtime is None:
         return
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is not None:
             if state.offloaded.backup is not None:
-                resume(req)
+                lengthen_input(req)
             if state.kv.evicted_tokens:  # the row is shorter than the sequence
                 batch.orig_seq_lens[i] = prefill_tokens(req)
-            binding.runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))
+            runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig
@@ -48,6 +49,18 @@ def binding_of(holder: Any) -> Binding | None:
     return getattr(holder, "skipkv", None)
 
 
+def runtime_of(holder: Any) -> Runtime | None:
+    """The runtime of a scheduler or a ``req_to_token_pool``; None where eviction is not ready."""
+    binding = binding_of(holder)
+    return None if binding is None else binding.runtime
+
+
 def state_of(req: Any) -> RequestState | None:
     """The state of a budgeted request; None for every other request."""
     return getattr(req, "skipkv", None)
+
+
+@cache
+def mixed_in(mixin: type, base: type) -> type:
+    """A class of SGLang with our methods before its own."""
+    return type(f"Budgeted{base.__name__}", (mixin, base), {})

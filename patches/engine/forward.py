@@ -11,9 +11,8 @@ from typing import Any
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
-from sgl_skipkv.patches.engine.graph_capture import is_capturing
 from sgl_skipkv.patches.engine.sampling import note_shifts
-from sgl_skipkv.patches.engine.steering import prepare_prefill
+from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.request.state import RequestState
 
@@ -83,16 +82,15 @@ def _prefill_recording(
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # position p is token at + p of the batch
             track_id = state.held.track_id
-            recorded = range(0)
             if track_id:
                 # At most one ring, or two tokens of this pass would write to the same entry.
                 recorded = range(max(first, state.records_from, stop - window), stop)
-            tracks.extend(track_id for _ in recorded)
-            positions.extend(recorded)
-            tokens.extend(at + position for position in recorded)
-            generated_from = max(first, state.prompt_tokens, state.kv.recorded_tokens)
-            if track_id and generated_from < stop and state.settings.policy.needs_sentences:
-                replay.append((track_id, at + generated_from, at + stop))
+                tracks += [track_id] * len(recorded)
+                positions += recorded
+                tokens += [at + position for position in recorded]
+                generated_from = max(first, state.prompt_tokens, state.kv.recorded_tokens)
+                if generated_from < stop and state.settings.policy.needs_sentences:
+                    replay.append((track_id, at + generated_from, at + stop))
         offset += count
     if not tracks and not replay:
         return None

@@ -8,6 +8,7 @@ prompt. The command sends complete traces as prompts, so one prefill computes ev
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class HiddenCapture:
         layers = decoder_layers(model)
         self._layers = len(layers)
         for number, layer in enumerate(layers):
-            layer.register_forward_hook(self._hook_of(number))
+            layer.register_forward_hook(partial(self._collect, number))
 
     @property
     def pending(self) -> bool:
@@ -65,20 +66,18 @@ class HiddenCapture:
                 self._parts.append(_Part(marks[MARK], tokens, closes, first + count >= len(ids)))
             offset += count
 
-    def _hook_of(self, number: int) -> Any:
+    def _collect(self, number: int, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the decoder layer with this number."""
         from sglang.srt.layers.layer_boundary.residual.batch import snapshot
 
-        def capture(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-            _, _, forward_batch = args
-            if not self._parts or not forward_batch.forward_mode.is_extend():
-                return
-            hidden = snapshot(output, forward_batch)
-            for part in self._parts:
-                self._collected[part.number, number].append(hidden[part.tokens].float().cpu())
-            if number == self._layers - 1:
-                self._finish()
-
-        return capture
+        _, _, forward_batch = args
+        if not self._parts or not forward_batch.forward_mode.is_extend():
+            return
+        hidden = snapshot(output, forward_batch)
+        for part in self._parts:
+            self._collected[part.number, number].append(hidden[part.tokens].float().cpu())
+        if number == self._layers - 1:
+            self._finish()
 
     def _finish(self) -> None:
         for part in self._parts:

@@ -175,7 +175,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     uses(
         "model_executor.runner_utils.capture_mode.get_is_capture_mode()",
-        "engine.graph_capture:is_capturing",
+        "engine.steering:is_capturing",
         "a captured step records and steers every row",
     ),
     # -- output

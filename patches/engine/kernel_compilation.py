@@ -20,19 +20,19 @@ from sgl_skipkv.eviction.error_boundary import attempt
 logger = logging.getLogger(__name__)
 
 
-class KernelsUnavailable(Exception):
-    """A request needs kernels that are not compiled (yet): HTTP 503."""
-
-
 class KernelCompilation:
-    """The compilation of one scheduler process; before ``start`` no request is refused."""
+    """The compilation of one scheduler process.
+
+    Attributes:
+        refusal: why requests that need kernels get 503; None: they are not refused.
+    """
 
     def __init__(self) -> None:
-        self._refusal: str | None = None
+        self.refusal: str | None = None
 
     def start(self, compile_kernels: Callable[[], None]) -> None:
         """Compile in a thread."""
-        self._refusal = (
+        self.refusal = (
             "this server is compiling kernels, because eviction was not enabled at start; retry in "
             "a moment (with any sgl_skipkv flag, such as --kv-policy skipkv, a server compiles "
             "before it is ready)"
@@ -42,15 +42,6 @@ class KernelCompilation:
             target=self._run, args=(compile_kernels,), name="skipkv-compile", daemon=True
         ).start()
 
-    def check(self) -> None:
-        """Refuse a request until the kernels are compiled.
-
-        Raises:
-            KernelsUnavailable: with the reason.
-        """
-        if self._refusal is not None:
-            raise KernelsUnavailable(self._refusal)
-
     def _run(self, compile_kernels: Callable[[], None]) -> None:
         started = time.perf_counter()
         # A fatal error ends the thread with a traceback; the scheduler will run into it as well.
@@ -59,7 +50,7 @@ class KernelCompilation:
             _, error = attempt("sgl_skipkv: compiling kernels", compile_kernels)
         finally:
             failure = f"this server's kernels were not compiled: {error}"
-            self._refusal = None if error is None else failure
+            self.refusal = None if error is None else failure
         if error is None:
             logger.info("sgl_skipkv: kernels compiled in %.1f s", time.perf_counter() - started)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache as cached
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.patches.engine.binding import Binding, KeyScale, binding_of
+from sgl_skipkv.patches.engine.binding import KeyScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState
 
@@ -23,12 +24,6 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     return [*kv_pool.k_buffer, *kv_pool.v_buffer]
 
 
-def copy_slots(allocator: Any, source: Tensor, target: Tensor) -> None:
-    """Copy the KV of these slots to others. source, target: int64 [n], with no slot in common."""
-    for buffer in kv_buffers(allocator):
-        buffer[target] = buffer[source]
-
-
 def wait_for_forward(req_to_token_pool: Any) -> None:
     """Let the schedule stream wait for the running step; the CPU does not wait."""
     binding = binding_of(req_to_token_pool)
@@ -36,26 +31,33 @@ def wait_for_forward(req_to_token_pool: Any) -> None:
         binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
 
 
-def poison(allocator: Any, freed: Sequence[Tensor]) -> None:
-    """Make the KV of evicted slots NaN (``poison_evicted``, a debug mode).
+def release_evicted(
+    req_to_token_pool: Any,
+    allocator: Any,
+    done: Sequence[Compaction],
+    reqs: Mapping[RequestState, Any],
+) -> None:
+    """Give the evicted slots back to SGLang and shorten its lengths of the compacted rows.
 
-    A read of a freed slot would go unnoticed, because old KV looks valid; NaN spreads to the output
-    instead. Runs on the stream of the compaction, which has waited for the running step.
-
-    Args:
-        freed: int64 [evicted] each, slots.
+    With ``poison_evicted``, a debug mode, the KV of these slots becomes NaN: a read of a freed slot
+    would go unnoticed, because old KV looks valid; NaN spreads to the output instead. It is written
+    on the stream of the compactions, which has waited for the running step.
     """
-    slots = torch.cat(list(freed))
-    for buffer in kv_buffers(allocator):
-        buffer[slots] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
-
-
-def free_evicted(binding: Binding, allocator: Any, freed: Sequence[Tensor]) -> None:
-    """Give the slots of a compaction back to SGLang. freed: int64 [evicted] each."""
+    binding = binding_of(req_to_token_pool)
+    assert binding is not None
+    freed = [slots for compaction in done for slots in compaction.freed]
     if binding.config.poison_evicted:
-        poison(allocator, freed)
+        poisoned = torch.cat(freed)
+        for buffer in kv_buffers(allocator):
+            buffer[poisoned] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
     for slots in freed:
         allocator.free(slots)
+    plans = [plan for compaction in done for plan in compaction.plans]
+    for plan in plans:
+        kv = reqs[plan.state].kv
+        kv.kv_committed_len -= plan.evicted_tokens
+        kv.kv_allocated_len -= plan.evicted_tokens
+    binding.metrics.compacted(len(plans), sum(plan.evicted_tokens for plan in plans))
 
 
 def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
@@ -73,12 +75,6 @@ def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
     assert kv.req_pool_idx == row, f"row: expected {row}, got {kv.req_pool_idx} ({req.rid})"
 
 
-def shorten_row(req: Any, evicted_tokens: int) -> None:
-    """SGLang's lengths of a row that was compacted: one slot holds the KV of one token."""
-    req.kv.kv_committed_len -= evicted_tokens
-    req.kv.kv_allocated_len -= evicted_tokens
-
-
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
     """The cached keys in place, for Triton kernels; None where none run."""
     kv_pool = allocator.get_kvcache()
@@ -89,28 +85,20 @@ def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
     return PagedCache.of(layers, req_to_token_pool.req_to_token, scales)
 
 
-def due_of(batch: Any, i: int, state: RequestState, cache: PagedCache | None) -> Due:
-    """The planner's input for request i of a batch."""
-    req, pages = batch.reqs[i], batch.req_to_token_pool
-    allocator, row_tokens = batch.token_to_kv_pool_allocator, req.kv.kv_allocated_len
+def due_of(
+    req: Any,
+    state: RequestState,
+    row_tokens: int,
+    req_to_token_pool: Any,
+    allocator: Any,
+    cache: PagedCache | None,
+) -> Due:
+    """The planner's input for a request, up to a length of its row."""
     generated = req.output_ids
     if state.prompt_tokens < state.request_tokens:  # a history counts as generated
         generated = state.logical_prompt(req.origin_input_ids)[state.prompt_tokens :] + generated
-    return Due(state, row_tokens, generated, _keys_of(req, row_tokens, pages, allocator), cache)
-
-
-def due_at(
-    req: Any, state: RequestState, row_tokens: int, req_to_token_pool: Any, allocator: Any
-) -> Due:
-    """The planner's input for the statistics of a request, up to a length of its row."""
-    keys = _keys_of(req, row_tokens, req_to_token_pool, allocator)
-    return Due(state, row_tokens, (), keys, paged_cache(req_to_token_pool, allocator))
-
-
-def _keys_of(req: Any, row_tokens: int, pages: Any, allocator: Any) -> Callable[[int], Tensor]:
-    """A request's cached keys by layer."""
-    kv_pool, key_scale = allocator.get_kvcache(), _key_scale(pages)
-    row = pages.req_to_token[req.kv.req_pool_idx, :row_tokens]
+    kv_pool, key_scale = allocator.get_kvcache(), _key_scale(req_to_token_pool)
+    row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, :row_tokens]
     slots = cached(lambda: row.to(torch.int64))  # on first use: kernels read keys in place
 
     def keys(layer: int) -> Tensor:
@@ -121,7 +109,7 @@ def _keys_of(req: Any, row_tokens: int, pages: Any, allocator: Any) -> Callable[
         picked = stored.view(kv_pool.store_dtype)[slots()].view(stored.dtype)
         return picked.float() * key_scale(layer)
 
-    return keys
+    return Due(state, row_tokens, generated, keys, cache)
 
 
 def _key_scale(req_to_token_pool: Any) -> KeyScale | None:

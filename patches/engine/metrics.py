@@ -37,7 +37,6 @@ class Metrics:
         self._evicted = Counter(
             "sglang:skipkv_evicted_tokens_total", "KV tokens evicted and freed.", names
         )
-
         self._reused = Counter(
             "sglang:skipkv_reused_tokens_total", "Prompt tokens taken from a history.", names
         )

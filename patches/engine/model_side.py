@@ -43,7 +43,7 @@ class ModelSide:
 
     def use_rows(self, rows: int) -> None:
         """Allocate the buffers indexed by page-table row, once the page table exists."""
-        self.recorder.tracks.use_rows(rows)
+        self.recorder.use_rows(rows)
         if self.steerer is not None:
             self.steerer.use_rows(rows)
 
@@ -69,9 +69,6 @@ def build_model_side(
 ) -> ModelSide:
     """Build the buffers and hooks and attach them to the model.
 
-    Args:
-        vector: the operator's.
-
     Raises:
         SettingError: the vector does not fit this model.
         torch.OutOfMemoryError: the device has no memory for the buffers.
@@ -84,16 +81,14 @@ def build_model_side(
         head_dim=layers[0].head_dim,
         hidden_size=runner.model_config.hidden_size,
     )
-    vocab_size = runner.model_config.vocab_size
-    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), vocab_size)
+    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
     steerer = capture = None
     if vector is not None:
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
-    tracks = min(config.max_tracked_requests, most_running)
     recorder = Recorder(
         shape,
-        track_count=tracks,
+        track_count=min(config.max_tracked_requests, most_running),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -104,8 +99,9 @@ def build_model_side(
         recorder.reserve()
     attach(runner.model, recorder)
     if config.steering_capture is not None:
-        folder, preset = config.steering_capture, config.delimiters
-        capture = HiddenCapture(runner.model, folder, delimiters, preset)
+        capture = HiddenCapture(
+            runner.model, config.steering_capture, delimiters, config.delimiters
+        )
     runner.skipkv = side = ModelSide(layers[0].scaling, recorder, steerer, capture)
     return side
 

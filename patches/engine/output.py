@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.binding import mixed_in, state_of
 from sgl_skipkv.request.summary import META_KEY
 
 
@@ -16,19 +16,13 @@ def reporting_streamer_class(base: type, scheduler: Any) -> type | None:
     """AFTER ``Scheduler.get_output_streamer_class``: the streamer that adds our object."""
     if scheduler.rust_server is not None:
         return None  # the Rust server does not start with a streamer that has additional fields
-    if base not in _classes:
-        namespace = {"has_additional_customized_info": True, "__slots__": ()}
-        _classes[base] = type(f"Budgeted{base.__name__}", (_ReportingStreamer, base), namespace)
-    return _classes[base]
-
-
-_classes: dict[type, type] = {}
+    return mixed_in(_ReportingStreamer, base)
 
 
 class _ReportingStreamer:
     """Mixed in before SGLang's ``SchedulerOutputStreamer``."""
 
-    __slots__ = ()
+    has_additional_customized_info = True
 
     def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
         stock = super().build_additional_customized_info  # type: ignore[misc]

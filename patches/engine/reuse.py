@@ -18,13 +18,13 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.patches.engine.admission import fits_alone
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
-    copy_slots,
-    due_at,
-    free_evicted,
-    shorten_row,
+    due_of,
+    kv_buffers,
+    paged_cache,
+    release_evicted,
     wait_for_forward,
 )
 from sgl_skipkv.patches.engine.scheduler import context_tokens
@@ -77,11 +77,7 @@ def continue_history(
 
 
 def _continue(req: Any, state: RequestState, found: Found | None, positions: int) -> None:
-    """The request continues the history, or none.
-
-    Args:
-        positions: that a request may take.
-    """
+    """The request continues the history, or none. positions: that a request may take."""
     unsent_tokens, params = 0 if found is None else found.history.unsent_tokens, req.sampling_params
     if state.reuse.runs_to_context_end:
         params.max_new_tokens = positions - len(req.origin_input_ids) - unsent_tokens
@@ -144,7 +140,8 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     if len(history):
         copy: Tensor = alloc_token_slots(batch.tree_cache, len(history))
         wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
-        copy_slots(batch.token_to_kv_pool_allocator, history, copy)
+        for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
+            buffer[copy] = buffer[history]
         slots = torch.cat([shared, copy])
     _lock_prompt(batch.tree_cache, req, state)
     return slots
@@ -215,6 +212,7 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
         return None
     if new_tokens <= 0 and state.reuse.continued is None:
         return None
+    pools = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
     wait_for_forward(tree_cache.req_to_token_pool)
     policy = state.settings.policy
     follows = policy.needs_attention and not policy.tracks_compactions
@@ -222,47 +220,32 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
         # A next prompt may leave out the token that ended the output.
         known_tokens = logical_tokens - int(new_tokens >= len(output))
         if known_tokens > state.kv.tracked_tokens:
-            pools = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
-            runtime.track([due_at(req, state, known_tokens - state.kv.evicted_tokens, *pools)])
+            row_tokens = known_tokens - state.kv.evicted_tokens
+            runtime.track([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
     thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
     if thought is not None and thought.tokens >= new_tokens:
         thought = None  # no KV of an answer
-    first_cut = 0
-    if thought is not None:
-        answer_at = state.request_tokens + thought.tokens
-        last = state.kv.last
-        first_cut = max(answer_at + 1, 0 if last is None else last.logical_tokens)
-        if state.failure is not None or not _drop(req, state, tree_cache, tokens, answer_at):
-            return None
-    key = row_ids(req, state)[: kv.kv_allocated_len]
-    left = Left(prompt, tokens, key, thought, first_cut)
+    if thought is not None and (
+        state.failure is not None or not _drop(req, state, thought.tokens, *pools)
+    ):
+        return None
+    left = Left(prompt, tokens, row_ids(req, state)[: kv.kv_allocated_len], thought)
     history: History | None = runtime.leave_history(state, _namespace(state, req), left)
     return history
 
 
 def _drop(
-    req: Any, state: RequestState, tree_cache: Any, tokens: array[int], answer_at: int
+    req: Any, state: RequestState, thought_tokens: int, req_to_token_pool: Any, allocator: Any
 ) -> bool:
-    """Evict what a finished request generated in front of this logical position; whether that
-    worked.
-
-    Args:
-        tokens: all that are or were in the row.
-    """
-    pool, allocator = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
-    row_tokens, binding = req.kv.kv_allocated_len, binding_of(pool)
-    assert binding is not None
+    """Evict the first tokens that a finished request generated; whether that worked."""
+    pools, row_tokens = (req_to_token_pool, allocator), req.kv.kv_allocated_len
     check_lengths(req, state, row_tokens)
-    due = due_at(req, state, row_tokens, pool, allocator)
-    due = due._replace(output_ids=tokens[state.prompt_tokens :])
-    span = (state.request_tokens, answer_at)
-    compaction: Compaction | None = state.runtime.drop(due, span, pool.req_to_token)
+    span = (state.request_tokens, state.request_tokens + thought_tokens)
+    due = due_of(req, state, row_tokens, *pools, None)
+    compaction: Compaction | None = state.runtime.drop(due, span, req_to_token_pool.req_to_token)
     if compaction is None:
         return False
-    free_evicted(binding, allocator, compaction.freed)
-    evicted_tokens = sum(plan.evicted_tokens for plan in compaction.plans)
-    shorten_row(req, evicted_tokens)
-    binding.metrics.compacted(1, evicted_tokens)
+    release_evicted(*pools, [compaction], {state: req})
     return True
 
 
@@ -281,9 +264,9 @@ def own_whole_row(result: int, req: Any) -> int | None:
 
 def forget_histories(result: bool, scheduler: Any, empty_cache: bool = True) -> None:
     """AFTER ``Scheduler.flush_cache``: the tree is empty."""
-    binding = binding_of(scheduler)
-    if result and binding is not None and binding.runtime is not None:
-        binding.runtime.histories.clear()
+    runtime = runtime_of(scheduler)
+    if result and runtime is not None:
+        runtime.histories.clear()
 
 
 def _namespace(state: RequestState, req: Any) -> Hashable:

@@ -13,7 +13,6 @@ import torch
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.kernel_compilation import KernelsUnavailable
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import (
     RequestSettings,
@@ -67,25 +66,21 @@ def _open(
         if settings.drops_thoughts and binding.runtime.thoughts is None:
             expected = f"false on this server ({NO_THOUGHTS})"
             raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")
-        if settings.changes_kv:
-            binding.compilation.check()
+        refusal = binding.compilation.refusal  # read once: a thread clears it
+        if settings.changes_kv and refusal is not None:
+            _refuse_for_now(req, f"kv_budget: {refusal}")
+            return
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
+        if req.skipkv.keeps_prompt_private:
+            req.skip_radix_cache_insert = True
     except ValueError as error:
         req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
-        return
-    except KernelsUnavailable as error:
-        _refuse_for_now(req, f"kv_budget: {error}")
-        return
     except torch.OutOfMemoryError as error:
         message = f"kv_budget: no device memory for the recording buffers ({error}); lower "
         _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
-        return
     except MemoryError as error:
         message = f"kv_budget: no host memory for copies of KV and recordings: {error}; "
         _refuse_for_now(req, message + "lower retraction_backup_bytes or kv_reuse_bytes (0: none)")
-        return
-    if req.skipkv.keeps_prompt_private:
-        req.skip_radix_cache_insert = True
 
 
 def _refuse_for_now(req: Any, message: str) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.graph_capture import is_capturing
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.steering.steerer import Steerer
 from sgl_skipkv.steering.vector import FIELD
@@ -49,6 +48,13 @@ def attach_steering(model: Any, steerer: Steerer) -> None:
             steerer.prefill(residual_of(forward_batch))
 
     decoder_layers(model)[steerer.layer].register_forward_hook(steer)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured. A captured pass must include all that replays do."""
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
+    return bool(get_is_capture_mode())
 
 
 def residual_of(forward_batch: Any) -> Tensor:

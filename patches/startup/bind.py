@@ -96,12 +96,11 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     reasons = registry.problems() or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
     # As above: where eviction is not supported, nothing more is read.
-    without_reuse, thoughts = list[str](), None
+    without_reuse: list[str] = []
+    thoughts: ThoughtTokens | None = None
     if not reasons:
-        without_reuse, thoughts = (
-            missing_for_reuse(scheduler),
-            ThoughtTokens.of(scheduler.tokenizer),
-        )
+        without_reuse = missing_for_reuse(scheduler)
+        thoughts = ThoughtTokens.of(scheduler.tokenizer)
         if config.kv_reuse:
             reasons += without_reuse
         if config.kv_params.get("drop_thoughts") and thoughts is None:

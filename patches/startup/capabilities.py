@@ -253,11 +253,8 @@ CAPABILITIES: tuple[Capability, ...] = (
 
 
 def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list[str]:
-    """Every reason why this scheduler cannot evict.
-
-    Args:
-        settings_only: check only settings, before pools and graphs exist.
-    """
+    """Every reason why this scheduler cannot evict; ``settings_only``: as far as is known before
+    pools and graphs exist."""
     checks = [row.check for row in CAPABILITIES if row.check is not None]
     if settings_only:
         checks = [check for check in checks if isinstance(check, Setting)]

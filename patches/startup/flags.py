@@ -42,12 +42,13 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     A wrong value or a malformed steering file ends the process before the model is loaded. Whether
     the vector fits the model is checked after that.
     """
-    given = {
-        name: getattr(args, _dest(flag))
-        for flag, (name, _) in FLAGS.items()
-        if getattr(args, _dest(flag), None) is not None
-    }
-    config = settings_or_exit(given, getattr(args, _dest(CONFIG_FLAG), None))
+
+    def value_of(flag: str) -> Any:
+        return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+    values = {name: value_of(flag) for flag, (name, _) in FLAGS.items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    config = settings_or_exit(given, value_of(CONFIG_FLAG))
     server_args._skipkv = config.model_dump(exclude_unset=True)
 
 
@@ -77,7 +78,3 @@ def config_of(server_args: Any) -> ServerConfig:
     """
     given = getattr(server_args, "_skipkv", None)
     return load_server_config(given, environ={} if given is not None else None)
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")

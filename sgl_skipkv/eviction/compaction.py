@@ -21,15 +21,22 @@ from sgl_skipkv.request.last_compaction import LastCompaction
 from sgl_skipkv.request.state import RequestState
 
 
+class TableEntries(NamedTuple):
+    """A request's entries in the device's sentence table: how many are in use, the indices of those
+    that are kept, and the sentence index of each of these."""
+
+    used: int
+    kept: list[int]
+    sentences: list[int]
+
+
 class Plan(NamedTuple):
     """A request's compaction before it is applied.
 
     Attributes:
         positions: int64 [row tokens], logical positions before it.
         finite: bool [], whether every score was finite.
-        table: sentence index of each entry that is kept in the device's sentence table; None for a
-            request without sentences.
-        entries: current indices of those entries.
+        table: None for a request without sentences.
     """
 
     state: RequestState
@@ -38,8 +45,7 @@ class Plan(NamedTuple):
     finite: Tensor
     row_tokens: int
     logical_tokens: int
-    table: Sequence[int] | None = None
-    entries: Sequence[int] = ()
+    table: TableEntries | None
 
     @property
     def evicted_tokens(self) -> int:
@@ -69,25 +75,29 @@ class Compaction:
         positions = [plan.positions for plan in plans]
         self._rows = RowRewrite(req_to_token, rows, selections, positions, check=check)
         self.freed = self._rows.freed
-        tabled = [plan for plan in plans if plan.table is not None]
+        tables = [(plan.state, plan.table.kept) for plan in plans if plan.table is not None]
         self._moves: TableMoves | None = None
-        if tabled:
+        if tables:
             self._moves = TableMoves(
                 recorder.sentences,
-                [plan.state.held.track_id for plan in tabled],
-                [plan.entries for plan in tabled],
-                [plan.state.sentences.tracker.after_delimiter for plan in tabled],
+                [state.held.track_id for state, _ in tables],
+                [kept for _, kept in tables],
+                [state.sentences.tracker.after_delimiter for state, _ in tables],
             )
         self._statistics = kept_statistics(
             [plan.state.kv.statistics for plan in plans],
             [plan.selection.kept for plan in plans],
             [plan.row_tokens for plan in plans],
         )
-        kept, finite = self._rows.kept_positions, torch.stack([plan.finite for plan in plans])
-        pairs = [(tensor, _host_buffer(tensor)) for tensor in (kept, finite)]
-        self._copies = [(tensor, host) for tensor, host in pairs if tensor is not host]
-        (_, self._kept), (_, self._finite) = pairs
-        self._copied: Any = torch.Event(kept.device) if self._copies else None
+        self._results = [self._rows.kept_positions, torch.stack([plan.finite for plan in plans])]
+        self._on_host = self._results
+        self._copied: Any = None
+        if req_to_token.device.type != "cpu":
+            self._on_host = [
+                torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+                for result in self._results
+            ]
+            self._copied = torch.Event(req_to_token.device)
 
     def apply(self) -> None:
         """Rewrite the rows and update the requests' states. Allocates nothing.
@@ -97,18 +107,18 @@ class Compaction:
         self._rows.write()
         if self._moves is not None:
             self._moves.apply()
-        for tensor, host in self._copies:
-            host.copy_(tensor, non_blocking=True)
         if self._copied is not None:
+            for result, host in zip(self._results, self._on_host, strict=True):
+                host.copy_(result, non_blocking=True)
             self._copied.record()
         counts = [plan.selection.kept.shape[0] for plan in self.plans]
         positions = torch.split(self._rows.kept_positions, counts)
-        kept = torch.split(self._kept, counts)
+        host_positions, finite = self._on_host
+        kept = torch.split(host_positions, counts)
         for i, plan in enumerate(self.plans):
             state, evicted_tokens = plan.state, plan.evicted_tokens
-            lengths = plan.row_tokens, plan.logical_tokens
             state.kv.last = LastCompaction(
-                *(positions[i], *lengths, kept[i], self._finite[i], self._copied)
+                positions[i], plan.row_tokens, plan.logical_tokens, kept[i], finite[i], self._copied
             )
             state.kv.last_is_read = False
             state.kv.statistics = self._statistics[i]
@@ -116,12 +126,5 @@ class Compaction:
             state.report.evicted_tokens += evicted_tokens
             state.report.compactions += 1
             if plan.table is not None:
-                state.sentences.table = [*plan.table]
+                state.sentences.table = plan.table.sentences
                 state.sentences.table_closed = len(state.sentences.tracker.closed)
-
-
-def _host_buffer(tensor: Tensor) -> Tensor:
-    """Pinned memory for an asynchronous copy of the tensor; a CPU tensor is returned itself."""
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

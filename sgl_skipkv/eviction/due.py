@@ -33,6 +33,11 @@ class Due(NamedTuple):
         """Cached and evicted."""
         return self.row_tokens + self.state.kv.evicted_tokens
 
+    @property
+    def generated_ids(self) -> Sequence[int]:
+        """Those of ``output_ids`` that have KV in the row or had it."""
+        return self.output_ids[: self.logical_tokens - self.state.prompt_tokens]
+
     def location(self, ring: Tensor | None) -> KeyLocation:
         """For kernels. ring: as ``KeyLocation`` has it."""
         assert self.cache is not None

@@ -7,14 +7,12 @@ the CPU has; all choices stay on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.eviction.coverage import measure
+from sgl_skipkv.eviction.compaction import Plan, TableEntries
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
@@ -35,19 +33,16 @@ class Planner:
         self._recorder, self._scale = recorder, scale
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
-        """Choose what stays. Requests with the same policy and parameters share one scoring call.
-
-        Args:
-            due: whose last compaction is read back, so that ``live`` is true.
-        """
+        """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
+        true. Those with the same policy and parameters share one scoring call."""
         for one in due:
-            generated = one.logical_tokens - one.state.prompt_tokens
-            one.state.sentences.feed(one.output_ids[:generated])
-        self.track([one for one in due if one.state.settings.policy.needs_attention])
+            one.state.sentences.feed(one.generated_ids)
+        followed = [one for one in due if one.state.settings.policy.needs_attention]
+        replay_steps(followed, self._recorder, scale=self._scale)
         tables = [self._table(one.state) for one in due]
         policies = [one.state.settings.policy for one in due]
-        inputs = self._score_inputs(due, tables)
-        inputs = add_token_scores(list(zip(policies, inputs, strict=True)))
+        scored = zip(policies, self._score_inputs(due, tables), strict=True)
+        inputs = add_token_scores(list(scored))
         scores: dict[int, Tensor] = {}
         for chosen in by_policy(due):
             together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
@@ -57,67 +52,34 @@ class Planner:
             [_protected(one.state, one.row_tokens) for one in due],
             [one.state.keep_tokens(one.row_tokens) for one in due],
         )
-        parts = zip(due, selections, inputs, finite.unbind(), tables, strict=True)
-        return [
-            Plan(
-                *(one.state, selection, seen.positions, is_finite),
-                *(one.row_tokens, one.logical_tokens),
-                *(() if table is None else (table.kept, table.entries)),
-            )
-            for one, selection, seen, is_finite, table in parts
-        ]
+        positions = [seen.positions for seen in inputs]
+        parts = zip(due, selections, positions, finite.unbind(), tables, strict=True)
+        return [_plan(*part) for part in parts]
 
     def plan_without(self, due: Due, first: int, stop: int) -> Plan:
-        """Keep all but these row entries, half-open, whatever their scores.
-
-        Args:
-            due: whose last compaction is read back.
-        """
-        state, device = due.state, self._recorder.device
-        state.sentences.feed(due.output_ids[: due.logical_tokens - state.prompt_tokens])
-        rows, table = torch.arange(due.row_tokens, device=device), self._table(state)
+        """Keep all but these row entries, half-open, whatever their scores. The request's last
+        compaction is read back."""
+        due.state.sentences.feed(due.generated_ids)
+        rows = torch.arange(due.row_tokens, device=self._recorder.device)
+        selection = Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])
+        finite = torch.ones((), dtype=torch.bool, device=rows.device)
         (positions,) = self._positions([due])
-        return Plan(
-            *(state, Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])),
-            *(positions, torch.ones((), dtype=torch.bool, device=device)),
-            *(due.row_tokens, due.logical_tokens),
-            *(() if table is None else (table.kept, table.entries)),
-        )
-
-    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
-        """Whether the request's statistics must be brought up to date in this step.
-
-        They must before a compaction, and before a decode step overwrites a query that they have
-        not seen.
-        """
-        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
-        policy = state.settings.policy
-        if not policy.needs_attention or policy.tracks_compactions:
-            return policy.needs_attention and is_due
-        return is_due or untracked >= self._recorder.queries.window
-
-    def track(self, due: Sequence[Due]) -> None:
-        """Bring the policies' statistics up to date with every decode step of these requests."""
-        replay_steps(due, self._recorder, scale=self._scale)
-
-    def measure(self, due: Sequence[Due]) -> None:
-        """Measure how many tokens of these requests reach their ``coverage``."""
-        measure(due, self._recorder, scale=self._scale)
+        return _plan(due, selection, positions, finite, self._table(due.state))
 
     def _score_inputs(
-        self, due: Sequence[Due], tables: Sequence[_Table | None]
+        self, due: Sequence[Due], tables: Sequence[TableEntries | None]
     ) -> list[ScoreInput]:
         pairs = zip(due, tables, strict=True)
-        found = [(one.state, table) for one, table in pairs if table is not None]
-        compared: list[Sentences] = []
-        if found:  # every closed sentence against those that closed later, of all at once
+        tabled = [(one.state, table) for one, table in pairs if table is not None]
+        sentences: Iterator[Sentences] = iter(())
+        if tabled:  # every closed sentence against those that closed later, of all at once
             compared = self._recorder.sentences.compare(
-                [state.held.track_id for state, _ in found],
-                [table.used for _, table in found],
-                [table.entries for _, table in found],
-                [[state.span(sentence) for sentence in table.kept] for state, table in found],
+                [state.held.track_id for state, _ in tabled],
+                [table.used for _, table in tabled],
+                [table.kept for _, table in tabled],
+                [[state.span(sentence) for sentence in table.sentences] for state, table in tabled],
             )
-        sentences = iter(compared)
+            sentences = iter(compared)
         return [
             self._score_input(one, positions, None if table is None else next(sentences))
             for one, positions, table in zip(due, self._positions(due), tables, strict=True)
@@ -138,13 +100,13 @@ class Planner:
 
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy = due.state, due.state.settings.policy
-        queries, location = None, None
-        newest = due.logical_tokens - 1
+        queries = location = None
         if due.cache is not None and (policy.kernel_scores or policy.joins_keys):
             ring = self._recorder.queries.data if state.held.track_id else None
             location = due.location(ring)
         elif policy.needs_queries:
-            queries = self._recorder.queries.read(state.held.track_id, newest, policy.params.window)
+            newest, window = due.logical_tokens - 1, policy.params.window
+            queries = self._recorder.queries.read(state.held.track_id, newest, window)
         seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
@@ -159,7 +121,7 @@ class Planner:
             location=location,
         )
 
-    def _table(self, state: RequestState) -> _Table | None:
+    def _table(self, state: RequestState) -> TableEntries | None:
         """Which entries of the request's table are of sentences not known to be evicted."""
         if not state.settings.policy.needs_sentences:
             return None
@@ -168,15 +130,14 @@ class Planner:
         # A quarter of the table stays free for the sentences of the next interval.
         most = capacity - capacity // 4
         entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
-        return _Table(len(known), entries, [known[i] for i in entries])
+        return TableEntries(len(known), entries, [known[i] for i in entries])
 
 
-class _Table(NamedTuple):
-    """A request's sentence table: entries in use, those that stay, and their sentence indices."""
-
-    used: int
-    entries: list[int]
-    kept: list[int]
+def _plan(
+    due: Due, selection: Selection, positions: Tensor, finite: Tensor, table: TableEntries | None
+) -> Plan:
+    lengths = due.row_tokens, due.logical_tokens
+    return Plan(due.state, selection, positions, finite, *lengths, table)
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.compaction import Compaction
+from sgl_skipkv.eviction.compaction import Compaction, Plan
+from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.planner import Planner
+from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
@@ -48,6 +49,8 @@ class Runtime:
         host_memory: for backups of retracted requests.
         histories: rows that finished requests left (``kv_reuse``).
         thoughts: the tokens around thoughts; None: ``</think>`` is not one token.
+        backs_up: whether requests are backed up at all in this moment.
+        open_requests: that hold a row of the page table; 0 when the server is idle.
     """
 
     def __init__(
@@ -69,17 +72,13 @@ class Runtime:
         self.pool_tokens = pool_tokens
         self._trace = trace
         self.planner = Planner(recorder, scale=scale)
+        self._scale = scale
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
-        self._kv_token_bytes, self.backs_up = kv_token_bytes, True
-        self._open: set[RequestState] = set()
-        self.opened_requests = 0
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that hold a row of the page table; 0 when the server is idle."""
-        return len(self._open)
+        self._kv_token_bytes = kv_token_bytes
+        self.backs_up = True
+        self.opened_requests = self.open_requests = 0
 
     def open(self, rid: str, settings: RequestSettings, prompt_ids: Sequence[int]) -> RequestState:
         """Create the state of a request that arrives: it has no row, no KV slot, no track yet.
@@ -129,7 +128,7 @@ class Runtime:
         if not state.needs_track or state.held.track_id:
             return True
         taken = sum(1 for other in before if other.needs_track and not other.held.track_id)
-        return self.recorder.tracks.free > taken
+        return len(self.recorder.free_tracks) > taken
 
     def admit(self, state: RequestState, row: int, prefill_tokens: int) -> None:
         """The request has a row of the page table: take a track, write the trace.
@@ -140,7 +139,8 @@ class Runtime:
         if state.held.row is not None:
             return
         offloaded = state.offloaded
-        state.held = Held(row, self.recorder.tracks.take() if state.needs_track else 0)
+        state.held = Held(row, self.recorder.free_tracks.pop() if state.needs_track else 0)
+        self.open_requests += 1
         if offloaded.backup is None:
             # Until the first decode step the prefill may still be running, and the queries of a
             # history's last tokens, which may be left out, are overwritten by those of others.
@@ -153,7 +153,6 @@ class Runtime:
         offloaded.waiting_with = None
         if state.schedule is not None and self.steerer is not None:
             self.steerer.steered_requests += 1
-        self._open.add(state)
 
     def start_recording(self, state: RequestState) -> None:
         """Set up or restore the recording of an admitted request, on the stream of its prefill."""
@@ -185,16 +184,26 @@ class Runtime:
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
         return decodes and state.is_due(row_tokens)
 
+    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
+        """Whether the request's statistics must be brought up to date in this step: before a
+        compaction, and before a decode step overwrites a query that they have not seen."""
+        policy = state.settings.policy
+        if not policy.needs_attention or is_due:
+            return policy.needs_attention
+        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
+        return not policy.tracks_compactions and untracked >= self.recorder.query_window
+
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
-        for _ in self._in_parts(due, self.planner.track, steps=self.config.query_window):
-            pass
+        self._replay(replay_steps, due)
 
     def measure(self, due: Sequence[Due]) -> None:
         """Measure the requests' demands; a request's ``failure`` is set if that fails."""
-        steps = self.config.query_window
-        for _ in self._in_parts(due, self.planner.measure, steps=steps):
-            pass
+        self._replay(measure, due)
+
+    def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
+        replay = partial(work, recorder=self.recorder, scale=self._scale)
+        list(self._in_parts(due, replay, steps=self.config.query_window))
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
@@ -216,16 +225,10 @@ class Runtime:
         return done
 
     def _in_parts(
-        self,
-        due: Sequence[Due],
-        work: Callable[[Sequence[Due]], T],
-        **sizes: int,
+        self, due: Sequence[Due], work: Callable[[Sequence[Due]], T], **sizes: int
     ) -> Iterator[T]:
-        """``work`` on the requests, in parts that fit the workspace, each when it is asked for.
-
-        Args:
-            sizes: of temporary tensors, as ``split_to_fit`` takes them.
-        """
+        """``work`` on the requests, in parts that fit the workspace, each when it is asked for. The
+        sizes of temporary tensors are those of ``split_to_fit``."""
         row_tokens, limit = [one.row_tokens for one in due], self.config.compaction_work_bytes
         for part in split_to_fit(row_tokens, limit, **sizes):
             yield from _attempted([due[i] for i in part], work)
@@ -234,16 +237,13 @@ class Runtime:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
             self._read_back(request.state)
-        plans = self.planner.plan(due)
-        check = self.config.check_ledger
-        return Compaction(plans, req_to_token, self.recorder, check=check)
+        return self._compaction(self.planner.plan(due), req_to_token)
+
+    def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
+        return Compaction(plans, req_to_token, self.recorder, check=self.config.check_ledger)
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
-        """Whether the request can be backed up: its KV and recordings fit in host memory.
-
-        Args:
-            generated: tokens that the scheduler has seen.
-        """
+        """Whether the request can be backed up: its KV and recordings fit in host memory."""
         if not state.settings.evicts or not self.backs_up:
             return False
         if self.compacted_ahead(state, generated):
@@ -280,18 +280,8 @@ class Runtime:
 
     def forget_backup(self, state: RequestState) -> None:
         """Drop the request's backup, so that it is recomputed."""
-        if state.offloaded.backup is not None:
-            state.offloaded.backup = None
-            self._start_anew(state)
-
-    @contextmanager
-    def without_backups(self) -> Iterator[None]:
-        """No request is backed up inside this context."""
-        self.backs_up = False
-        try:
-            yield
-        finally:
-            self.backs_up = True
+        state.offloaded.backup = None
+        self._start_anew(state)
 
     def retract(self, state: RequestState, generated: int) -> None:
         """Release a request that lost its row. Without a backup it will be recomputed."""
@@ -339,15 +329,19 @@ class Runtime:
         Args:
             due: with a token behind the span that its statistics include.
         """
+        kv = due.state.kv
+        contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
         prepared = next(_attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
         if prepared is None:
             return None
         compaction, kept, statistics = prepared
         compaction.apply()
-        due.state.kv.statistics, last = statistics, due.state.kv.last
-        assert last is not None
-        # Known without reading them back, so nothing waits for the device.
-        due.state.kv.last = last._replace(kept=kept, finite=torch.tensor(True), copied=None)
+        kv.statistics = statistics
+        assert kv.last is not None
+        # Known without waiting for the device.
+        kv.last = kv.last._replace(kept=kept, finite=torch.tensor(True), copied=None)
+        self._read_back(due.state)
+        kv.last = kv.last.cut_back(contiguous_from)
         return compaction
 
     def _prepare_drop(
@@ -355,18 +349,17 @@ class Runtime:
     ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
         """The compaction, the logical positions that it keeps, and their statistics."""
         (one,) = due
-        state = one.state
+        state, statistics = one.state, dict[str, Tensor]()
         self._read_back(state)
         positions = state.row_positions(one.row_tokens)
         first, stop = (bisect_left(positions, bound) for bound in span)
-        plan, statistics = self.planner.plan_without(one, first, stop), {}
+        plan = self.planner.plan_without(one, first, stop)
         if state.settings.kv_reuse == "budget":
             for name, values in state.kv.statistics.items():
                 statistics[name] = torch.cat([values[:first], values[stop:]])
         state.kv.statistics = {}  # they may lack the newest token
-        check = self.config.check_ledger
-        compaction = Compaction([plan], req_to_token, self.recorder, check=check)
-        return compaction, torch.tensor(positions[:first] + positions[stop:]), statistics
+        kept = torch.tensor(positions[:first] + positions[stop:])
+        return self._compaction([plan], req_to_token), kept, statistics
 
     def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
@@ -381,7 +374,7 @@ class Runtime:
                 return None
             copies = HostCopies(self.histories.memory)
             recorded = self.recorder.save(state.held.track_id, copies)
-        capacity = self.recorder.sentences.capacity if state.held.track_id else 0
+        capacity = self.recorder.max_sentences
         return history_of(state, namespace, left, recorded, table_capacity=capacity)
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
@@ -429,13 +422,13 @@ class Runtime:
         if track_id:
             assert row is not None
             # The row's next request must not write to this track, which another may hold.
-            self.recorder.tracks.of_row[row] = 0
-            self.recorder.tracks.give_back(track_id)
+            self.recorder.track_of_row[row] = 0
+            self.recorder.free_tracks.append(track_id)
         if state.schedule is not None and row is not None and self.steerer is not None:
             self.steerer.stop(row)
             self.steerer.steered_requests -= 1
         state.held = Held()
-        self._open.discard(state)
+        self.open_requests -= row is not None
 
 
 def _attempted(due: Sequence[Due], work: Callable[[Sequence[Due]], T]) -> Iterator[T]:

@@ -48,7 +48,6 @@ def warm_up(
     Args:
         cache: None where the scoring kernels do not support the head size; the others run there.
         windows: to compile for; any other is compiled at its first compaction.
-        width: of the page table.
     """
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 

@@ -12,6 +12,7 @@ behind all reads of copies that were dropped before (``patches/engine/backup.py`
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class HostMemory:
     Attributes:
         slab_bytes: the largest power of two within the limit.
         chunk_bytes: of one chunk, a power of two.
+        free_chunks: uint8 [chunk_bytes] each; ``HostCopies`` takes and returns them.
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool) -> None:
@@ -42,12 +44,12 @@ class HostMemory:
         self.chunk_bytes = max(min(_CHUNK_BYTES, self.slab_bytes // _FEWEST_CHUNKS), 1)
         self._pinned = pinned
         self._reserved = False
-        self._free: list[Tensor] = []
+        self.free_chunks: list[Tensor] = []
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the chunks in use."""
-        free_bytes = len(self._free) * self.chunk_bytes
+        free_bytes = len(self.free_chunks) * self.chunk_bytes
         return self.slab_bytes - free_bytes if self._reserved else 0
 
     def reserve(self) -> None:
@@ -65,25 +67,12 @@ class HostMemory:
             if not any(text in reason for text in _NO_MEMORY):
                 raise
             raise MemoryError(f"{self.slab_bytes} bytes of host memory ({reason})") from error
-        self._free += torch.split(slab, self.chunk_bytes) if self.slab_bytes else ()
+        self.free_chunks += torch.split(slab, self.chunk_bytes) if self.slab_bytes else ()
         self._reserved = True
 
     def fits(self, nbytes: int) -> bool:
         """Whether enough chunks are free for a ``HostCopies`` of this size."""
-        return nbytes <= len(self._free) * self.chunk_bytes
-
-    def take_chunk(self) -> Tensor:
-        """uint8 [chunk_bytes], a free chunk, which ``HostCopies`` returns.
-
-        Raises:
-            MemoryError: all chunks are in use; ``fits`` checks that.
-        """
-        if not self._free:
-            raise MemoryError(
-                f"host memory for copies: expected a free chunk of {self.chunk_bytes} bytes, got "
-                f"{self.used_bytes} of {self.slab_bytes} in use"
-            )
-        return self._free.pop()
+        return nbytes <= len(self.free_chunks) * self.chunk_bytes
 
 
 class HostCopies:
@@ -96,59 +85,58 @@ class HostCopies:
         self._memory = memory
         self._chunks: list[Tensor] = []
         self._rest = torch.empty(0, dtype=torch.uint8)  # unused rest of the last chunk
-        weakref.finalize(self, memory._free.extend, self._chunks)
+        weakref.finalize(self, memory.free_chunks.extend, self._chunks)
 
     def add(self, tensor: Tensor) -> HostCopy:
         """Copy the tensor asynchronously, on the current stream.
 
-        Args:
-            tensor: any dtype, any shape, any device.
-
         Raises:
-            MemoryError: no chunk is free.
+            MemoryError: no chunk is free; ``HostMemory.fits`` checks that.
         """
-        data, pieces = _bytes_of(tensor.contiguous()), []
+        memory, data, pieces = self._memory, _bytes_of(tensor.contiguous()), []
         while data.numel():
             if not self._rest.numel():
-                self._rest = self._memory.take_chunk()
+                if not memory.free_chunks:
+                    raise MemoryError(
+                        f"host memory for copies: expected a free chunk of {memory.chunk_bytes} "
+                        f"bytes, got {memory.used_bytes} of {memory.slab_bytes} in use"
+                    )
+                self._rest = memory.free_chunks.pop()
                 self._chunks.append(self._rest)
             piece = self._rest[: data.numel()]
             piece.copy_(data[: piece.numel()], non_blocking=True)
             pieces.append(piece)
             data, self._rest = data[piece.numel() :], self._rest[piece.numel() :]
-        return HostCopy(tensor, pieces, self)
+        return HostCopy(tensor.shape, tensor.dtype, pieces, self)
 
 
+@dataclass(frozen=True, eq=False)
 class HostCopy:
     """One copied tensor.
 
-    Args:
-        tensor: gives shape and dtype; no reference to it is kept.
+    Attributes:
         pieces: uint8 [bytes] each, its bytes in chunks, in order.
-        copies: the owner of the chunks.
+        copies: the owner of the chunks, which stay in use as long as this copy exists.
     """
 
-    def __init__(self, tensor: Tensor, pieces: list[Tensor], copies: HostCopies) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self._pieces = pieces
-        self._copies = copies  # keeps the chunks in use as long as this copy exists
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: list[Tensor]
+    copies: HostCopies
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.numel() for piece in self._pieces)
+        return sum(piece.numel() for piece in self.pieces)
 
     def to(self, device: torch.device, *, first_row: int = 0) -> Tensor:
-        """dtype [rows - first_row, ...], a new tensor, by copies on the current stream.
-
-        Args:
-            first_row: how many leading entries of the first dimension are left out.
-        """
+        """dtype [rows - first_row, ...], a new tensor without the first rows, by copies on the
+        current stream."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device=device)
         if first_row:  # a 0-dimensional tensor cannot be sliced
             tensor = tensor[first_row:]
         data = _bytes_of(tensor)
         at = data.numel() - self.nbytes  # negative: left out
-        for piece in self._pieces:
+        for piece in self.pieces:
             stop = at + piece.numel()
             if stop > 0:
                 data[max(at, 0) : stop].copy_(piece[max(-at, 0) :], non_blocking=True)

@@ -30,29 +30,6 @@ class ModelShape:
     hidden_size: int
 
 
-class Tracks:
-    """The track id of each page-table row, and the free track ids. Track 0 is scratch."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.of_row = torch.zeros(0, dtype=torch.int64, device=device)
-        self._free = list(range(count, 0, -1))
-
-    def use_rows(self, rows: int) -> None:
-        """Allocate the table, once the number of page-table rows is known."""
-        self.of_row = torch.zeros(rows, dtype=torch.int64, device=self.of_row.device)
-
-    @property
-    def free(self) -> int:
-        """How many track ids are free."""
-        return len(self._free)
-
-    def take(self) -> int:
-        return self._free.pop()
-
-    def give_back(self, track_id: int) -> None:
-        self._free.append(track_id)
-
-
 class QueryRings:
     """The last ``window`` rotated queries of every tracked request, per layer.
 
@@ -62,18 +39,8 @@ class QueryRings:
         data: float [layers, tracks + 1, window, Hq, d].
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        *,
-        tracks: int,
-        window: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.window = window
-        sizes = (shape.layers, tracks + 1, window, shape.query_heads, shape.head_dim)
-        self.data = torch.zeros(sizes, dtype=dtype, device=device)
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.window = data, data.shape[2]
 
     def write(self, layer: int, tracks: Tensor, positions: Tensor, q: Tensor) -> None:
         """Store one query per token. tracks, positions: int64 [B]; q: float [B, Hq, d]."""
@@ -113,9 +80,11 @@ class Recorder:
     """All recording buffers of one scheduler process.
 
     ``reserve`` allocates the large ones: at start if eviction is enabled, else with the first
-    request that needs them. ``tracks.use_rows`` must be called before the first request.
+    request that needs them. ``use_rows`` must be called before the first request.
 
     Attributes:
+        free_tracks: track ids that no request holds.
+        track_of_row: int64 [rows], the track id of each page-table row.
         current: where the forward pass being launched records; None: it does not record.
         records_decode: whether the pass is a decode step with a tracked request; its first
             attention layer then sets ``current``.
@@ -131,9 +100,14 @@ class Recorder:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.tracks = Tracks(self.track_count, self.device)
+        self.free_tracks = list(range(self.track_count, 0, -1))
+        self.use_rows(0)
         self.current: Recording | None = None
         self.records_decode = False
+
+    def use_rows(self, rows: int) -> None:
+        """Allocate ``track_of_row``, once the number of page-table rows is known."""
+        self.track_of_row = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def scratch(self) -> Recorder:
         """A recorder with one track and separate buffers, to compile the same kernels."""
@@ -141,13 +115,9 @@ class Recorder:
 
     @cached_property
     def queries(self) -> QueryRings:
-        return QueryRings(
-            self.shape,
-            tracks=self.track_count,
-            window=self.query_window,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        heads, width = self.shape.query_heads, self.shape.head_dim
+        sizes = (self.shape.layers, self.track_count + 1, self.query_window, heads, width)
+        return QueryRings(torch.zeros(sizes, dtype=self.dtype, device=self.device))
 
     @cached_property
     def sentences(self) -> SentenceTable:
@@ -169,7 +139,7 @@ class Recorder:
 
         Must run on the stream of the forward pass, where an earlier step may still write to it.
         """
-        self.tracks.of_row[row] = track_id
+        self.track_of_row[row] = track_id
         self.sentences.reset(track_id, preset_bit)
 
     def _recorded(self, track_id: int) -> dict[str, Tensor]:
@@ -196,7 +166,7 @@ class Recorder:
         Args:
             rows: int64 [B], of the page table. positions: int64 [B], logical.
         """
-        return Recording(self.tracks.of_row[rows], positions)
+        return Recording(self.track_of_row[rows], positions)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the pass, Hq * d] or [tokens of the pass, Hq, d]."""

@@ -48,8 +48,7 @@ class SentenceTable:
     def reset(self, track: int, preset_bit: int) -> None:
         """Clear the track for another request."""
         self.preset[track] = preset_bit
-        for table in (self.total, self.length, self.index, self.after_delimiter):
-            table[track] = 0
+        self.open_next(track, 0)
         self.redundancy[track] = -1.0
 
     def tables(self) -> dict[str, Tensor]:

@@ -36,8 +36,8 @@ class Held:
 
 @dataclass
 class KVState:
-    """Eviction state of the row. Written by ``Compaction.apply``, ``Planner.track``,
-    ``Planner.measure`` and ``Runtime``; a recomputation begins with a new one.
+    """Eviction state of the row. Written by ``Compaction.apply`` and ``Runtime``; a recomputation
+    begins with a new one.
 
     Attributes:
         evicted_tokens: evicted since the last prefill; row length + evicted = logical length.

@@ -30,14 +30,12 @@ class Left(NamedTuple):
         tokens: all that are or were in the row.
         key: of the row so far, in the radix tree: token ids behind those of its own history.
         thought: what was dropped from its output; None: nothing.
-        first_cut: logical length from which on the row was contiguous when that was dropped.
     """
 
     prompt: array[int]
     tokens: array[int]
     key: array[int]
     thought: Thought | None = None
-    first_cut: int = 0
 
 
 def namespace_of(state: RequestState, *of_cache: Hashable) -> Hashable:
@@ -55,12 +53,8 @@ def namespace_of(state: RequestState, *of_cache: Hashable) -> Hashable:
 def continue_history(
     state: RequestState, found: Found, tracker: SentenceTracker, max_new_tokens: int
 ) -> None:
-    """Set the state of a request without a row to the end of the history.
-
-    Args:
-        tracker: without sentences.
-        max_new_tokens: that the request may generate.
-    """
+    """Set the state of a request without a row, and a tracker without sentences, to the end of the
+    history."""
     history, cut = found
     row_tokens, recordings = cut - history.evicted_tokens, history.recordings
     continued = state.reuse.continued = Continued(
@@ -106,12 +100,8 @@ def history_of(
     *,
     table_capacity: int,
 ) -> History:
-    """What a finished request leaves. Its last compaction is read back, its sentences are fed.
-
-    Args:
-        recorded: its recordings; None where nothing needs them.
-    """
-    continued, key, last = state.reuse.continued, left.key, state.kv.last
+    """What a finished request leaves. Its last compaction is read back, its sentences are fed."""
+    continued, key = state.reuse.continued, left.key
     has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
     if has_evicted or state.settings.steers:
         shared = state.shared_row_tokens
@@ -131,9 +121,6 @@ def history_of(
             # What is dropped follows no score, so the budget of a later compaction ignores it.
             compactions=state.compactions - (left.thought is not None),
         )
-    if left.thought is not None:
-        assert last is not None
-        last = last.cut_back(left.first_cut)
     return History(
         namespace,
         left.tokens,
@@ -142,7 +129,7 @@ def history_of(
         own_prompt_tokens=state.sent_tokens,
         edge_tokens=0 if left.thought is None else left.thought.edge_tokens,
         prompt_tokens=state.prompt_tokens,
-        last=last,
+        last=state.kv.last,
         recordings=recordings,
     )
 

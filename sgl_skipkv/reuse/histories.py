@@ -22,12 +22,8 @@ from sgl_skipkv.reuse.history import History
 _DIGEST_BYTES = 16
 
 
-class Beginning(NamedTuple):
-    """A number of tokens that sequences of one namespace begin with."""
-
-    namespace: Hashable
-    length: int
-    digest: bytes
+#: what sequences of one namespace begin with: the namespace, how many tokens, and their digest
+Beginning = tuple[Hashable, int, bytes]
 
 
 class Found(NamedTuple):
@@ -76,7 +72,7 @@ class Histories:
         self._used_bytes += history.nbytes
         for beginning in _beginnings(history):
             self._under[beginning].append(history)
-            insort(self._lengths[history.namespace], beginning.length)
+            insort(self._lengths[history.namespace], beginning[1])
         while self._used_bytes > self._limit_bytes:
             self.drop(next(iter(self._by_use)))
 
@@ -88,7 +84,7 @@ class Histories:
         self._used_bytes -= history.nbytes
         for beginning in _beginnings(history):
             self._under[beginning].remove(history)
-            self._lengths[history.namespace].remove(beginning.length)
+            self._lengths[history.namespace].remove(beginning[1])
             if not self._under[beginning]:
                 del self._under[beginning]
         if not self._lengths[history.namespace]:
@@ -105,10 +101,6 @@ class Histories:
         At least one token of the prompt is not of the history, because a request must compute one.
         A prompt leaves a history if it goes on behind its request's prompt and differs from the
         output before the last compaction: what was evicted for that output is gone.
-
-        Args:
-            namespace: of the request.
-            tokens: of its prompt.
         """
         prompt, best, farthest, left = array("q", tokens), None, 0, 0
         for history in self._begun(namespace, prompt):
@@ -132,17 +124,17 @@ class Histories:
                 return
             digest.update(memoryview(prompt)[at:length])
             at = length
-            yield from self._under.get(Beginning(namespace, length, digest.digest()), ())
+            yield from self._under.get((namespace, length, digest.digest()), ())
 
 
 def _beginnings(history: History) -> list[Beginning]:
     """What every cut of it contains, and the prompt of its request, as the next prompt has them."""
-    sent, found = memoryview(history.sent), []
     every_cut = history.first_cut - history.unsent_tokens
+    sent, beginnings = memoryview(history.sent), []
     for length in {every_cut, history.own_prompt_tokens - history.edge_tokens}:
         digest = blake2b(sent[:length], digest_size=_DIGEST_BYTES).digest()
-        found.append(Beginning(history.namespace, length, digest))
-    return found
+        beginnings.append((history.namespace, length, digest))
+    return beginnings
 
 
 def _common_tokens(one: array[int], other: array[int]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, NamedTuple
 
@@ -37,16 +38,14 @@ class Thought(NamedTuple):
     edge_tokens: int
 
 
+@dataclass(frozen=True)
 class ThoughtTokens:
-    """The tokens around thoughts in one vocabulary.
+    """The tokens around thoughts in one vocabulary: ``</think>``, ``<think>`` where there is one,
+    and those of white space only."""
 
-    Args:
-        end, start: ``</think>``, and ``<think>`` where there is one.
-        blank: tokens of white space only.
-    """
-
-    def __init__(self, end: int, start: int | None, blank: frozenset[int]) -> None:
-        self._end, self._start, self._blank = end, start, blank
+    end: int
+    start: int | None
+    blank: frozenset[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ThoughtTokens | None:
@@ -60,20 +59,20 @@ class ThoughtTokens:
     def find(self, prompt: array[int], output: array[int]) -> Thought | None:
         """None: no thought ended, or no answer followed."""
         ends = len(output) - next(
-            (i for i, token in enumerate(reversed(output)) if token == self._end), len(output)
+            (i for i, token in enumerate(reversed(output)) if token == self.end), len(output)
         )
         tokens = ends + self._blanks(output[ends:])
         if not ends or tokens == len(output):
             return None
         edge = self._blanks(prompt[::-1])
         start = len(prompt) - edge - 1
-        if start < 0 or prompt[start] != self._start:
+        if start < 0 or prompt[start] != self.start:
             return Thought(tokens, 0, edge)
         return Thought(tokens, edge + 1, edge + 1 + self._blanks(prompt[:start][::-1]))
 
     def _blanks(self, tokens: Sequence[int]) -> int:
         """How many tokens at the beginning are white space."""
-        return sum(1 for _ in takewhile(self._blank.__contains__, tokens))
+        return sum(1 for _ in takewhile(self.blank.__contains__, tokens))
 
 
 def _is_blank(raw: str) -> bool:

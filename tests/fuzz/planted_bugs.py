@@ -86,9 +86,18 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "return None",
             ),
         },
-        kv_cache.shorten_row: {
-            "allocated length stays": ("req.kv.kv_allocated_len -= evicted_tokens", "pass"),
-            "committed length stays": ("req.kv.kv_committed_len -= evicted_tokens", "pass"),
+        kv_cache.release_evicted: {
+            "allocated length stays": ("kv.kv_allocated_len -= plan.evicted_tokens", "pass"),
+            "committed length stays": ("kv.kv_committed_len -= plan.evicted_tokens", "pass"),
+            "a part forgets what the others freed": (
+                "for compaction in done for slots in compaction.freed",
+                "for slots in done[-1].freed",
+            ),
+            "slots are freed twice": (
+                "        allocator.free(slots)\n",
+                "        allocator.free(slots)\n        allocator.free(slots)\n",
+            ),
+            "slots are not freed": ("        allocator.free(slots)\n", "        pass\n"),
         },
         shorten: {
             "sequence lengths stay": (
@@ -104,21 +113,10 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         batch.compact_due_requests: {
-            "a part forgets what the others freed": (
-                "for compaction in done for slots in compaction.freed",
-                "for slots in done[-1].freed",
-            ),
             "a compaction does not wait for the step that runs": (
-                "binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)",
+                "wait_for_forward(batch.req_to_token_pool)",
                 "pass",
             ),
-        },
-        kv_cache.free_evicted: {
-            "slots are freed twice": (
-                "        allocator.free(slots)\n",
-                "        allocator.free(slots)\n        allocator.free(slots)\n",
-            ),
-            "slots are not freed": ("        allocator.free(slots)\n", "        pass\n"),
         },
         request_state.RequestState.records_from.fget: {
             "the next turn misses queries of a prompt's end": (
@@ -216,7 +214,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         life.has_track: {
             "a request reserves a track that is taken": (
-                "return self.recorder.tracks.free > taken",
+                "return len(self.recorder.free_tracks) > taken",
                 "return True",
             ),
         },
@@ -233,14 +231,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         backup.forget_backups: {
-            "KV of before a pause comes back": (
-                "with binding.runtime.without_backups():",
-                "if True:",
-            ),
-            "the input of a backup that was forgotten stays short": (
-                "_lengthen_input(req)",
-                "pass",
-            ),
+            "KV of before a pause comes back": ("runtime.backs_up = False", "pass"),
+            "the input of a backup that was forgotten stays short": ("lengthen_input(req)", "pass"),
             "a pause leaves a request that cannot be recomputed in the queue": (
                 "if is_stranded(req):",
                 "if False:",
@@ -330,7 +322,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a history is one token too long": ("[:logical_tokens]", "[: logical_tokens + 1]"),
         },
         reuse.forget_histories: {
-            "histories outlive a flush": ("binding.runtime.histories.clear()", "pass"),
+            "histories outlive a flush": ("runtime.histories.clear()", "pass"),
         },
         continuation.namespace_of: {
             "another policy's request continues a history": (

@@ -328,7 +328,7 @@ class Books(TurnBooks):
             if hasattr(req, "skipkv")
         }
         slots = [slot for slot in lent.values() if slot]
-        assert len(slots) == len(set(slots)) == TRACKED - self.recorder.tracks.free
+        assert len(slots) == len(set(slots)) == TRACKED - len(self.recorder.free_tracks)
         assert all(state.failure is None for state in states)
         for row in range(ROWS + 1):
-            assert int(self.recorder.tracks.of_row[row]) == lent.get(row, 0), row
+            assert int(self.recorder.track_of_row[row]) == lent.get(row, 0), row

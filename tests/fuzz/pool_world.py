@@ -165,7 +165,7 @@ class World(Loop):
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        self.recorder.tracks.use_rows(ROWS + 1)
+        self.recorder.use_rows(ROWS + 1)
         self.runtime = Runtime(
             config,
             recorder=self.recorder,

@@ -105,7 +105,7 @@ class SyntheticServer:
             dtype=self.pool_keys.dtype,
             device=self.device,
         )
-        self.recorder.tracks.use_rows(rows + 1)
+        self.recorder.use_rows(rows + 1)
         self.runtime = Runtime(
             self.config,
             recorder=self.recorder,
@@ -195,7 +195,7 @@ class SyntheticServer:
         running = [call for call in calls if call.decoded]
         due = [call for call in running if self.is_due(call)]
         others = [call for call in running if call not in due]
-        must_track = self.runtime.planner.must_track
+        must_track = self.runtime.must_track
         behind = [call for call in others if must_track(call.state, len(call.slots))]
         if behind:
             self.runtime.track([self.due(call) for call in behind])
@@ -274,8 +274,8 @@ class SyntheticServer:
     def assert_idle(self) -> None:
         """Everything was given back."""
         assert self.runtime.open_requests == 0
-        assert self.recorder.tracks.free == len(self.recorder.sentences.vectors) - 1
-        assert not self.recorder.tracks.of_row.any()
+        assert len(self.recorder.free_tracks) == len(self.recorder.sentences.vectors) - 1
+        assert not self.recorder.track_of_row.any()
         assert len(set(self.free_slots)) == self.pool_keys.shape[1] - 1
 
     def _append(self, call: Call, count: int) -> None:

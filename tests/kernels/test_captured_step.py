@@ -134,7 +134,7 @@ class World:
         )
         vector = SteeringVector(torch.arange(WIDTH).float() + 1, origin())
         self.steerer = Steerer(vector, classes(), GAMMA, device=device)
-        self.recorder.tracks.use_rows(ROWS)
+        self.recorder.use_rows(ROWS)
         self.steerer.use_rows(ROWS)
         self.model = nn.Module()
         self.model.model = nn.Module()
@@ -229,7 +229,7 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
         elif rng.random() < 0.1 and running:
             row, _ = running.popitem()
             for world in worlds:
-                world.recorder.tracks.of_row[row] = 0
+                world.recorder.track_of_row[row] = 0
                 world.steerer.stop(row)
         rows = [*running, *[0] * (LANES - len(running))]
         tokens = [rng.randrange(len(VOCABULARY)) for _ in range(LANES)]

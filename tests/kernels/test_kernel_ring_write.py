@@ -9,7 +9,7 @@ from triton_tools import FLOATS, device_fixture, far_tensor, forbid_launches
 
 from sgl_skipkv.kernels import ring_write as module
 from sgl_skipkv.kernels.ring_write import ring_write
-from sgl_skipkv.recording.recorder import ModelShape, QueryRings
+from sgl_skipkv.recording.recorder import QueryRings
 
 device = device_fixture(module)
 WINDOW, TRACKS = 7, 6
@@ -29,10 +29,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def poisoned_ring(
     heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> QueryRings:
-    shape = ModelShape(layers=2, query_heads=heads, head_dim=head_dim, hidden_size=1)
-    ring = QueryRings(shape, tracks=TRACKS, window=WINDOW, dtype=dtype, device=device)
-    ring.data.fill_(float("nan"))
-    return ring
+    sizes = (2, TRACKS + 1, WINDOW, heads, head_dim)
+    return QueryRings(torch.full(sizes, float("nan"), dtype=dtype, device=device))
 
 
 def fused(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:

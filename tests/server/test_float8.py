@@ -52,7 +52,8 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
-    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
+    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), output_ids=[])
+    state = SimpleNamespace(prompt_tokens=0, request_tokens=0)
     layers[1].k_scale_float = 0.5  # after the binding was made, as new weights bring it
     scales = [1.0, 0.5 if backend == "triton" else 1.0]
     for layer, scale in zip(layers, scales, strict=True):
@@ -60,7 +61,7 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
         slots = pages.req_to_token[1, :7].long()
         given = None if backend == "torch_native" else scale
         pool.set_kv_buffer(layer, slots, keys.clone(), keys.clone(), given)
-        due = kv_cache.due_at(req, SimpleNamespace(), 7, pages, allocator)
+        due = kv_cache.due_of(req, state, 7, pages, allocator, None)
         found = due.keys(layer.layer_id)
         assert found.dtype == torch.float32
         assert torch.equal(found, (keys / scale).to(dtype).float() * scale)

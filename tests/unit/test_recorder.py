@@ -10,7 +10,7 @@ from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, wo
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Sentences
-from sgl_skipkv.recording.recorder import ModelShape, QueryRings, Recording, Tracks
+from sgl_skipkv.recording.recorder import QueryRings, Recording
 from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker
 
@@ -26,21 +26,18 @@ def unit(rows: Tensor) -> Tensor:
 # -- tracks and rings
 
 
-def test_tracks_are_taken_once_and_never_track_zero() -> None:
-    table = Tracks(4, device=CPU)
-    table.use_rows(3)
-    taken = [table.take() for _ in range(4)]
-    assert sorted(taken) == [1, 2, 3, 4] and table.free == 0
-    table.give_back(3)
-    assert table.free == 1 and table.take() == 3
-    assert table.of_row.tolist() == [0, 0, 0] and table.of_row.dtype == torch.int64
+def test_track_zero_is_never_free() -> None:
+    recorder = SyntheticServer().recorder
+    recorder.use_rows(3)
+    assert sorted(recorder.free_tracks) == [*range(1, recorder.track_count + 1)]
+    assert recorder.track_of_row.tolist() == [0, 0, 0]
+    assert recorder.track_of_row.dtype == torch.int64
 
 
 def query_rings(
     layers: int, tracks: int, window: int, *heads: int, dtype: torch.dtype = torch.float32
 ) -> QueryRings:
-    shape = ModelShape(layers, *heads, hidden_size=1)
-    return QueryRings(shape, tracks=tracks, window=window, dtype=dtype, device=CPU)
+    return QueryRings(torch.zeros(layers, tracks + 1, window, *heads, dtype=dtype))
 
 
 @given(st.integers(1, 9), st.integers(1, 30), st.data())

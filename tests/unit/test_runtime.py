@@ -285,7 +285,8 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     call.hidden[PROMPT : PROMPT + 16] = torch.ones(call.hidden.shape[1])
     server.run(call, 52)
     plan = server.plan(call)
-    assert plan.table == [0, 1] and float(table.redundancy[state.held.track_id, 0]) > 0.99
+    assert plan.table is not None and plan.table.sentences == [0, 1]
+    assert float(table.redundancy[state.held.track_id, 0]) > 0.99
     # keep sentence 0, drop sentence 1 whole: as some other policy or budget might have
     drop = [call.positions.index(p) for p in range(PROMPT + 6, PROMPT + 16)]
     drop += [call.positions.index(p) for p in range(PROMPT + 20, PROMPT + 22)]
@@ -297,7 +298,8 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     server.book([compaction], [call])
     server.run(call, 12)
     plan = server.plan(call)
-    assert plan.table is not None and plan.table[0] == 0 and 1 not in plan.table
+    assert plan.table is not None and plan.table.sentences[0] == 0
+    assert 1 not in plan.table.sentences
     assert float(table.redundancy[state.held.track_id, 0]) > 0.99
 
 
