@@ -152,7 +152,7 @@ def _copied_tokens(state: RequestState) -> int:
     continued = state.reuse.continued
     if continued is None or not continued.copies or state.offloaded.backup is not None:
         return 0
-    return continued.row_tokens - state.prompt_tokens
+    return continued.row_tokens - state.prompt.uncounted_tokens
 
 
 def _future_tokens(state: RequestState, req: Any) -> int:

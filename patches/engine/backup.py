@@ -36,7 +36,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     The newest token is left out, because it is computed again.
     """
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
-    newest = state.request_tokens + len(req.output_ids) - 1
+    newest = state.prompt.tokens + len(req.output_ids) - 1
     recorded_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     if req.input_embeds is not None:
         return  # SGLang drops its output and starts again, so there is nothing to continue

@@ -88,7 +88,7 @@ def _prefill_recording(
                 tracks += [track_id] * len(recorded)
                 positions += recorded
                 tokens += [at + position for position in recorded]
-                generated_from = max(first, state.prompt_tokens, state.kv.recorded_tokens)
+                generated_from = max(first, state.prompt.uncounted_tokens, state.kv.recorded_tokens)
                 if generated_from < stop and state.settings.policy.needs_sentences:
                     replay.append((track_id, at + generated_from, at + stop))
         offset += count

@@ -95,8 +95,9 @@ def due_of(
 ) -> Due:
     """The planner's input for a request, up to a length of its row."""
     generated = req.output_ids
-    if state.prompt_tokens < state.request_tokens:  # a history counts as generated
-        generated = state.logical_prompt(req.origin_input_ids)[state.prompt_tokens :] + generated
+    uncounted_tokens = state.prompt.uncounted_tokens
+    if uncounted_tokens < state.prompt.tokens:  # a history counts as generated
+        generated = state.logical_prompt(req.origin_input_ids)[uncounted_tokens:] + generated
     kv_pool, key_scale = allocator.get_kvcache(), _key_scale(req_to_token_pool)
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, :row_tokens]
     slots = cached(lambda: row.to(torch.int64))  # on first use: kernels read keys in place

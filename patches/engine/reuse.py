@@ -135,7 +135,8 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
         return slots
     if state.offloaded.backup is not None:  # a restored row is its own
         return slots
-    shared, history = slots[: state.prompt_tokens], slots[state.prompt_tokens :]
+    prompt_tokens = state.prompt.uncounted_tokens
+    shared, history = slots[:prompt_tokens], slots[prompt_tokens:]
     continued.copied_tokens = len(history)
     if len(history):
         copy: Tensor = alloc_token_slots(batch.tree_cache, len(history))
@@ -152,7 +153,8 @@ def _lock_prompt(tree_cache: Any, req: Any, state: RequestState) -> None:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
 
-    tokens, prompt_tokens = state.logical_prompt(req.origin_input_ids), state.prompt_tokens
+    tokens = state.logical_prompt(req.origin_input_ids)
+    prompt_tokens = state.prompt.uncounted_tokens
     key = _req_radix_key(tree_cache, req, tokens, prompt_tokens)
     match = tree_cache.match_prefix(MatchPrefixParams(key=key))
     assert match.device_prefix_len == prompt_tokens, (
@@ -207,7 +209,7 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
     logical_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     output: array[int] = req.output_ids_through_stop
     tokens = (state.logical_prompt(prompt) + output)[:logical_tokens]
-    new_tokens = len(tokens) - state.request_tokens
+    new_tokens = len(tokens) - state.prompt.tokens
     if isinstance(req.finished_reason, FINISH_ABORT) or len(tokens) < logical_tokens:
         return None
     if new_tokens <= 0 and state.reuse.continued is None:
@@ -240,7 +242,7 @@ def _drop(
     """Evict the first tokens that a finished request generated; whether that worked."""
     pools, row_tokens = (req_to_token_pool, allocator), req.kv.kv_allocated_len
     check_lengths(req, state, row_tokens)
-    span = (state.request_tokens, state.request_tokens + thought_tokens)
+    span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
     compaction: Compaction | None = state.runtime.drop(due, span, req_to_token_pool.req_to_token)
     if compaction is None:

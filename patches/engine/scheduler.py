@@ -176,7 +176,7 @@ def end_stranded(scheduler: Any, req: Any) -> None:
         remedy = "Pause with mode in_place, or raise"
     reason = FINISH_ABORT(
         f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
-        f"{state.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+        f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
         f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static.",
         status_code=HTTPStatus.INTERNAL_SERVER_ERROR,

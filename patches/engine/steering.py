@@ -87,7 +87,7 @@ def prepare_prefill(
         of_request = [0.0] * count
         if state is not None and state.schedule is not None:
             schedule = state.schedule.copy()
-            generated = first + count - state.request_tokens
+            generated = first + count - state.prompt.tokens
             decoded = schedule.feed(req.output_ids[: max(generated, 0)])[-count:]
             of_request[count - len(decoded) :] = decoded
             steerer.start(state.row, schedule)

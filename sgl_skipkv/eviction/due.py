@@ -17,7 +17,7 @@ class Due(NamedTuple):
 
     Attributes:
         row_tokens: entries of its row in use.
-        output_ids: token ids behind ``state.prompt_tokens``; at least those with KV in the row.
+        output_ids: token ids behind the uncounted ones; at least those with KV in the row.
         keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
         cache: where they lie, for kernels that read them in place; None where none run.
     """
@@ -36,7 +36,7 @@ class Due(NamedTuple):
     @property
     def generated_ids(self) -> Sequence[int]:
         """Those of ``output_ids`` that have KV in the row or had it."""
-        return self.output_ids[: self.logical_tokens - self.state.prompt_tokens]
+        return self.output_ids[: self.logical_tokens - self.state.prompt.uncounted_tokens]
 
     def location(self, ring: Tensor | None) -> KeyLocation:
         """For kernels. ring: as ``KeyLocation`` has it."""

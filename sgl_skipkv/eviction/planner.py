@@ -107,7 +107,7 @@ class Planner:
         elif policy.needs_queries:
             newest, window = due.logical_tokens - 1, policy.params.window
             queries = self._recorder.queries.read(state.held.track_id, newest, window)
-        seed = zlib.crc32(f"{state.prompt_seed}:{state.compactions}".encode())
+        seed = zlib.crc32(f"{state.prompt.seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_row_tokens,

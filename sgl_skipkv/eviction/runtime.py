@@ -29,7 +29,7 @@ from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.settings import RequestSettings
-from sgl_skipkv.request.state import Held, KVState, RequestState, SentenceState
+from sgl_skipkv.request.state import Held, KVState, Prompt, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.continuation import Left, continue_history, history_of
@@ -88,14 +88,12 @@ class Runtime:
             MemoryError: the first request that evicts: no host memory for backups.
         """
         prompt_tokens = len(prompt_ids)
+        seed = zlib.crc32(array("q", prompt_ids).tobytes())
         state = RequestState(
             self,
             rid,
             settings,
-            sent_tokens=prompt_tokens,
-            request_tokens=prompt_tokens,
-            prompt_tokens=prompt_tokens,
-            prompt_seed=zlib.crc32(array("q", prompt_ids).tobytes()),
+            Prompt(prompt_tokens, prompt_tokens, prompt_tokens, seed),
             kv=KVState(tracked_tokens=prompt_tokens),
             sentences=self._no_sentences(settings),
         )
@@ -121,7 +119,7 @@ class Runtime:
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens."""
-        return self.fits_pool(state.sent_tokens + generated)
+        return self.fits_pool(state.prompt.sent_tokens + generated)
 
     def has_track(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
         """Whether a track is free, after those that are admitted before it in this step."""
@@ -258,7 +256,7 @@ class Runtime:
         backup its token would be recomputed from the compacted row.
         """
         last = state.kv.last
-        return last is not None and last.logical_tokens > state.request_tokens + generated - 1
+        return last is not None and last.logical_tokens > state.prompt.tokens + generated - 1
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """Copy the KV and recordings of a request that is about to lose its row to host memory.
@@ -299,7 +297,7 @@ class Runtime:
         state.report.peak_budgeted_tokens = peak_tokens
         self._read_back(state)
         self._release(state)
-        earlier_tokens = state.request_tokens - state.prompt_tokens
+        earlier_tokens = state.prompt.tokens - state.prompt.uncounted_tokens
         generated = earlier_tokens + max(len(output_ids) - 1, 0)  # the last token has no KV
         tracker = state.sentences.tracker
         tracker.feed(output_ids[max(tracker.seen_tokens - earlier_tokens, 0) :])
@@ -308,7 +306,7 @@ class Runtime:
             self._trace.write(
                 "finish",
                 rid=state.rid,
-                prompt_tokens=state.request_tokens,
+                prompt_tokens=state.prompt.tokens,
                 output_ids=list(output_ids),
                 finish_reason=reason,
                 **state.report.summary,
@@ -367,7 +365,7 @@ class Runtime:
         last, tokens = state.kv.last, left.tokens
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
             return None
-        state.sentences.feed(tokens[state.prompt_tokens :])
+        state.sentences.feed(tokens[state.prompt.uncounted_tokens :])
         recorded = None
         if state.held.track_id and state.settings.kv_reuse == "budget":
             if not self.histories.make_room(self.recorder.request_bytes()):
@@ -385,10 +383,10 @@ class Runtime:
     def _start_anew(self, state: RequestState) -> None:
         """Reset what eviction knows: the next prefill recomputes every token."""
         generated = state.offloaded.waiting_with or 0
-        state.request_tokens = state.sent_tokens
-        state.kv = KVState(tracked_tokens=state.request_tokens + generated)
+        state.prompt.tokens = state.prompt.sent_tokens
+        state.kv = KVState(tracked_tokens=state.prompt.tokens + generated)
         state.sentences = self._no_sentences(state.settings)
-        state.prompt_tokens, state.earlier_compactions = state.request_tokens, 0
+        state.prompt.uncounted_tokens, state.prompt.earlier_compactions = state.prompt.tokens, 0
         state.reuse.continued = None
 
     def _read_back(self, state: RequestState) -> None:
@@ -409,8 +407,8 @@ class Runtime:
                 "compact",
                 rid=state.rid,
                 policy=state.settings.policy.name,
-                prompt_tokens=state.request_tokens,
-                generated=last.logical_tokens - state.request_tokens,
+                prompt_tokens=state.prompt.tokens,
+                generated=last.logical_tokens - state.prompt.tokens,
                 before=last.row_tokens,
                 after=len(kept),
                 kept=kept,

@@ -20,6 +20,27 @@ from sgl_skipkv.steering.steerer import Schedule
 
 
 @dataclass
+class Prompt:
+    """The request's prompt. Written by ``Runtime`` and ``reuse.continuation``.
+
+    Attributes:
+        sent_tokens: its length as it came.
+        tokens: its logical length: with the thoughts that were dropped from the history that the
+            request continues.
+        uncounted_tokens: of these, how many do not count as generated: all, or with ``kv_reuse:
+            "budget"`` the prompt of the conversation's first request.
+        earlier_compactions: of the history that counts as generated.
+        seed: its checksum, used as a random seed.
+    """
+
+    sent_tokens: int
+    tokens: int
+    uncounted_tokens: int
+    seed: int
+    earlier_compactions: int = 0
+
+
+@dataclass
 class Held:
     """What the request holds while it runs. Written by ``Runtime.admit`` and ``Runtime.retract``.
 
@@ -188,13 +209,6 @@ class RequestState:
 
     Attributes:
         runtime: the ``Runtime`` that opened it.
-        sent_tokens: length of the prompt that it came with.
-        request_tokens: its logical length: with the thoughts that were dropped from the history
-            that the request continues.
-        prompt_tokens: of these, how many do not count as generated: all, or with ``kv_reuse:
-            "budget"`` the prompt of the conversation's first request.
-        prompt_seed: checksum of the prompt, used as a random seed.
-        earlier_compactions: of the history that counts as generated.
         schedule: of steering, before the first generated token; None: not steered.
         failure: why the request must end; None: no error.
     """
@@ -202,10 +216,7 @@ class RequestState:
     runtime: Any
     rid: str
     settings: RequestSettings
-    sent_tokens: int
-    request_tokens: int
-    prompt_tokens: int
-    prompt_seed: int
+    prompt: Prompt
     kv: KVState
     sentences: SentenceState
     schedule: Schedule | None = None
@@ -213,7 +224,6 @@ class RequestState:
     offloaded: Offloaded = field(default_factory=Offloaded)
     reuse: Reuse = field(default_factory=Reuse)
     report: Report = field(default_factory=Report)
-    earlier_compactions: int = 0
     failure: str | None = None
 
     @property
@@ -225,7 +235,7 @@ class RequestState:
     @property
     def unsent_tokens(self) -> int:
         """Dropped thoughts in front of its output."""
-        return self.request_tokens - self.sent_tokens
+        return self.prompt.tokens - self.prompt.sent_tokens
 
     def logical_prompt(self, prompt: array[int]) -> array[int]:
         """The prompt that it came with, and the dropped thoughts of its history."""
@@ -243,7 +253,7 @@ class RequestState:
     def span(self, sentence: int) -> tuple[int, int]:
         """Logical positions of a closed sentence, half-open."""
         start, stop = self.sentences.tracker.closed[sentence]
-        return start + self.prompt_tokens, stop + self.prompt_tokens
+        return start + self.prompt.uncounted_tokens, stop + self.prompt.uncounted_tokens
 
     @property
     def needs_track(self) -> bool:
@@ -255,20 +265,20 @@ class RequestState:
     @property
     def compactions(self) -> int:
         """Of what counts as generated."""
-        return self.earlier_compactions + self.report.compactions
+        return self.prompt.earlier_compactions + self.report.compactions
 
     @property
     def prompt_row_tokens(self) -> int:
-        """Row entries of the first ``prompt_tokens``: fewer where they contain a history."""
+        """Row entries of the uncounted tokens: fewer where they contain a history."""
         continued = self.reuse.continued
         if continued is None or self.settings.kv_reuse == "budget":
-            return self.prompt_tokens
-        return self.prompt_tokens - continued.evicted_tokens
+            return self.prompt.uncounted_tokens
+        return self.prompt.uncounted_tokens - continued.evicted_tokens
 
     @property
     def prompt_evicted_tokens(self) -> int:
         """Tokens of the prompt that earlier requests evicted."""
-        return self.prompt_tokens - self.prompt_row_tokens
+        return self.prompt.uncounted_tokens - self.prompt_row_tokens
 
     @property
     def shared_row_tokens(self) -> int:
@@ -277,10 +287,10 @@ class RequestState:
         if self.keeps_prompt_private:
             return 0
         if continued is None:
-            return self.request_tokens
+            return self.prompt.tokens
         if continued.copies:
-            return self.prompt_tokens
-        return self.request_tokens - continued.evicted_tokens
+            return self.prompt.uncounted_tokens
+        return self.prompt.tokens - continued.evicted_tokens
 
     def is_due(self, row_tokens: int) -> bool:
         """Whether a row of this length is ``interval`` tokens past the budget of the compactions so
@@ -313,7 +323,7 @@ class RequestState:
     @property
     def _measured_from(self) -> int:
         """Logical length at which the demand is first measured since the last compaction."""
-        start = self.prompt_tokens + self.settings.policy.min_budget_tokens
+        start = self.prompt.uncounted_tokens + self.settings.policy.min_budget_tokens
         if self.kv.last is not None:
             start = max(start, self.kv.last.logical_tokens)
         return start + self.settings.policy.params.interval - AHEAD_TOKENS
@@ -373,7 +383,7 @@ class RequestState:
         elif settings.policy.needs_attention:
             return first
         if settings.kv_reuse == "budget":  # the next turn may evict before it has as many
-            first = min(first, self.request_tokens - window)
+            first = min(first, self.prompt.tokens - window)
         return first
 
     @property

@@ -20,7 +20,7 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
     """
     report = state.report
     count_prompt = state.settings.policy.params.count_prompt
-    full = generated + (state.prompt_tokens if count_prompt else 0)
+    full = generated + (state.prompt.uncounted_tokens if count_prompt else 0)
     summary = {
         "policy": state.settings.policy.name,
         "kv_budget": state.settings.kv_budget,

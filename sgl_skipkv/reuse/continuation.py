@@ -64,7 +64,8 @@ def continue_history(
         unsent_tokens=history.unsent_tokens,
         recorded_tokens=0 if recordings is None else recordings.recorded_tokens,
     )
-    state.request_tokens = state.prompt_tokens = state.sent_tokens + history.unsent_tokens
+    prompt = state.prompt
+    prompt.tokens = prompt.uncounted_tokens = prompt.sent_tokens + history.unsent_tokens
     state.kv = KVState(
         tracked_tokens=state.kv.tracked_tokens + history.unsent_tokens,
         evicted_tokens=history.evicted_tokens,
@@ -73,7 +74,8 @@ def continue_history(
     )
     if recordings is None:
         return
-    state.prompt_tokens, state.earlier_compactions = history.prompt_tokens, recordings.compactions
+    prompt.uncounted_tokens = history.prompt_tokens
+    prompt.earlier_compactions = recordings.compactions
     state.kv.statistics, state.kv.recorded_tokens = dict(recordings.statistics), cut
     generated = cut - history.prompt_tokens
     tracker.resume([span for span in recordings.closed if span[1] <= generated], generated)
@@ -88,7 +90,7 @@ def continue_history(
     continued.recorded = recordings.recorded
     # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
     # steps evict, and the first generated token comes from the prefill.
-    last_row_tokens = state.request_tokens - history.evicted_tokens + max_new_tokens
+    last_row_tokens = prompt.tokens - history.evicted_tokens + max_new_tokens
     continued.copies = max_new_tokens > 1 and state.may_be_due_until(last_row_tokens)
 
 
@@ -126,9 +128,9 @@ def history_of(
         left.tokens,
         sent_tokens(state, left),
         key,
-        own_prompt_tokens=state.sent_tokens,
+        own_prompt_tokens=state.prompt.sent_tokens,
         edge_tokens=0 if left.thought is None else left.thought.edge_tokens,
-        prompt_tokens=state.prompt_tokens,
+        prompt_tokens=state.prompt.uncounted_tokens,
         last=state.kv.last,
         recordings=recordings,
     )
@@ -140,4 +142,4 @@ def sent_tokens(state: RequestState, left: Left) -> array[int]:
     if not state.unsent_tokens + thought_tokens:
         return left.tokens
     prompt = left.prompt[: len(left.prompt) - opener_tokens]
-    return prompt + left.tokens[state.request_tokens + thought_tokens :]
+    return prompt + left.tokens[state.prompt.tokens + thought_tokens :]

@@ -265,7 +265,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         admission._copied_tokens: {
             "the copy of a history is not paid for": (
-                "return continued.row_tokens - state.prompt_tokens",
+                "return continued.row_tokens - state.prompt.uncounted_tokens",
                 "return 0",
             ),
         },

@@ -83,7 +83,7 @@ class TurnBooks:
             )
         closed = tuple(span for span in talk.closed if span[1] <= cut)
         expected = (talk.prompt_tokens, talk.compactions)
-        if (state.prompt_tokens, state.earlier_compactions) != expected:
+        if (state.prompt.uncounted_tokens, state.prompt.earlier_compactions) != expected:
             return None
         if state.settings.policy.needs_sentences and self._closed_first(req, cut) != closed:
             return None

@@ -53,7 +53,7 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), output_ids=[])
-    state = SimpleNamespace(prompt_tokens=0, request_tokens=0)
+    state = SimpleNamespace(prompt=SimpleNamespace(uncounted_tokens=0, tokens=0))
     layers[1].k_scale_float = 0.5  # after the binding was made, as new weights bring it
     scales = [1.0, 0.5 if backend == "triton" else 1.0]
     for layer, scale in zip(layers, scales, strict=True):
