@@ -61,7 +61,9 @@ def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:
         if ours and (echoes(message, body.text) or len(message) > 700):
             return f"echoes too much: {shown}"
     elif body.path == "/generate" and not text.startswith("data: "):
-        if not describes(json.loads(text)["meta_info"].get("skipkv"), verdict.settings):
+        parsed = json.loads(text)
+        answer_of_one = parsed[0] if isinstance(parsed, list) else parsed
+        if not describes(answer_of_one["meta_info"].get("skipkv"), verdict.settings):
             return f"expected {verdict.settings}: {shown}"
     return None
 
