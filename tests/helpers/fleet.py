@@ -192,7 +192,9 @@ def tiny_vector(layer: int) -> SteeringVector:
     return SteeringVector(5 * torch.randn(64, generator=draw), whence)
 
 
-def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> Addition | None:
+def addition(
+    name: str, call: Mapping[str, Any], output_ids: Sequence[int], **how: bool
+) -> Addition | None:
     """What the definition adds to a call of this server; None for one that is not steered."""
     layer, alpha_0 = SPECS[name].steering_layer, call.get("steering", False)
     if alpha_0 is False:
@@ -200,7 +202,7 @@ def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> A
     assert layer is not None
     delimiters = {PIECES.index(piece) for piece in LINE_ENDS}
     keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
-    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, delimiters, keywords)
+    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, delimiters, keywords, **how)
     return Addition(layer, tiny_vector(layer).values, factors)
 
 
