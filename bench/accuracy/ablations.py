@@ -22,12 +22,14 @@ from bench.lib.sweep import Cell
 TIGHT, LOOSE = 0.15, 0.25
 BASE = {"interval": 32}
 SENTENCES = {**BASE, "tau": 0.85}
+# What is left of skipkv+ when it scores nothing: recent tokens, and what stands before a delimiter.
+NO_SCORE = {**BASE, "tau": 1.0, "sigma": 0.0, "threshold": 1.0}
 Setting = tuple[str, float, dict[str, Any]]
 """Policy, budget as a share of the mean trace, parameters."""
 
 
 def components() -> list[Setting]:
-    """(a) tokens only, then sentences, then what skipkv+ adds, one by one."""
+    """(a) tokens only, then sentences, then what skipkv+ adds, one by one; that without scores."""
     return [
         (policy, share, params)
         for share in (TIGHT, LOOSE)
@@ -38,6 +40,7 @@ def components() -> list[Setting]:
             ("skipkv+", {**SENTENCES, "ending": 0}),
             ("skipkv+", {**SENTENCES, "recent": 0}),
             ("skipkv+", SENTENCES),
+            ("skipkv+", NO_SCORE),
         )
     ]
 

@@ -100,12 +100,18 @@ def components() -> str:
         ("skipkv+", (("ending", 0),)): "+ recent tokens (`skipkv+`, `ending` 0)",
         ("skipkv+", (("recent", 0),)): "+ endings, no recent tokens (`skipkv+`, `recent` 0)",
         ("skipkv+", ()): "+ both (`skipkv+`)",
+        ("skipkv+", (("sigma", 0), ("tau", 1), ("threshold", 1))): (
+            "both without any score (`skipkv+`, `tau` 1, `sigma` 0, `threshold` 1)"
+        ),
     }
 
     def label(row: Row) -> str | None:
         params = parameters(row)
-        base = params.pop("interval", None) == 32 and params.pop("tau", 0.85) == 0.85
-        return names.get((row["policy"], tuple(params.items()))) if base else None
+        if params.pop("interval", None) != 32:
+            return None
+        if params.get("tau") == 0.85:
+            del params["tau"]
+        return names.get((row["policy"], tuple(params.items())))
 
     return ablation(label, "what decides")
 

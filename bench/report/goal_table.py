@@ -122,9 +122,25 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
             NONE,
             f"{load.value('L8', 'identical answers: without a budget, beside conversations')}, all",
         ),
+        (
+            "G15 everything at once: requests; calls that ended unasked; known answers without a "
+            "budget, of them identical",
+            *load.both("L9", "{}; {}; {}, {}", *MIXED, *KNOWN),
+        ),
+        (
+            "G16 known answers with a budget, not recomputed, among all that; of them identical",
+            NONE,
+            "{}, {}".format(*(load.value("L9", name) for name in KNOWN_BUDGETED)),
+        ),
     ]
 
 
+MIXED = ("requests", "calls that ended unasked")
+KNOWN = ("known answers without a budget", "identical answers: without a budget, in the storm")
+KNOWN_BUDGETED = (
+    "known answers with a budget",
+    "identical answers: with a budget, in the storm",
+)
 RETRACTED = ("retractions", "answers with a token or log-probability too few")
 REFUSED = (
     "wrong values sent",

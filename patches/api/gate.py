@@ -1,4 +1,4 @@
-"""Reads and validates a request's keys, for every API.
+"""Reads and validates a request's keys, and validates its token ids, for every API.
 
 The keys may be in ``sampling_params`` or in its ``custom_params``. They are passed on as
 ``custom_params``, the only field that SGLang's own types let through.
@@ -6,7 +6,7 @@ The keys may be in ``sampling_params`` or in its ``custom_params``. They are pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,3 +81,34 @@ def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> dict[str, 
     if keys:
         gate_of(manager).check(keys)
     return keys
+
+
+def check_ids(
+    manager: Any,
+    keys: Mapping[str, Any],
+    params: Mapping[str, Any],
+    input_ids: Iterable[Any] | None,
+) -> None:
+    """Refuse token ids outside the vocabulary, with which SGLang's scheduler ends, for all clients.
+
+    Checked is every request where eviction was enabled at start, and elsewhere what brings one of
+    our keys: on other requests of such a server the plugin changes nothing.
+
+    Args:
+        keys: ours.
+        params: the sampling parameters without them.
+
+    Raises:
+        SettingError: an id is no integer or outside the vocabulary.
+    """
+    if not (keys or gate_of(manager).config.enabled):
+        return
+    params = {**(manager.preferred_sampling_params or {}), **params}
+    # Only with min_new_tokens does SGLang index a tensor by them.
+    stop_ids = params.get("stop_token_ids") if params.get("min_new_tokens") else None
+    vocab_size = manager.model_config.vocab_size
+    for field, ids in (("input_ids", input_ids), ("stop_token_ids", stop_ids)):
+        for one in () if ids is None else ids:
+            if not (hasattr(one, "__index__") and 0 <= one < vocab_size):
+                expected = f"token ids in [0, {vocab_size})"
+                raise SettingError(field, expected, one, "integers of the model's vocabulary")

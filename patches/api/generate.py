@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import collect_keys, gate_of
+from sgl_skipkv.patches.api.gate import check_ids, collect_keys, gate_of
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
+
+#: whose places among the ids may be marked with any number
+_MEDIA = ("image_data", "video_data", "audio_data")
 
 
 def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
     """AROUND ``generate_contract_error``: check the body without our keys, then our keys.
 
-    A stream answers 200 before the tokenizer manager sees the request, so keys are checked here,
-    where a wrong one can still get 400. A text prompt is not tokenized yet, so its length is
-    unknown.
+    A stream answers 200 before the tokenizer manager sees the request, so keys and token ids are
+    checked here, where a wrong one can still get 400. A text prompt is not tokenized yet, so its
+    length is unknown.
     """
     if not isinstance(body, Mapping):
         return original(body)
@@ -33,21 +37,22 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
         if error is None and body.get("stream"):
             from sglang.srt.entrypoints import http_server
 
-            gate = gate_of(http_server._global_state.tokenizer_manager)
-            lengths = _prompt_tokens(body.get("input_ids"))
-            for i, (_, keys) in enumerate(split):
-                settings = gate.check(keys)
+            manager = http_server._global_state.tokenizer_manager
+            prompts = _prompts(body.get("input_ids"))
+            for i, (without_keys, keys) in enumerate(split):
+                own = prompts[i : i + 1] if isinstance(params, list) else prompts
+                if not any(map(body.get, _MEDIA)):
+                    check_ids(manager, keys, without_keys or {}, itertools.chain(*own))
+                settings = gate_of(manager).check(keys)
                 if settings is not None:
-                    prompts = lengths[i : i + 1] if isinstance(params, list) else lengths
-                    settings.check_prompt(max(prompts, default=0))
+                    settings.check_prompt(max(map(len, own), default=0))
     except ValueError as wrong:
         return str(wrong)
     return error
 
 
-def _prompt_tokens(input_ids: Any) -> list[int]:
-    """Length of each prompt of token ids; empty for any other input, which SGLang validates."""
-    if not isinstance(input_ids, list) or not input_ids:
+def _prompts(input_ids: Any) -> list[list[int]]:
+    """Each prompt of token ids; empty for any other input. SGLang has validated their types."""
+    if not input_ids:
         return []
-    prompts = input_ids if isinstance(input_ids[0], list) else [input_ids]
-    return [len(prompt) if isinstance(prompt, list) else 0 for prompt in prompts]
+    return input_ids if isinstance(input_ids[0], list) else [input_ids]

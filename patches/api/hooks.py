@@ -74,4 +74,9 @@ API_HOOKS: tuple[Hook, ...] = (
         "api.meta_info:unwrap_meta_info",
         "meta_info['skipkv'] is one object",
     ),
+    around(
+        "managers.tokenizer_manager.TokenizerManager._handle_abort_req(self, recv_obj)",
+        "api.meta_info:report_aborted",
+        "a request that ends while it waits reports meta_info['skipkv'] too",
+    ),
 )

@@ -1,7 +1,10 @@
-"""``meta_info["skipkv"]`` in the main process: the streamed list becomes one object."""
+"""``meta_info["skipkv"]`` in the main process: the streamed list becomes one object, and a request
+that ended while it waited gets its own."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 from sgl_skipkv.request.summary import META_KEY
@@ -21,3 +24,13 @@ def unwrap_meta_info(
     values = state.customized_info_accumulated.pop(META_KEY)
     if values:
         meta_info[META_KEY] = values[-1]
+
+
+def report_aborted(original: Callable[..., None], manager: Any, recv_obj: Any) -> None:
+    """AROUND ``TokenizerManager._handle_abort_req``: the summary of ``engine.output.send_summary``
+    becomes an object of the answer."""
+    summary = (recv_obj.finished_reason or {}).pop(META_KEY, None)
+    state = manager.rid_to_state.get(recv_obj.rid)
+    original(manager, recv_obj)
+    if summary is not None and state is not None:
+        state.out_list[-1]["meta_info"][META_KEY] = json.loads(summary)

@@ -1,22 +1,32 @@
-"""The tokenizer manager validates each request's keys and passes them on as ``custom_params``."""
+"""The tokenizer manager validates each request's keys and token ids, whichever API it came by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_skipkv.patches.api.gate import collect_keys, gate_of
+from sgl_skipkv.patches.api.gate import check_ids, collect_keys, gate_of
 
 
 def move_keys(
-    manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
+    manager: Any,
+    obj: Any,
+    input_text: Any,
+    input_ids: Any,
+    input_embeds: Any = None,
+    mm_inputs: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """BEFORE ``TokenizerManager._create_tokenized_object``: validate the keys, pass them on."""
+    """BEFORE ``TokenizerManager._create_tokenized_object``: validate the keys and pass them on as
+    ``custom_params``; validate the ids."""
     sampling_params = getattr(obj, "sampling_params", None)
     if not isinstance(sampling_params, Mapping):
         return
     rest, keys = collect_keys(sampling_params)
     gate = gate_of(manager)
+    if mm_inputs is None:  # the place of an image among the ids may be marked with any number
+        check_ids(manager, keys, rest, input_ids)
     if rest.keys() != sampling_params.keys():  # also drops keys that are None: SGLang rejects them
         obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
+from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import row_ids
 from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
 from sgl_skipkv.request.state import RequestState
@@ -87,15 +88,18 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     return torch.cat([shared, slots]) if matched else slots
 
 
-def drop_backup(result: None, scheduler: Any, abort_req: Any, req: Any) -> None:
-    """AFTER ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed, and
-    the recordings of a history that it would have continued.
+def drop_backup(scheduler: Any, abort_req: Any, req: Any) -> None:
+    """BEFORE ``Scheduler.send_abort_output``: a waiting request ends, so its backup is freed, and
+    the recordings of a history that it would have continued. Its summary goes with the message.
 
     SGLang may keep the request itself, as the chunked request of a finished batch.
     """
     state = state_of(req)
     if state is not None:
         state.offloaded.backup = state.reuse.continued = None
+        if state.report.summary is None:
+            state.runtime.close(state, 0, req.output_ids, "abort")
+        send_summary(abort_req, state.report.summary)
 
 
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:

@@ -98,10 +98,10 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.backup:restore_row",
         "restore the row of a request from its backup in host memory",
     ),
-    after(
+    before(
         "managers.scheduler.Scheduler.send_abort_output(self, abort_req, req)",
         "engine.backup:drop_backup",
-        "free the backup of a request that ends while it waits",
+        "free the backup of a request that ends while it waits, and report its summary",
     ),
     around(
         "managers.scheduler.Scheduler.pause_generation(self, recv_req)",

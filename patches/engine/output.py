@@ -6,6 +6,7 @@ once, with the last chunk of the request, and the main process unwraps it.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import mixed_in, state_of
@@ -42,3 +43,11 @@ class _ReportingStreamer:
 def _summary(req: Any) -> dict[str, Any] | None:
     state = state_of(req)
     return state.report.summary if state is not None and req.finished() else None
+
+
+def send_summary(abort_req: Any, summary: dict[str, Any] | None) -> None:
+    """Send the summary of a request that ends while it waits: as text in the reason, because the
+    message has no field for an object. Without a reason SGLang has this default."""
+    message = abort_req.abort_message or "Abort in waiting queue"
+    reason = abort_req.finished_reason or {"type": "abort", "message": message}
+    abort_req.finished_reason = {**reason, META_KEY: json.dumps(summary)}

@@ -292,7 +292,11 @@ class Runtime:
     def close(
         self, state: RequestState, row_tokens: int, output_ids: Sequence[int], reason: str | None
     ) -> None:
-        """Release a finished request, write its summary and its trace line."""
+        """Release a finished request, write its summary and its trace line.
+
+        Args:
+            row_tokens: 0 for a request that waits.
+        """
         peak_tokens = max(state.report.peak_budgeted_tokens, state.budgeted_tokens(row_tokens))
         state.report.peak_budgeted_tokens = peak_tokens
         self._read_back(state)
@@ -302,6 +306,9 @@ class Runtime:
         tracker = state.sentences.tracker
         tracker.feed(output_ids[max(tracker.seen_tokens - earlier_tokens, 0) :])
         state.report.summary = summarise(state, generated, output_ids)
+        if not row_tokens:
+            never_ran = () if output_ids else ("full_kv_tokens",)
+            state.report.summary |= dict.fromkeys(("kv_tokens", *never_ran), 0)
         if self._trace is not None:
             self._trace.write(
                 "finish",

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import requests
 from hostile_bodies import plain_body
 from hostile_client import refusal
 from servers import Server
+from tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
@@ -105,6 +107,20 @@ def test_ids_that_use_up_a_counted_budget(server: Server, stream: bool) -> None:
     server.post("/generate", {**body, "input_ids": [ids, [5] * 8]})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_ids_outside_the_vocabulary(server: Server, path: str, stream: bool) -> None:
+    """Each of these ends the scheduler of SGLang without the plugin. No key of ours is needed."""
+    for wrong in (-1, VOCAB_SIZE, 2**31, 2**62):
+        for ids in ([5, wrong], [[5], [6, wrong]]):
+            body = plain_body(path, {}, prompt=ids, stream=stream)
+            assert_refused(server, "input_ids", body, path)
+        least = "min_new_tokens" if path == "/generate" else "min_tokens"
+        params = {"stop_token_ids": [5, wrong], least: 1}
+        assert_refused(server, "stop_token_ids", plain_body(path, params, stream=stream), path)
+    server.post(path, plain_body(path, {}, prompt=[VOCAB_SIZE - 1]))
+
+
 def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
     session = server.post("/open_session", {"capacity_of_str_len": 1000})
     try:
@@ -126,6 +142,17 @@ def test_the_name_of_a_session_changes_nothing(server: Server) -> None:
     params = {"max_new_tokens": 40, "ignore_eos": True, "kv_budget": 16}
     body = {"text": "abc", "sampling_params": params, "session_id": "a user's"}
     assert server.post("/generate", body)["meta_info"]["skipkv"]["kv_budget"] == 16
+
+
+def test_sglang_checks_its_own_parameters_late_in_a_stream(server: Server) -> None:
+    """As docs/settings.md says. A key of ours beside them is refused before."""
+    body = plain_body("/generate", {"max_new_tokens": -3}, stream=True)
+    answer = requests.post(server.url + "/generate", json=body, timeout=60)
+    assert answer.status_code == 200 and "max_new_tokens must be at least 0" in answer.text
+    assert "max_new_tokens must be" in refusal(server, "/generate", {**body, "stream": False})
+    assert_generate_refuses(
+        server, "kv_budget", {"max_new_tokens": -3, "kv_budget": 0}, stream=True
+    )
 
 
 def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:

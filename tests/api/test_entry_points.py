@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -264,6 +265,7 @@ def test_preferred_parameters_of_the_operator() -> None:
     gate = Gate(ServerConfig(), Readiness((), enabled=False))
     theirs = {"temperature": 0.5, "custom_params": {"theirs": 1}}
     manager = SimpleNamespace(skipkv=gate, preferred_sampling_params=theirs)
+    manager.model_config = SimpleNamespace(vocab_size=7)
     for params, custom in (
         ({"kv_budget": 64}, {"theirs": 1, "kv_budget": 64}),
         ({"kv_budget": 64, "custom_params": {"own": 2}}, {"own": 2, "kv_budget": 64}),
@@ -283,6 +285,22 @@ def test_preferred_parameters_of_the_operator() -> None:
     manager.preferred_sampling_params = {"custom_params": {"kv_bugdet": 64}}
     with pytest.raises(SystemExit, match="kv_bugdet: expected a key of a request"):
         open_gate(None, manager, started)
+
+
+def test_whose_ids_are_checked() -> None:
+    """Everybody's where eviction was enabled at start, elsewhere those of requests with a key."""
+    for settings, keys, checked in (
+        ({}, {}, False),
+        ({}, {"kv_budget": 64}, True),
+        ({"kv_interval": 16}, {}, True),
+    ):
+        gate = Gate(ServerConfig(**settings), Readiness((), enabled=bool(settings)))
+        manager = SimpleNamespace(skipkv=gate, preferred_sampling_params={"min_new_tokens": 1})
+        manager.model_config = SimpleNamespace(vocab_size=7)
+        for field, ids, stop_ids in (("input_ids", [7], []), ("stop_token_ids", [6], [-1])):
+            call = SimpleNamespace(sampling_params={**keys, "stop_token_ids": stop_ids})
+            with pytest.raises(ValueError, match=field) if checked else contextlib.nullcontext():
+                tokenizer.move_keys(manager, call, "", ids)
 
 
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:

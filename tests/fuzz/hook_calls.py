@@ -111,7 +111,7 @@ class HookCalls(HookObjects):
         obj = GenerateReqInput(
             sampling_params=params if self.draw.chance(0.95) else self.draw.odd()
         )
-        ids = self.draw.one(None, [], [5] * self.draw.count(CONTEXT))
+        ids = self.draw.one(None, [], [5] * self.draw.count(CONTEXT), [5, self.draw.odd()])
         tokenizer.move_keys(self.draw.one(*self.managers), obj, "", ids)
 
     def open_request(self) -> None:

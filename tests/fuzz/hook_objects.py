@@ -46,8 +46,9 @@ class HookObjects:
         gates = [{"skipkv": Gate(config, ready)} for config in CONFIGS]
         gates += [{"skipkv": Gate(PLAIN, unready)}, {}]
         preferred = (None, {}, {"custom_params": {"theirs": 1}})
+        model_config = SimpleNamespace(vocab_size=6)
         self.managers = [
-            SimpleNamespace(**gate, preferred_sampling_params=one)
+            SimpleNamespace(**gate, preferred_sampling_params=one, model_config=model_config)
             for gate in gates
             for one in preferred
         ]

@@ -256,7 +256,8 @@ class World(Loop):
         if req in self.waiting_queue:
             self.waiting_queue.remove(req)
             self.backed_up.pop(req.rid, None)
-            drop_backup(None, self, None, req)
+            abort = SimpleNamespace(finished_reason=None, abort_message=None)
+            drop_backup(self, abort, req)
         elif req is self.chunked_req:
             self.pending_chunk_abort = True
         elif not req.finished():

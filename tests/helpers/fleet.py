@@ -191,14 +191,16 @@ def tiny_vector(layer: int) -> SteeringVector:
     return SteeringVector(5 * torch.randn(64, generator=draw), whence)
 
 
-def addition(name: str, call: Mapping[str, Any], output_ids: Sequence[int]) -> Addition | None:
+def addition(
+    name: str, call: Mapping[str, Any], output_ids: Sequence[int], **how: bool
+) -> Addition | None:
     """What the definition adds to a call of this server; None for one that is not steered."""
     layer, alpha_0 = SPECS[name].steering_layer, call.get("steering", False)
     if alpha_0 is False:
         return None
     assert layer is not None
     keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
-    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, LINE_END_IDS, keywords)
+    factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, LINE_END_IDS, keywords, **how)
     return Addition(layer, tiny_vector(layer).values, factors)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 from hypothesis import strategies as st
+from tiny_models import VOCAB_SIZE
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import names
@@ -21,6 +22,7 @@ from sgl_skipkv.request.settings import RequestSettings, misspelt_keys, resolve_
 
 OPENAI = ("/v1/chat/completions", "/v1/completions")
 OLLAMA = ("/api/chat", "/api/generate")
+TAKE_IDS = ("/generate", "/v1/completions")
 PATHS = ("/generate", *OPENAI, "/v1/messages", *OLLAMA)
 PROMPT = "abc"
 PARAMETERS = (
@@ -84,6 +86,15 @@ _BUDGETED = st.builds(
 _OURS = st.one_of(_KEYS, _BUDGETED, _BUDGETED, _BUDGETED)
 _STRANGE = st.dictionaries(st.sampled_from(UNKNOWN), _NESTED, min_size=1, max_size=2)
 _RARELY = st.sampled_from([False] * 7 + [True])
+# A prompt of ids, two times in three with one that is wrong: for its value or for its type.
+_ID = st.integers(0, VOCAB_SIZE - 1)
+_WRONG_ID = st.sampled_from([-1, VOCAB_SIZE, 2**31, 2**62, -(2**31), 1.5, "x", None, [5], [[5]]])
+_PROMPT = st.builds(
+    lambda ids, wrong, nest: [[*ids, *wrong]] if nest else [*ids, *wrong],
+    st.lists(_ID, min_size=1, max_size=4),
+    st.one_of(st.just([]), st.tuples(_WRONG_ID), st.tuples(_WRONG_ID)),
+    st.booleans(),
+)
 
 
 @dataclass(frozen=True)
@@ -111,21 +122,25 @@ def bodies(draw: st.DrawFn) -> Body:
     if draw(_RARELY):
         holder = params.get("custom_params")
         (holder if isinstance(holder, dict) else params).update(draw(_STRANGE))
-    return Body(path, _text(path, params, stream=draw(_RARELY)))
+    prompt = PROMPT
+    if path in TAKE_IDS and draw(_RARELY):
+        prompt = draw(_PROMPT)
+    return Body(path, _text(path, params, prompt=prompt, stream=draw(_RARELY)))
 
 
 def plain_body(
     path: str,
     params: dict[str, Any],
     *,
-    prompt: str = PROMPT,
+    prompt: str | list[Any] = PROMPT,
     stream: bool = False,
     tokens: int = 1,
 ) -> dict[str, Any]:
     """The parameters where that API has them; what they do not say is valid and tiny."""
     if path == "/generate":
         params = {"max_new_tokens": tokens, **params}
-        return {"stream": stream, "text": prompt, "sampling_params": params}
+        field = "text" if isinstance(prompt, str) else "input_ids"
+        return {"stream": stream, field: prompt, "sampling_params": params}
     body: dict[str, Any] = {"stream": stream, "model": "default"}
     if path in ("/v1/completions", "/api/generate"):
         body["prompt"] = prompt
@@ -136,8 +151,8 @@ def plain_body(
     return {**body, "max_tokens": tokens, **params}
 
 
-def _text(path: str, params: dict[str, Any], *, stream: bool) -> bytes:
-    body = json.dumps(plain_body(path, params, stream=stream))
+def _text(path: str, params: dict[str, Any], **how: Any) -> bytes:
+    body = json.dumps(plain_body(path, params, **how))
     return _RAW_MARK.sub(lambda mark: RAW[int(mark[1])], body).encode()
 
 
@@ -184,14 +199,27 @@ def judge(body: Body, server: ServerConfig) -> Verdict:
     wrong += [f"{name}: expected a key of a request" for name in misspelt_keys(rest)]
     if generate:
         wrong += [f"unknown field `{key}`" for key in rest if key in UNKNOWN]
+    ids = parsed.get("input_ids" if generate else "prompt")
+    if isinstance(ids, list):
+        ids = ids[0] if isinstance(ids[0], list) else ids
+        wrong += _wrong_ids(ids, generate)
+    prompt_tokens = len(ids) if isinstance(ids, list) else len(PROMPT)
     settings = None
     try:
         settings = resolve_request(keys, server)
         if settings is not None:
-            settings.check_prompt(len(PROMPT))
+            settings.check_prompt(prompt_tokens)
     except SettingError as error:
         wrong.append(f"{error.field}: expected {error.expected}, got ")
     return Verdict(tuple(wrong), settings)
+
+
+def _wrong_ids(ids: list[Any], generate: bool) -> list[str]:
+    """SGLang refuses what is no list of integers, and counts what completions might have been."""
+    if any(type(one) is not int for one in ids):
+        return [_NOT_VALID] if generate else list("0123456789")
+    inside = all(0 <= one < VOCAB_SIZE for one in ids)
+    return [] if inside else ["input_ids: expected token ids in "]
 
 
 def echoes(message: str, sent: bytes, most: int = 80) -> bool:

@@ -61,7 +61,9 @@ def complaint(body: Body, verdict: Verdict, answer: Answer) -> str | None:
         if ours and (echoes(message, body.text) or len(message) > 700):
             return f"echoes too much: {shown}"
     elif body.path == "/generate" and not text.startswith("data: "):
-        summary, settings = json.loads(text)["meta_info"].get("skipkv"), verdict.settings
+        parsed = json.loads(text)
+        first, settings = parsed[0] if isinstance(parsed, list) else parsed, verdict.settings
+        summary = first["meta_info"].get("skipkv")
         told = summary and (summary.get("policy"), summary.get("kv_budget"))
         if told != (settings and (settings.policy.name, settings.kv_budget)):
             return f"expected {verdict.settings}: {shown}"

@@ -108,8 +108,14 @@ def steering_factors(
     gamma: float,
     delimiters: Set[int],
     keywords: Set[int],
+    *,
+    closing: bool = True,
 ) -> list[float]:
-    """The vector's factor at each generated token, by the definition, delimiter by delimiter."""
+    """The vector's factor at each generated token, by the definition, delimiter by delimiter.
+
+    Args:
+        closing: whether the sentence that a delimiter closes counts there, as it should.
+    """
     ends = [i for i, token in enumerate(output_ids) if token in delimiters]
     starts = [0, *(end + 1 for end in ends)]
     wandering = [
@@ -118,7 +124,7 @@ def steering_factors(
     ]
     factors = [0.0] * len(output_ids)
     for number, end in enumerate(ends):
-        factors[end] = alpha_0 + gamma * sum(wandering[: number + 1])
+        factors[end] = alpha_0 + gamma * sum(wandering[: number + closing])
     return factors
 
 

@@ -1,8 +1,9 @@
 """Load on the real server, with every check of SGLang on: what happens often, together, or rudely.
 
     python tests/load/load.py L0 L1 L2 L3 L4 L6 L8     # minutes each
-    python tests/load/load.py L5 L7                    # a quarter of an hour each
+    python tests/load/load.py L5 L7 L9                 # a quarter of an hour each, or more
     python tests/load/load.py L0 L5 --scale 0.02       # a trial
+    python tests/load/load.py L9 --scale 0.1           # of 60 seconds instead of 600
 
 One line per measured quantity, with its limit; ends with 1 if one is missed.
 """
@@ -28,6 +29,7 @@ sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "
 
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms
+from load_mixed import mixed
 from load_rows import Findings, Row
 from load_server import FAMILY
 from load_soak import kill, soak
@@ -38,7 +40,7 @@ from tiny_models import save_model
 JOBS: dict[str, Job] = {
     **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
     **{"L4": hostile, "L5": soak, "L6": long_output, "L7": kill},
-    "L8": conversations,
+    **{"L8": conversations, "L9": mixed},
 }
 
 

@@ -21,7 +21,7 @@ ABORT_AGAIN_S = 0.25
 
 @dataclass(frozen=True)
 class Call:
-    """One ``POST /generate``, greedy, of exactly ``tokens`` tokens.
+    """One ``POST /generate``, greedy, of exactly ``tokens`` tokens, unless ``keys`` say otherwise.
 
     Attributes:
         keys: further sampling parameters, ours among them.
@@ -47,6 +47,11 @@ class Call:
             **{"rid": rid, "input_ids": list(self.input_ids), "sampling_params": params},
             **{"return_logprob": self.logprobs, "stream": self.streams},
         }
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether it may end before ``tokens`` tokens."""
+        return bool({"stop", "regex"} & self.keys.keys())
 
     @property
     def streams(self) -> bool:
@@ -131,7 +136,9 @@ async def _ask(session: aiohttp.ClientSession, call: Call, rid: str) -> Outcome:
     outcome = Outcome(call, "finished", answer=samples[0], samples=samples, error=str(reasons))
     if any(reason["type"] == "abort" for reason in reasons):
         outcome.ended = "aborted"
-    elif not call.streams and any(len(one["output_ids"]) != call.tokens for one in samples):
+    elif not call.streams and any(
+        len(one["output_ids"]) != call.tokens for one in samples if not call.may_stop
+    ):
         outcome.ended = "failed"
     return outcome
 

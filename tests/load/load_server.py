@@ -63,6 +63,7 @@ class LoadServer(Server):
             arguments += ["--steering-vector", str(folder / "vector.safetensors")]
             arguments += ["--steering-gamma", str(STEERING_GAMMA)]
         super().__init__(model, folder, arguments, plugin=plugin, env=environment)
+        self.evicts = plugin
 
     def ready(self, findings: Findings) -> str:
         """Its address, once it answers."""

@@ -223,11 +223,11 @@ class Crowd:
 
 
 def _phase(outcome: Outcome, events: dict[str, list[Event]]) -> str:
-    """Where an aborted request was, by the trace."""
+    """Where an aborted request was, by SGLang's reason and the trace."""
+    if "waiting queue" in outcome.error:
+        return "waiting"
     own = events[outcome.answer["meta_info"]["id"]]
     ended = [event for event in own if event["event"] == "finish"]
-    if not ended:
-        return "waiting"
     generated = len(ended[0]["output_ids"])
     if not generated:
         return "prefill"

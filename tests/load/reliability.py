@@ -34,7 +34,7 @@ LANES: tuple[tuple[Command, ...], ...] = (
         ("tests/fuzz/fuzz.py", "--planted", "--workers", "1"),
         ("tests/fuzz/fuzz_hooks.py", "--calls", "1000000"),
     ),
-    tuple(("tests/load/load.py", name) for name in ("L5", "L6", "L7", "L8")),
+    tuple(("tests/load/load.py", name) for name in ("L5", "L6", "L7", "L8", "L9")),
 )
 ALONE: tuple[Command, ...] = tuple(("tests/load/load.py", f"L{number}") for number in range(5))
 console = Console()

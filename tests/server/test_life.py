@@ -180,6 +180,34 @@ def test_aborts_leak_nothing(server: Server) -> None:
     assert server.used_tokens() == 0
 
 
+def test_an_abort_of_a_waiting_request_reports_zeros(server: Server) -> None:
+    """Two requests fill the pool, so a third waits."""
+
+    def run(rid: str, **keys: Any) -> dict[str, Any]:
+        return server.generate(prompt_ids(rid, 30), 4000, rid=rid, **keys)
+
+    def wait_for(count: str, requests: int) -> None:
+        while server.get("/v1/loads?include=core")["loads"][0][count] != requests:
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(run, f"fills-{i}") for i in range(2)]
+        wait_for("num_running_reqs", 2)
+        counted = {"count_prompt": True}
+        waiting = pool.submit(run, "waits", kv_budget=4000, kv_params=counted, steering=1.0)
+        wait_for("num_waiting_reqs", 1)
+        server.post("/abort_request", {"rid": "waits"})
+        meta_info = waiting.result()["meta_info"]
+        server.post("/abort_request", {"abort_all": True})
+    assert meta_info["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    summary = meta_info["skipkv"]
+    assert summary.pop("policy") == "skipkv" and summary.pop("kv_budget") == 4000
+    assert summary.pop("steering_alpha") == 1.0
+    assert set(summary.values()) == {0} and summary.keys() > {"kv_tokens", "peak_kv_tokens"}
+    assert server.events("waits")[-1]["finish_reason"] == "abort"
+    assert all("skipkv" not in one.result()["meta_info"] for one in running)
+
+
 def test_disconnects_leak_nothing(server: Server) -> None:
     for i in range(6):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)

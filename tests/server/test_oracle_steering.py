@@ -15,9 +15,14 @@ from fleet import DEFAULTS_BY_FLAG, STEERING_GAMMA, Fleet, addition
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import VOCAB_SIZE, prompt_ids
 
+from sgl_skipkv.config import ServerConfig
+
 pytestmark = pytest.mark.server
 
-LOGPROB_TOLERANCE = 2e-3
+# A tenth of what the other oracles allow, so that a sentence too few is seen.
+LOGPROB_TOLERANCE = 2e-4
+# As many times the default gamma as the servers have.
+STRONGER = STEERING_GAMMA / ServerConfig().steering_gamma
 TOKENS = 150
 # server -> family; the vector sits on layer 2 (the last), 0 and 1
 FAMILIES = {"qwen2, no overlap": "qwen2", "llama": "llama", "qwen3, no overlap": "qwen3"}
@@ -69,6 +74,10 @@ def test_every_token_is_the_argmax_of_the_steered_forward(steered, answers, orac
         if added is None:
             assert not {"steering_alpha", "nonexecution_sentences"} & info.keys()
             continue
+        # Nor may the closing sentence be left out of N_o, at the default gamma either.
+        late = addition(name, call, answer["output_ids"], closing=False)
+        others = oracle(FAMILIES[name]).judge(*sides, events, late).logprobs.tolist()
+        assert logprob_gap(answer, others) > STRONGER * LOGPROB_TOLERANCE, call["rid"]
         # The oracle without the addition objects: the vector is strong enough to be seen.
         assert call["steering"] == 0 or oracle(FAMILIES[name]).judge(*sides, events).wrong
         count = round((max(added.factors, key=abs) - call["steering"]) / STEERING_GAMMA)

@@ -94,14 +94,15 @@ ENGINE_SCRIPT = """
         params = {"max_new_tokens": 90, "temperature": 0, "ignore_eos": True}
         prompt = [5, 6, 7, 8, 9, 10, 11, 12]
         out = {"errors": []}
-        def call(**keys):
-            answer = engine.generate(input_ids=prompt, sampling_params={**params, **keys})
+        def call(ids=prompt, **keys):
+            answer = engine.generate(input_ids=ids, sampling_params={**params, **keys})
             return answer["meta_info"].get("skipkv")
         out["default"] = call()
         out["own"] = call(kv_budget=20, kv_policy="random")
         out["off"] = call(kv_policy="full")
         out["custom"] = call(custom_params={"kv_budget": 48})
-        for keys in ({"kv_budget": 0}, {"kv_budget": 513}, {"kv_policy": "x"}, {"steering": 1.0}):
+        keys = ({"kv_budget": 0}, {"kv_budget": 513}, {"kv_policy": "x"}, {"steering": 1.0})
+        for keys in (*keys, {"ids": [5, -1]}, {"ids": [5, 6.5]}, {"ids": [[5], [10**6]]}):
             try:
                 call(**keys)
             except ValueError as error:
@@ -139,5 +140,5 @@ def test_engine_takes_its_settings_from_the_environment(model_folder: Any, tmp_p
     assert out["off"]["evicted_tokens"] == 0
     assert (out["custom"]["policy"], out["custom"]["kv_budget"]) == ("streaming", 48)
     fields = [message.split(":")[0] for message in out["errors"]]
-    assert fields == ["kv_budget", "kv_budget", "kv_policy", "steering"]
+    assert fields == ["kv_budget", "kv_budget", "kv_policy", "steering", *["input_ids"] * 3]
     assert all("expected" in m and ", got " in m and "choices" in m for m in out["errors"])
