@@ -17,7 +17,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
-from sgl_skipkv.policy.base import AttentionOver, Policy
+from sgl_skipkv.policy.base import AttentionOver, Policy, Steps
 from sgl_skipkv.policy.batched_scores import paged_at
 from sgl_skipkv.recording.recorder import Recorder
 
@@ -33,12 +33,9 @@ def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -
         together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
         steps = [len(_steps(due)) for due in together]
-        tracked = policy.track(
-            _statistics(policy, together, recorder.device),
-            replayed_attention(together, steps, recorder, scale, policy.attention_over),
-            _step_positions(together, recorder.device),
-            lengths,
-        )
+        attention = replayed_attention(together, steps, recorder, scale, policy.attention_over)
+        seen = Steps(attention, _step_positions(together, recorder.device), lengths)
+        tracked = policy.track(_statistics(policy, together, recorder.device), seen)
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
         for i, due in enumerate(together):
             due.state.kv.statistics = {name: values[i] for name, values in parts.items()}
@@ -99,7 +96,7 @@ def replayed_attention(
     scale: float,
     over: AttentionOver = "mean",
 ) -> Tensor:
-    """float32 [most steps, tokens of all requests], as ``Policy.track`` takes it.
+    """float32 [most steps, tokens of all requests], the attention of ``Steps``.
 
     Args:
         steps: of each request, how many of its last decode steps.
@@ -140,7 +137,7 @@ def _steps(due: Due) -> range:
 
 
 def _step_positions(requests: Sequence[Due], device: torch.device) -> Tensor:
-    """int64 [most steps, tokens of all requests], as ``Policy.track`` takes it."""
+    """int64 [most steps, tokens of all requests], the positions of ``Steps``."""
     spans = [*map(_steps, requests)]
     most, lengths = max(map(len, spans)), [due.row_tokens for due in requests]
     padded = [step for span in spans for step in (*span, *[-1] * (most - len(span)))]

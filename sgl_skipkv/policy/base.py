@@ -8,10 +8,9 @@ input gives the same scores, alone or in a batch.
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import AfterValidator, Field
@@ -29,6 +28,7 @@ def _odd(tokens: int) -> int:
 
 
 AttentionOver = Literal["mean", "group_max", "max"]
+Statistics = Mapping[str, Tensor]
 PoolWidth = Annotated[int, Field(ge=1, le=255), AfterValidator(_odd)]
 
 
@@ -182,7 +182,7 @@ class ScoreInput:
     scale: float
     sentences: Sentences | None
     seed: int
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
     location: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
@@ -194,7 +194,23 @@ class ScoreInput:
         return functools.reduce(torch.add, parts) / self.layers
 
 
-class Policy(ABC):
+class Steps(NamedTuple):
+    """A few decode steps of one or several requests, whose n tokens follow each other.
+
+    Attributes:
+        attention: float32 [T, n], as ``attention_over`` says, 0 for tokens of later steps.
+        steps: int64 [T, n], logical position of the query of each step of the token's request,
+            ascending. Requests with fewer steps than T have -1 in the last rows, and attention is 0
+            there.
+        lengths: tokens of each request.
+    """
+
+    attention: Tensor
+    steps: Tensor
+    lengths: Sequence[int]
+
+
+class Policy:
     """Base of all policies: its parameters, what it needs recorded during decoding, and its scores.
 
     A policy with ``needs_attention`` follows what each token received at every decode step. It says
@@ -255,13 +271,7 @@ class Policy(ABC):
         """
         return {}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """Statistics after a few decode steps, name -> float32 [n].
 
         The tokens may be those of several requests, one after the other. What a request's tokens
@@ -269,11 +279,6 @@ class Policy(ABC):
 
         Args:
             statistics: before them, [n] each, those of newly cached tokens included.
-            attention: float32 [T, n], as ``attention_over`` says, 0 for tokens of later steps.
-            steps: int64 [T, n], logical position of the query of each step of the token's request,
-                ascending. Requests with fewer steps than T have -1 in the last rows, and attention
-                is 0 there.
-            lengths: tokens of each request.
         """
         return dict(statistics)
 
@@ -285,6 +290,7 @@ class Policy(ABC):
         """
         return [self.scores(inputs) for inputs in requests]
 
-    @abstractmethod
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """float32 [n], one score per cached token, higher = keep."""
+        """float32 [n], one score per cached token, higher = keep. A policy has this method, or
+        ``scores_together``."""
+        return self.scores_together([inputs])[0]

@@ -15,14 +15,14 @@ recomputation after a retraction starts the credits anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.batched_scores import by_request
 
 _NEVER = -1e30
@@ -48,17 +48,11 @@ class Crystal(Policy):
         born = positions.float()
         return {"last_look": born, "credit": torch.zeros_like(born)}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """All steps at once: ``credit = sum over looks of decay ** (tau - t)``, the earlier ones
         among them by the credit that they left."""
         last, credit, decay = statistics["last_look"], statistics["credit"], self.params.decay
-        looks, times = attention > self.params.alpha, steps.float()
+        looks, times = seen.attention > self.params.alpha, seen.steps.float()
         newest = torch.maximum(last, torch.where(looks, times, -1.0).amax(dim=0))
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
         added = torch.where(looks, decay ** (newest - times), 0.0).cumsum(dim=0)[-1]
@@ -73,6 +67,3 @@ class Crystal(Policy):
         now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
         scores = credit.log() + (now - last) * math.log(self.params.decay)
         return by_request(torch.where(credit > 0, scores, _NEVER), requests)
-
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        return self.scores_together([inputs])[0]

@@ -12,7 +12,7 @@ of a prefill do not count; a recomputation after a retraction starts ``A`` anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.batched_scores import by_request, owners
 
 
@@ -48,15 +48,9 @@ class GKV(Policy):
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"attended": torch.zeros_like(positions, dtype=torch.float32)}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
-        recent = _of_highest(attention.cumsum(dim=0)[-1], lengths)
+        recent = _of_highest(seen.attention.cumsum(dim=0)[-1], seen.lengths)
         faded = statistics["attended"] * self.params.decay
         return {"attended": torch.maximum(faded, recent)}
 
@@ -66,9 +60,6 @@ class GKV(Policy):
         attended = torch.cat([one.statistics["attended"] for one in requests])
         repeated = _of_highest(torch.cat([self._redundancy(one) for one in requests]), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
-
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        return self.scores_together([inputs])[0]
 
     def _redundancy(self, inputs: ScoreInput) -> Tensor:
         """float32 [n], what a kernel has found, or the same in plain torch."""

@@ -10,12 +10,10 @@ sums anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.base import Policy, ScoreInput, Statistics, Steps
 
 
 class H2O(Policy):
@@ -31,15 +29,9 @@ class H2O(Policy):
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"received": torch.zeros_like(positions, dtype=torch.float32)}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
-        return {"received": statistics["received"] + attention.cumsum(dim=0)[-1]}
+        return {"received": statistics["received"] + seen.attention.cumsum(dim=0)[-1]}
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Attention received since birth."""

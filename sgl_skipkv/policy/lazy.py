@@ -13,13 +13,13 @@ activates nothing. The paper pins the last W tokens, W its interval: set ``windo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.batched_scores import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
@@ -36,19 +36,13 @@ class Lazy(Policy):
         born = positions.float()
         return {"last_active": born, "longest_gap": torch.zeros_like(born)}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """Eq. 1 of all steps at once: a gap is only known when the step that closes it comes."""
         last, longest = statistics["last_active"], statistics["longest_gap"]
         # A token's own first step is its birth, not a recurrence.
-        active = (attention > self.params.alpha) & (steps > last)
+        active = (seen.attention > self.params.alpha) & (seen.steps > last)
         # TS after every step, the one before the first included; where it rises, a gap ends.
-        stamps = torch.cat([last[None], torch.where(active, steps.float(), last)])
+        stamps = torch.cat([last[None], torch.where(active, seen.steps.float(), last)])
         last_after = stamps.cummax(dim=0).values
         gaps = last_after.diff(dim=0).amax(dim=0)
         return {"last_active": last_after[-1], "longest_gap": torch.maximum(longest, gaps)}
@@ -64,7 +58,3 @@ class Lazy(Policy):
         frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
         scores = likely + frequent * (longest > 0)
         return by_request(scores, requests)
-
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        """``H1 + H2`` of one request."""
-        return self.scores_together([inputs])[0]

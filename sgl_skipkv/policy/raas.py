@@ -10,14 +10,13 @@ one per step; the prefill activates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
 
 
 class RaaSParams(PolicyParams):
@@ -40,14 +39,8 @@ class RaaS(Policy):
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"last_active": positions.float()}
 
-    def track(
-        self,
-        statistics: Mapping[str, Tensor],
-        attention: Tensor,
-        steps: Tensor,
-        lengths: Sequence[int],
-    ) -> dict[str, Tensor]:
-        active = torch.where(attention > self.params.alpha, steps.float(), -1.0)
+    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+        active = torch.where(seen.attention > self.params.alpha, seen.steps.float(), -1.0)
         return {"last_active": torch.maximum(statistics["last_active"], active.amax(dim=0))}
 
     def scores(self, inputs: ScoreInput) -> Tensor:

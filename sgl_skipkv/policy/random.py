@@ -35,9 +35,6 @@ class Random(Policy):
         draws = torch.cat([self._draw(one) for one in requests])
         return by_request(to_device(draws, requests[0].positions.device), requests)
 
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        return self.scores_together([inputs])[0]
-
     def _draw(self, inputs: ScoreInput) -> Tensor:
         seed = zlib.crc32(f"{inputs.seed}:{self.params.seed}".encode())
         generator = torch.Generator().manual_seed(seed)

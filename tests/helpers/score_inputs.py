@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences
+from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences, Steps
 
 
 def score_input(
@@ -54,5 +54,5 @@ def with_statistics(policy: Policy, inputs: ScoreInput) -> ScoreInput:
     attention = attention.pow(4).tril(n - 20)
     statistics = policy.initial_statistics(inputs.positions)
     steps = inputs.positions[-20:, None].expand(20, n)
-    statistics = policy.track(statistics, attention / attention.sum(1, True), steps, [n])
+    statistics = policy.track(statistics, Steps(attention / attention.sum(1, True), steps, [n]))
     return dataclasses.replace(inputs, statistics=statistics)

@@ -13,7 +13,7 @@ from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
 from score_inputs import all_keys, score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
-from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.base import ScoreInput, Steps
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
 
@@ -144,7 +144,8 @@ def test_gkv_scores(sigma: float) -> None:
         ]
         joined = [x for part, one in zip(parts, new, strict=True) for x in (part, one["attended"])]
         statistics = policy.track(
-            {"attended": torch.cat(joined)}, attention, torch.ones(4, sum(now)).long(), now
+            {"attended": torch.cat(joined)},
+            Steps(attention, torch.ones(4, sum(now)).long(), now),
         )
         for r, own in enumerate(torch.split(attention.double().sum(0), now)):
             before = [*carried[r], *[0.0] * (now[r] - known[r])]
@@ -184,7 +185,7 @@ def test_crystal_scores() -> None:
     for cuts in ([steps], [120, 180], [8] * 37 + [4]):
         statistics = policy.initial_statistics(torch.zeros(n))
         for part, at in zip(attention.split(cuts), times.split(cuts), strict=True):
-            statistics = policy.track(statistics, part, at, [n])
+            statistics = policy.track(statistics, Steps(part, at, [n]))
         found = policy.scores(dataclasses.replace(inputs, statistics=statistics))
         assert found.tolist() == pytest.approx(exact, rel=1e-5, abs=1e-5)
     assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))
