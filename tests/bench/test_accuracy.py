@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from servers import Server
 from bench.accuracy import figure
 from bench.lib import grading, record
 from bench.lib import serving as lib_serving
+from bench.lib.forced import ForcedModel
 from bench.lib.sweep import Cell, Sweep
+from bench.reasoner.vocabulary import prompt_text
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,30 @@ def test_a_sweep_goes_on_where_it_was(
     answers = sweep_of(third, tmp_path, monkeypatch)._logged()
     tokens = [one["output_tokens"] for key, one in answers.items() if "|streaming|" in key]
     assert float(streaming["output_tokens"]) == pytest.approx(sum(tokens) / 2, abs=0.05)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("skipkv+", {}), ("rkv", {"coverage": 0.9}), ("h2o", {"fraction": 0.2}), ("rpc", {})],
+)
+def test_a_forced_trace_is_compacted_as_on_a_server(
+    fleet: Fleet, name: str, more: dict[str, Any]
+) -> None:
+    """A server's greedy answer, given to ``bench.lib.forced`` as the right trace: the same kept
+    sets, and no token that it would not have written."""
+    forced, server = ForcedModel(lib_serving.BUNDLED), fleet.ready("reasoner")
+    line = (lib_serving.BUNDLED / "heldout.jsonl").read_text().splitlines()[-1]
+    prompt = forced.tokenizer.encode(prompt_text(json.loads(line)["prompt"])).ids
+    parameters = {"interval": 32, **more}
+    keys = {"kv_budget": 200, "kv_policy": name, "kv_params": parameters}
+    answer = server.generate(prompt, 700, rid=f"forced-{name}", **keys)
+    found = forced.run([*prompt, *answer["output_ids"]], len(prompt), keys)
+    events = server.events(f"forced-{name}")
+    kept = [event["kept"] for event in events if event["event"] == "compact"]
+    assert len(kept) > 8 and found.kept == kept and found.wrong == []
+    held = answer["meta_info"]["skipkv"]["mean_kv_tokens"]
+    assert found.mean_kv_tokens == pytest.approx(held, abs=1)
 
 
 def test_a_setting_that_changed_is_another_cell() -> None:

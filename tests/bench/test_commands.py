@@ -29,6 +29,8 @@ Run = Callable[..., int]
 #: {out} is an empty folder, {traces} a file of one trace
 ALONE = {
     "accuracy.figure": "--out {out}",
+    "accuracy.forced": "--model-path {reasoner} --families chains --sizes short --problems 1 "
+    "--policies streaming rkv --shares 0.5 --workers 1",
     "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
     "accuracy.needed_tokens": "--problems 1",
     "conversation.figure": "--out {out}/conversation.svg",

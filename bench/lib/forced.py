@@ -1,0 +1,204 @@
+"""Right traces under a budget, without a server: which tokens the model would still write.
+
+The right trace is given, and the plugin's own ``Runtime`` compacts its row as a server's would.
+Between two compactions all tokens are computed in one forward pass over what is still cached. A
+greedy answer equals the right trace exactly if every token of it is the most likely one here, so
+one pass per interval says what a server needs one step per token for. ``tests/bench/
+test_forced.py`` compares kept sets with those of a real server.
+
+What it cannot say: whether an answer that deviates is right all the same, and anything sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from bench.reasoner.export import load_model
+from bench.reasoner.model import Block, rope_table
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.recording.recorder import ModelShape, Recorder
+from sgl_skipkv.recording.sentences import Delimiters
+from sgl_skipkv.request.settings import resolve_request
+from sgl_skipkv.request.state import RequestState
+
+ROW = 1
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What became of one trace.
+
+    Attributes:
+        wrong: positions of trace tokens that the model would not have written.
+        kept: logical positions in the row after each compaction.
+        mean_kv_tokens: that the request held of its own, over all steps.
+    """
+
+    wrong: list[int]
+    kept: list[list[int]]
+    mean_kv_tokens: float
+
+
+class ForcedModel:
+    """A bundled model and one request at a time.
+
+    Args:
+        folder: as ``bench.reasoner.export`` writes it.
+    """
+
+    def __init__(self, folder: Path, most_tokens: int = 8192) -> None:
+        self.model = load_model(folder)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        shape = self.model.shape
+        self.shape = ModelShape(shape.layers, shape.query_heads, shape.head_dim, shape.hidden)
+        texts = ((i, self.tokenizer.decode([i])) for i in range(shape.vocab))
+        self.delimiters = Delimiters(texts, shape.vocab)
+        self.cos, self.sin = rope_table(shape, most_tokens, torch.device("cpu"))
+
+    @torch.inference_mode()
+    def run(self, ids: Sequence[int], prompt_tokens: int, keys: Mapping[str, Any]) -> Forced:
+        """The trace under these keys of a request; the end of the turn is its last token."""
+        config = ServerConfig(retraction_backup_bytes=0, max_tracked_requests=1)
+        return _Run(self, config, ids, prompt_tokens, keys).result()
+
+
+class _Run:
+    def __init__(
+        self,
+        forced: ForcedModel,
+        config: ServerConfig,
+        ids: Sequence[int],
+        prompt_tokens: int,
+        keys: Mapping[str, Any],
+    ) -> None:
+        self.forced, self.ids, self.prompt_tokens = forced, list(ids), prompt_tokens
+        shape, cpu = forced.model.shape, torch.device("cpu")
+        size = (shape.layers, len(ids) + 1, shape.kv_heads, shape.head_dim)
+        self.keys, self.values = torch.zeros(size), torch.zeros(size)
+        self.req_to_token = torch.zeros(ROW + 1, len(ids) + 1, dtype=torch.int32)
+        self.recorder = Recorder(
+            forced.shape,
+            track_count=1,
+            query_window=config.query_window,
+            max_sentences=config.max_sentences,
+            delimiters=forced.delimiters,
+            dtype=torch.float32,
+            device=cpu,
+        )
+        self.recorder.use_rows(ROW + 1)
+        self.runtime = Runtime(
+            config,
+            recorder=self.recorder,
+            scale=shape.head_dim**-0.5,
+            pool_tokens=10**9,
+            kv_token_bytes=0,
+        )
+        settings = resolve_request(dict(keys), config)
+        assert settings is not None, "keys of a request that evicts"
+        self.state: RequestState = self.runtime.open("trace", settings, ids[:prompt_tokens])
+        self.runtime.admit(self.state, ROW, prompt_tokens)
+        self.runtime.start_recording(self.state)
+        self.row_tokens = self.kv_steps = 0
+        self.kept: list[list[int]] = []
+        self.wrong: list[int] = []
+
+    def result(self) -> Forced:
+        self._forward(self.prompt_tokens)
+        last = len(self.ids) - 1  # nothing follows the last token
+        while self.logical_tokens < last:
+            self._before_step()
+            start = self.row_tokens
+            steps = 1
+            while self.logical_tokens + steps < last and not self._acts(start + steps):
+                steps += 1
+            self.kv_steps += sum(range(start + 1, start + steps + 1)) - steps * self.prompt_tokens
+            self._forward(steps)
+        generated = last - self.prompt_tokens
+        return Forced(self.wrong, self.kept, self.kv_steps / generated)
+
+    @property
+    def logical_tokens(self) -> int:
+        return self.row_tokens + self.state.kv.evicted_tokens
+
+    def _acts(self, row_tokens: int) -> bool:
+        """Whether something happens before the decode step of a row of this length."""
+        state = self.state
+        return (
+            self.runtime.due(state, row_tokens)
+            or self.runtime.must_track(state, row_tokens)
+            or state.must_measure(row_tokens)
+        )
+
+    def _before_step(self) -> None:
+        """As ``compact_due_requests`` in ``patches/engine/batch.py``."""
+        state, due = self.state, self._due()
+        if self.runtime.due(state, self.row_tokens):
+            (done,) = self.runtime.compact([due], self.req_to_token)
+            (plan,) = done.plans
+            self.row_tokens -= plan.evicted_tokens
+            assert state.kv.last is not None
+            self.kept.append(state.kv.last.positions.tolist())
+        else:
+            if self.runtime.must_track(state, self.row_tokens):
+                self.runtime.track([due])
+            if state.must_measure(self.row_tokens):
+                self.runtime.measure([due])
+        assert state.failure is None, state.failure
+
+    def _due(self) -> Due:
+        rows = self.req_to_token[ROW, : self.row_tokens].long()
+        output = self.ids[self.prompt_tokens :]
+        return Due(self.state, self.row_tokens, output, lambda layer: self.keys[layer][rows])
+
+    def _forward(self, count: int) -> None:
+        """The next tokens in one pass; what each of them would have been followed by."""
+        first = self.logical_tokens
+        stop, n = first + count, self.row_tokens + count
+        # Every token has a slot of its own: position + 1.
+        self.req_to_token[ROW, self.row_tokens : n] = torch.arange(first + 1, stop + 1)
+        rows = self.req_to_token[ROW, :n].long()
+        ids, positions = torch.tensor(self.ids[first:stop]), torch.arange(first, stop)
+        visible = torch.arange(n) <= torch.arange(n - count, n)[:, None]
+        cos, sin = self.forced.cos[first:stop], self.forced.sin[first:stop]
+        model, tracked = self.forced.model, bool(self.state.held.track_id)
+        recording = self.recorder.decode_recording(torch.full((count,), ROW), positions)
+        x = model.embed(ids[None])
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            q, k, v = block.project(x, cos, sin)
+            self.keys[layer, rows[-count:]] = k[0].transpose(0, 1)
+            self.values[layer, rows[-count:]] = v[0].transpose(0, 1)
+            if tracked:
+                self._record(recording, layer, q[0].transpose(0, 1))
+            cached = (data[layer][rows].transpose(0, 1)[None] for data in (self.keys, self.values))
+            groups = block.shape.query_heads // block.shape.kv_heads
+            keys, values = (part.repeat_interleave(groups, dim=1) for part in cached)
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+            x = block.finish(x, attended)
+        hidden = model.norm_out(x)[0]
+        if tracked and self.state.settings.policy.needs_sentences and first >= self.prompt_tokens:
+            for i in range(count):  # one token per row and step
+                self.recorder.sentences.step(
+                    recording.tracks[:1], ids[i : i + 1], hidden[i : i + 1]
+                )
+        following = F.linear(hidden, model.embed.weight).argmax(-1).tolist()
+        for position, token in zip(range(first + 1, stop + 1), following, strict=True):
+            if position >= self.prompt_tokens and token != self.ids[position]:
+                self.wrong.append(position)
+        self.row_tokens = n
+
+    def _record(self, recording: Any, layer: int, q: Tensor) -> None:
+        """The last queries of the pass, as many as a ring has."""
+        window = self.recorder.queries.window
+        tracks, positions = recording.tracks[-window:], recording.positions[-window:]
+        self.recorder.queries.write(layer, tracks, positions, q[-window:])
