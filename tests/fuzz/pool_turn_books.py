@@ -43,10 +43,12 @@ class TurnBooks:
             return []
         rows = [
             (left, talk)
-            for left in self.left.values()
+            for history, left in self.left.items()
             if left.continues(namespace_of(req), req.origin_input_ids, cut)
-            # Another one may have as many tokens there: other thoughts, or none and more text.
+            # Another one may have as many tokens there: other thoughts, or none and more text. Or
+            # the same tokens, of which one history's have seen thoughts that the other's have not.
             and [*left.tokens[:cut]] == [*continued.tokens[:cut]]
+            and history.key[: continued.row_tokens] == continued.key
             and (talk := self._talk_behind(req, left, cut)) is not None
         ]
         assert rows, "a history that nobody left"
