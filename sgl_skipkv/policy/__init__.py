@@ -24,6 +24,8 @@ _POLICIES: Final[Mapping[str, str]] = {
     "gkv": "sgl_skipkv.policy.gkv:GKV",
     "crystal": "sgl_skipkv.policy.crystal:Crystal",
     "keydiff": "sgl_skipkv.policy.keydiff:KeyDiff",
+    "vase": "sgl_skipkv.policy.vase:VaSE",
+    "triattention": "sgl_skipkv.policy.triattention:TriAttention",
     "streaming": "sgl_skipkv.policy.streaming:Streaming",
     "random": "sgl_skipkv.policy.random:Random",
     "full": "sgl_skipkv.policy.full:Full",
