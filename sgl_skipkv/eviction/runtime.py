@@ -215,9 +215,8 @@ class Runtime:
         cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
         heads = key_numbers = 0
         if cache is not None:
-            heads = cache.heads
-            if any(one.state.settings.policy.joins_layers for one in due):
-                key_numbers = cache.layer[0].numel()
+            heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
+            key_numbers = layers * cache.layer[0].numel()
         done = []
         for compaction in self._in_parts(due, prepare, heads=heads, key_numbers=key_numbers):
             compaction.apply()

@@ -35,7 +35,7 @@ def split_to_fit(
         work_bytes: the limit; a request that needs more alone is a separate part.
         heads: KV heads of all layers, if kernels score them; else 0.
         steps: most decode steps of one request whose attention is replayed.
-        key_numbers: Hkv * d, if a policy gathers a layer; else 0.
+        key_numbers: Hkv * d, times the layers that a policy holds at once.
 
     Returns:
         indices of the requests, each once, in order.

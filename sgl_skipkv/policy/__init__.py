@@ -26,6 +26,7 @@ _POLICIES: Final[Mapping[str, str]] = {
     "keydiff": "sgl_skipkv.policy.keydiff:KeyDiff",
     "vase": "sgl_skipkv.policy.vase:VaSE",
     "triattention": "sgl_skipkv.policy.triattention:TriAttention",
+    "expected": "sgl_skipkv.policy.expected:Expected",
     "streaming": "sgl_skipkv.policy.streaming:Streaming",
     "random": "sgl_skipkv.policy.random:Random",
     "full": "sgl_skipkv.policy.full:Full",

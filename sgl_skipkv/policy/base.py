@@ -258,8 +258,9 @@ class Policy:
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
-    #: whether it gathers keys or values of all due requests by layer, where the cache is known
-    joins_layers: ClassVar[bool] = False
+    #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
+    #: gathers keys or values of all due requests, layer by layer
+    joins_layers: ClassVar[int] = 0
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 

@@ -9,7 +9,7 @@ themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -154,6 +154,27 @@ def padded_tokens(
     columns = (firsts[:, None] + every).clamp_max_(cache.req_to_token.shape[1] - 1)
     slots = cache.req_to_token[rows[:, None], columns].long()
     return CachedTokens(cache, slots), every < tokens[:, None]
+
+
+def unpadded(
+    scores: Mapping[int, Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput]
+) -> list[Tensor]:
+    """float32 [row tokens] of each request; 0 outside its span.
+
+    Args:
+        scores: request -> float32 [its tokens or more].
+    """
+    zeros = requests[0].positions.new_zeros(1, dtype=torch.float32)
+    pieces = [
+        piece
+        for i, (first, stop) in enumerate(spans)
+        for piece in (
+            zeros.expand(first),
+            scores[i][: stop - first],
+            zeros.expand(requests[i].positions.shape[0] - stop),
+        )
+    ]
+    return by_request(torch.cat(pieces), requests)
 
 
 def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:

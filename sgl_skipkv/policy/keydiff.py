@@ -32,7 +32,7 @@ class KeyDiff(Policy):
     name = "keydiff"
     keeps = "tokens whose keys are unlike the mean key"
     source = "KeyDiff, arXiv 2504.15364"
-    joins_layers = True
+    joins_layers = 1
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Of all requests from one gather per layer, where the cache is known."""

@@ -18,7 +18,7 @@ Means = tuple[Tensor, Tensor]
 TEXT = Path(__file__).with_name("plain_text.txt")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rotation:
     """The rotary embedding that a server's queries and keys went through.
 

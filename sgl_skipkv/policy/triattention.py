@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, to_device
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, of_like_lengths, padded_tokens
+from sgl_skipkv.policy.batched_scores import of_like_lengths, padded_tokens, unpadded
 from sgl_skipkv.policy.query_centres import QueryCentres
 
 _OFFSETS = tuple(1 << power for power in range(17))
@@ -52,7 +52,7 @@ class TriAttention(Policy):
     keeps = "what any head's mean query will look for"
     source = "TriAttention, arXiv 2604.04921"
     needs_centres = True
-    joins_layers = True
+    joins_layers = 1
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where the cache is known, of all requests of like lengths from one gather per layer."""
@@ -63,13 +63,7 @@ class TriAttention(Policy):
             together, own = [requests[i] for i in chosen], [spans[i] for i in chosen]
             tokens, inside = padded_tokens(together, own)
             found.update(zip(chosen, self._scores(together, own, tokens.keys, inside), strict=True))
-        window, zeros = self.params.window, requests[0].positions.new_zeros(1, dtype=torch.float32)
-        pieces = [
-            piece
-            for i, (first, stop) in enumerate(spans)
-            for piece in (zeros.expand(first), found[i][: stop - first], zeros.expand(window))
-        ]
-        return by_request(torch.cat(pieces), requests)
+        return unpadded(found, spans, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""

@@ -63,7 +63,7 @@ class VaSE(Policy):
     Params: ClassVar[type[PolicyParams]] = VaSEParams
     needs_queries = True
     needs_values = True
-    joins_layers = True
+    joins_layers = 1
     kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
     params: VaSEParams
 

@@ -32,13 +32,14 @@ AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads
 DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
-SPELLED_OUT += ("gkv", "crystal", "keydiff", "vase", "triattention")
+SPELLED_OUT += ("gkv", "crystal", "keydiff", "vase", "triattention", "expected")
 
 
 def score_tolerance(policy: str) -> float:
     """Of scores around 1e-3, float32 against float64; more of sums over many steps, and of larger
     scores."""
-    return 2e-5 if policy in ("h2o", "lazy", "gkv", "crystal", "vase", "triattention") else 2e-6
+    larger = ("h2o", "lazy", "gkv", "crystal", "vase", "triattention", "expected")
+    return 2e-5 if policy in larger else 2e-6
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,14 @@ class ScoreOracle:
                 free = positions[first : len(row) - params.window]
                 scores = self._looked_for(free, keys[:, free], row[-1] + 1)
                 scores = F.pad(scores, (first, params.window))
+            elif policy.name == "expected":
+                first = max(held, params.sink)
+                free = positions[first : len(row) - params.window]
+                asked_at = torch.tensor([*window])
+                scores = self._expected(
+                    params.horizon, asked_at, queries[:, window], keys[:, free], values[:, free]
+                )
+                scores = F.pad(scores, (first, params.window))
             elif policy.name == "vase":
                 asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
                 seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
@@ -217,6 +226,28 @@ class ScoreOracle:
             rows += (centre.abs()[:, None] * k.abs() * wave.cos()).sum(dim=3) / 17
         rows -= rows.mean(dim=1, keepdim=True)
         return (rows / rows.square().mean(dim=1, keepdim=True).sqrt()).amax(dim=(0, 2))
+
+    def _expected(
+        self, horizon: int, asked_at: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Expected Attention: of a Gaussian with the queries' mean and covariance, turned ahead.
+
+        Args:
+            queries: [L, W, Hq, d] at ``asked_at``. keys, values: [L, n, Hkv, d].
+        """
+        (layers, _, heads, size), now = queries.shape, int(asked_at[-1]) + 1
+        angles = torch.arange(now, now + horizon)[:, None] * self.frequencies
+        ahead = torch.polar(torch.ones_like(angles), angles).mean(dim=0)
+        turned = self._unrotated(queries, asked_at) * ahead
+        found = torch.zeros(keys.shape[1], dtype=torch.float64)
+        for layer, head in itertools.product(range(layers), range(heads)):
+            of_head = torch.cat([turned[layer, :, head].real, turned[layer, :, head].imag], dim=1)
+            mean, covariance = of_head.mean(dim=0), of_head.T.cov(correction=0)
+            group = head * keys.shape[2] // heads
+            k = keys[layer, :, group]
+            logits = k @ mean / size**0.5 + ((k @ covariance) * k).sum(dim=1) / (2 * size)
+            found += logits.softmax(dim=0) * values[layer, :, group].norm(dim=1)
+        return found / (layers * heads)
 
     def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], values, hidden states [T, D]."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
 from score_inputs import all_keys, score_input, some_sentences
+from torch import Tensor
 
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput, Steps
@@ -331,6 +332,46 @@ def test_triattention_scores(halves: bool, scale: float, rotated: int) -> None:
     scores = make_policy("triattention").scores(inputs).double()
     assert not scores[:first].any() and not scores[last:].any()
     assert (scores[first:last] - torch.tensor(best, dtype=torch.float64)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(("halves", "scale", "rotated"), LAYOUTS)
+def test_expected_scores(halves: bool, scale: float, rotated: int) -> None:
+    """Mean and covariance of un-rotated queries, turned by the mean rotation of what is to come, as
+    matrices."""
+    frequencies = 100.0 ** (-torch.arange(rotated // 2) / (rotated // 2))
+    rotation = Rotation.of(frequencies, 8, scale=scale, halves=halves)
+    centres = QueryCentres.measured(rotation, torch.ones(3, 1, 4, 8))
+    inputs = dataclasses.replace(score_input(5), centres=centres)
+    assert inputs.queries is not None and inputs.values is not None
+    pairs = [(f, f + rotated // 2) if halves else (2 * f, 2 * f + 1) for f in range(rotated // 2)]
+
+    def turn(position: int) -> Tensor:
+        """float64 [8, 8], without the factor of the embedding."""
+        matrix = torch.eye(8, dtype=torch.float64)
+        for (x, y), w in zip(pairs, frequencies.double().tolist(), strict=True):
+            cosine, sine = math.cos(position * w), math.sin(position * w)
+            matrix[x, x] = matrix[y, y] = cosine
+            matrix[y, x], matrix[x, y] = sine, -sine
+        return matrix
+
+    now, first, last = inputs.logical_tokens, 10, 60 - 8
+    horizon = 40
+    ahead = torch.stack([turn(now + j) for j in range(horizon)]).mean(dim=0)
+    exact = torch.zeros(last - first, dtype=torch.float64)
+    for layer, head in itertools.product(range(3), range(2)):
+        k, attended = inputs.keys(layer)[first:last, head].double(), torch.zeros(last - first)
+        for query_head in (2 * head, 2 * head + 1):
+            recent = inputs.queries[layer, :, query_head].double()
+            plain = torch.stack([turn(now - 1 - i).T @ q for i, q in enumerate(recent)])
+            mean = ahead @ plain.mean(dim=0)
+            spread = ahead @ (plain - plain.mean(dim=0)).T.cov(correction=0) @ ahead.T
+            logits = inputs.scale * (k @ mean)
+            logits += inputs.scale**2 * torch.einsum("ni,ij,nj->n", k, spread, k) / 2
+            attended = attended + logits.softmax(dim=0) / 2
+        exact += attended * inputs.values(layer)[first:last, head].double().norm(dim=1) / 6
+    scores = make_policy("expected", horizon=horizon).scores(inputs).double()
+    assert not scores[:first].any() and not scores[last:].any()
+    assert (scores[first:last] - exact).abs().max() <= TOLERANCE
 
 
 def test_triattention_of_equal_keys_is_0() -> None:

@@ -45,6 +45,7 @@ OWN = [
     ("gkv", {"window": 3}),
     ("crystal", {"alpha": 0.3}),
     ("vase", {"kernel": 31}),
+    ("expected", {"horizon": 7}),
 ]
 
 
