@@ -8,10 +8,16 @@ from typing import Any
 import torch
 
 from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
-from sgl_skipkv.policy.query_centres import TEXT, Means, QueryCentres, Rotation, means
+from sgl_skipkv.policy.query_centres import (
+    MOST_TOKENS,
+    TEXT,
+    Means,
+    QueryCentres,
+    Rotation,
+    means,
+)
 from sgl_skipkv.recording.recorder import Recording
 
-_MOST_TOKENS = 1024
 #: of a table in half precision against the formula
 _TABLE_TOLERANCE = 0.02
 
@@ -31,7 +37,7 @@ def measure_query_centres(scheduler: Any, side: ModelSide) -> QueryCentres:
     runner = scheduler.tp_worker.model_runner
     rotation = rotation_of(runner.model)
     room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = scheduler.tokenizer.encode(TEXT.read_text())[: min(_MOST_TOKENS, room)]
+    ids = scheduler.tokenizer.encode(TEXT.read_text())[: min(MOST_TOKENS, room)]
     seen: dict[int, Means] = {}
     heads, head_dim = side.recorder.shape.query_heads, side.recorder.shape.head_dim
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 Means = tuple[Tensor, Tensor]
 TEXT = Path(__file__).with_name("plain_text.txt")
+#: how many tokens of it are used
+MOST_TOKENS = 1024
 
 
 @dataclass(frozen=True, eq=False)
