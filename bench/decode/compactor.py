@@ -17,6 +17,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
 from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import resolve_request
@@ -89,6 +90,14 @@ def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtyp
     return memory_bytes // request_bytes
 
 
+def _random_centres(size: Size, device: torch.device) -> QueryCentres:
+    """Of queries as random as the keys."""
+    heads, bands = size.heads, size.heads.dim // 2
+    queries = torch.randn(size.layers, 16, heads.query, heads.dim, device=device)
+    frequencies = 10000.0 ** (-torch.arange(bands) / bands)
+    return QueryCentres.measured(Rotation.of(frequencies, heads.dim), queries)
+
+
 class Compactor:
     """Runtime, recorder and the states of a batch of budgeted requests; row b belongs to call b.
 
@@ -127,10 +136,11 @@ class Compactor:
             scale=heads.dim**-0.5,
             pool_tokens=batch * calls.peak_tokens,
             kv_token_bytes=0,  # nobody is retracted here
+            centres=_random_centres(size, model.device),
         )
         self.states: list[RequestState] = []
         self.output_ids: list[list[int]] = []
-        self.cache = PagedCache.of(pool.k, req_to_token)
+        self.cache = PagedCache.of(pool.k, req_to_token, v_layers=pool.v)
         if self.cache is not None:  # as a server does before it is ready
             windows, width = {settings.policy.params.window}, req_to_token.shape[1]
             warm_up(self.recorder, self.cache, windows, width=width)
@@ -187,7 +197,8 @@ class Compactor:
         calls = [
             Due(
                 *(self.states[b], row_tokens[b], self.output_ids[b]),
-                *(partial(self._keys, b, row_tokens[b]), self.cache),
+                *(partial(self._cached, of, b, row_tokens[b]) for of in (self.pool.k, self.pool.v)),
+                self.cache,
             )
             for b in due
         ]
@@ -198,5 +209,5 @@ class Compactor:
                 row_tokens[plan.state.held.row] -= plan.evicted_tokens
         return torch.cat(freed)
 
-    def _keys(self, b: int, tokens: int, layer: int) -> Tensor:
-        return self.pool.k[layer][self.req_to_token[b, :tokens].long()]
+    def _cached(self, layers: Sequence[Tensor], b: int, tokens: int, layer: int) -> Tensor:
+        return layers[layer][self.req_to_token[b, :tokens].long()]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bench.reasoner.model import Block, rope_table
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.policy.query_centres import MOST_TOKENS, TEXT, QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import resolve_request
@@ -65,6 +67,22 @@ class ForcedModel:
         self.delimiters = Delimiters(texts, shape.vocab)
         self.cos, self.sin = rope_table(shape, most_tokens, torch.device("cpu"))
 
+    @cached_property
+    def centres(self) -> QueryCentres:
+        """As a server measures them when it starts."""
+        ids = self.tokenizer.encode(TEXT.read_text()).ids[:MOST_TOKENS]
+        shape, (cos, sin) = self.model.shape, (each[: len(ids)] for each in (self.cos, self.sin))
+        x, queries = self.model.embed(torch.tensor(ids)[None]), []
+        for block in self.model.blocks:
+            assert isinstance(block, Block)
+            q, k, v = block.project(x, cos, sin)
+            queries.append(q[0].transpose(0, 1))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = block.finish(x, attended)
+        index = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
+        frequencies = shape.rope_theta ** (-index / shape.head_dim)
+        return QueryCentres.measured(Rotation.of(frequencies, shape.head_dim), queries)
+
     @torch.inference_mode()
     def run(self, ids: Sequence[int], prompt_tokens: int, keys: Mapping[str, Any]) -> Forced:
         """The trace under these keys of a request; the end of the turn is its last token."""
@@ -102,6 +120,7 @@ class _Run:
             scale=shape.head_dim**-0.5,
             pool_tokens=10**9,
             kv_token_bytes=0,
+            centres=forced.centres,
         )
         settings = resolve_request(dict(keys), config)
         assert settings is not None, "keys of a request that evicts"
@@ -158,7 +177,8 @@ class _Run:
     def _due(self) -> Due:
         rows = self.req_to_token[ROW, : self.row_tokens].long()
         output = self.ids[self.prompt_tokens :]
-        return Due(self.state, self.row_tokens, output, lambda layer: self.keys[layer][rows])
+        keys, values = (lambda layer, of=of: of[layer][rows] for of in (self.keys, self.values))
+        return Due(self.state, self.row_tokens, output, keys, values)
 
     def _forward(self, count: int) -> None:
         """The next tokens in one pass; what each of them would have been followed by."""

@@ -20,7 +20,7 @@ from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.request.state import RequestState
 
-KeyScale = Callable[[int], float]
+KVScale = Callable[[int], float]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,11 @@ class Binding:
     """One scheduler process: its settings, whether eviction is ready, and the runtime.
 
     Attributes:
-        key_scale: layer -> factor of its cached keys; None: keys are cached in the model's type.
+        kv_scales: layer -> factor of its cached keys, and of its values; None: they are cached in
+            the model's type.
         compilation: of the kernels, if eviction is not enabled at start.
         without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
+        without_centres: the same of policies that need the centres of the model's queries.
     """
 
     config: ServerConfig
@@ -39,9 +41,10 @@ class Binding:
     scheduler: Any
     metrics: Metrics
     capture: HiddenCapture | None = None
-    key_scale: KeyScale | None = None
+    kv_scales: tuple[KVScale | None, KVScale | None] = (None, None)
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
     without_reuse: tuple[str, ...] = ()
+    without_centres: str = ""
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.patches.engine.binding import KeyScale, binding_of
+from sgl_skipkv.patches.engine.binding import KVScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.request.state import RequestState
 
@@ -76,13 +77,16 @@ def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
 
 
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
-    """The cached keys in place, for Triton kernels; None where none run."""
+    """The cached keys and values in place, for Triton kernels; None where none run."""
     kv_pool = allocator.get_kvcache()
     first = kv_pool.start_layer
     layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
-    key_scale = _key_scale(req_to_token_pool)
-    scales = None if key_scale is None else [*map(key_scale, range(len(layers)))]
-    return PagedCache.of(layers, req_to_token_pool.req_to_token, scales)
+    values = [kv_pool.get_value_buffer(first + i) for i in range(kv_pool.layer_num)]
+    of_keys, of_values = (
+        None if scale is None else [*map(scale, range(len(layers)))]
+        for scale in _scales(req_to_token_pool)
+    )
+    return PagedCache.of(layers, req_to_token_pool.req_to_token, of_keys, values, of_values)
 
 
 def due_of(
@@ -98,21 +102,25 @@ def due_of(
     uncounted_tokens = state.prompt.uncounted_tokens
     if uncounted_tokens < state.prompt.tokens:  # a history counts as generated
         generated = state.logical_prompt(req.origin_input_ids)[uncounted_tokens:] + generated
-    kv_pool, key_scale = allocator.get_kvcache(), _key_scale(req_to_token_pool)
+    kv_pool = allocator.get_kvcache()
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, :row_tokens]
     slots = cached(lambda: row.to(torch.int64))  # on first use: kernels read keys in place
 
-    def keys(layer: int) -> Tensor:
-        """float [row tokens, Hkv, d], in row order; float8 keys are dequantised to float32."""
-        stored: Tensor = kv_pool.get_key_buffer(layer + kv_pool.start_layer)
-        if key_scale is None:
+    def of_layer(buffer: Callable[[int], Tensor], scale: KVScale | None, layer: int) -> Tensor:
+        """float [row tokens, Hkv, d], in row order; float8 is dequantised to float32."""
+        stored = buffer(layer + kv_pool.start_layer)
+        if scale is None:
             return stored[slots()]
         picked = stored.view(kv_pool.store_dtype)[slots()].view(stored.dtype)
-        return picked.float() * key_scale(layer)
+        return picked.float() * scale(layer)
 
-    return Due(state, row_tokens, generated, keys, cache)
+    of_keys, of_values = _scales(req_to_token_pool)
+    keys = partial(of_layer, kv_pool.get_key_buffer, of_keys)
+    values = partial(of_layer, kv_pool.get_value_buffer, of_values)
+    return Due(state, row_tokens, generated, keys, values, cache)
 
 
-def _key_scale(req_to_token_pool: Any) -> KeyScale | None:
+def _scales(req_to_token_pool: Any) -> tuple[KVScale | None, KVScale | None]:
+    """Of cached keys and values."""
     binding = binding_of(req_to_token_pool)
-    return None if binding is None else binding.key_scale
+    return (None, None) if binding is None else binding.kv_scales

@@ -16,7 +16,7 @@ import torch
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.on_device import TRITON_NAMES
-from sgl_skipkv.patches.engine.binding import KeyScale
+from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.forward import attach
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
@@ -112,21 +112,25 @@ def _recorded_dtype(runner: Any) -> torch.dtype:
     return keys if keys in TRITON_NAMES else runner.dtype
 
 
-def key_scale_of(runner: Any) -> KeyScale | None:
-    """``Binding.key_scale`` of this runner.
+def kv_scales_of(runner: Any) -> tuple[KVScale | None, KVScale | None]:
+    """``Binding.kv_scales`` of this runner.
 
-    Every backend but torch_native divides keys by the checkpoint's ``k_scale`` when it caches them
-    in another type than the model's. Weight updates can change it, so it is read at each use.
+    Every backend but torch_native divides keys and values by the checkpoint's ``k_scale`` and
+    ``v_scale`` when it caches them in another type than the model's. Weight updates can change
+    these, so they are read at each use.
     """
     from sglang.srt.runtime_context import get_exec
 
     if runner.kv_cache_dtype == runner.dtype:
-        return None
+        return None, None
     kernel = get_exec().kernel
     if (kernel.decode_attention_backend or kernel.attention_backend) == "torch_native":
-        return lambda layer: 1.0
+        return (lambda layer: 1.0,) * 2
     layers = attention_layers(runner.model)
-    return lambda layer: layers[layer].k_scale_float or 1.0
+    return (
+        lambda layer: layers[layer].k_scale_float or 1.0,
+        lambda layer: layers[layer].v_scale_float or 1.0,
+    )
 
 
 def _build_steerer(

@@ -21,12 +21,14 @@ from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.engine.model_side import (
     attention_layers,
     build_model_side,
-    key_scale_of,
+    kv_scales_of,
     model_side_of,
 )
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
+from sgl_skipkv.patches.startup.query_centres import NoCentres, measure_query_centres
+from sgl_skipkv.policy import policy_class
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -105,7 +107,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             reasons += without_reuse
         if config.kv_params.get("drop_thoughts") and thoughts is None:
             reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
-    runtime = capture = key_scale = None
+    runtime = capture = centres = None
+    without_centres = "eviction was not enabled at start: any sgl_skipkv flag enables it"
+    kv_scales: Any = (None, None)
     try:
         check_server_defaults(config)
         trace = TraceWriter(config.trace) if config.trace is not None else None
@@ -116,6 +120,13 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
+            if config.enabled:
+                try:
+                    centres = measure_query_centres(scheduler, side)
+                except NoCentres as error:
+                    without_centres = str(error)
+                    if policy_class(config.kv_policy).needs_centres:
+                        reasons.append(f"kv_policy {config.kv_policy}: {error}")
             buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
             runtime = Runtime(
                 config,
@@ -126,8 +137,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 steerer=side.steerer,
                 trace=trace,
                 thoughts=thoughts,
+                centres=centres,
             )
-            capture, key_scale = side.capture, key_scale_of(runner)
+            capture, kv_scales = side.capture, kv_scales_of(runner)
     except (SettingError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.enabled)
@@ -139,8 +151,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
     metrics = Metrics(collector, readiness)
     binding = Binding(
-        *(config, readiness, runtime, scheduler, metrics, capture, key_scale),
+        *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),
         without_reuse=tuple(without_reuse),
+        without_centres="" if centres is not None else without_centres,
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if runtime is not None:

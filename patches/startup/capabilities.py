@@ -244,6 +244,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),
+    Capability(
+        "triattention, expected",
+        "per request",
+        "400 where a rotary embedding's turn is not the position's",
+    ),
     Capability("kv_reuse", "per request", "400 without a radix cache and with --kv-events-config"),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),

@@ -18,7 +18,7 @@ class Due(NamedTuple):
     Attributes:
         row_tokens: entries of its row in use.
         output_ids: token ids behind the uncounted ones; at least those with KV in the row.
-        keys: layer -> float [row_tokens, Hkv, d], cached keys in row order.
+        keys, values: layer -> float [row_tokens, Hkv, d], what is cached, in row order.
         cache: where they lie, for kernels that read them in place; None where none run.
     """
 
@@ -26,6 +26,7 @@ class Due(NamedTuple):
     row_tokens: int
     output_ids: Sequence[int]
     keys: Callable[[int], Tensor]
+    values: Callable[[int], Tensor]
     cache: PagedCache | None = None
 
     @property

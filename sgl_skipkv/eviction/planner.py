@@ -18,6 +18,7 @@ from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
+from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
 
@@ -27,10 +28,13 @@ class Planner:
 
     Args:
         scale: of the model's attention, usually 1 / sqrt(d).
+        centres: of its queries; None: no policy may need them.
     """
 
-    def __init__(self, recorder: Recorder, *, scale: float) -> None:
-        self._recorder, self._scale = recorder, scale
+    def __init__(
+        self, recorder: Recorder, *, scale: float, centres: QueryCentres | None = None
+    ) -> None:
+        self._recorder, self._scale, self._centres = recorder, scale, centres
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
@@ -101,7 +105,7 @@ class Planner:
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy = due.state, due.state.settings.policy
         queries = location = None
-        if due.cache is not None and (policy.kernel_scores or policy.joins_keys):
+        if due.cache is not None and (policy.kernel_scores or policy.joins_layers):
             ring = self._recorder.queries.data if state.held.track_id else None
             location = due.location(ring)
         elif policy.needs_queries:
@@ -111,12 +115,16 @@ class Planner:
         return ScoreInput(
             positions=positions,
             prompt_tokens=state.prompt_row_tokens,
+            keep_tokens=state.keep_tokens(due.row_tokens),
             layers=self._recorder.shape.layers,
             keys=due.keys,
             queries=queries,
             scale=self._scale,
             sentences=sentences,
             seed=seed,
+            logical_tokens=due.logical_tokens,
+            centres=self._centres if policy.needs_centres else None,
+            values=due.values if policy.needs_values else None,
             statistics=state.kv.statistics,
             location=location,
         )

@@ -26,6 +26,7 @@ from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
+from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.settings import RequestSettings
@@ -64,6 +65,7 @@ class Runtime:
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
         thoughts: ThoughtTokens | None = None,
+        centres: QueryCentres | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
@@ -71,7 +73,7 @@ class Runtime:
         self.thoughts = thoughts
         self.pool_tokens = pool_tokens
         self._trace = trace
-        self.planner = Planner(recorder, scale=scale)
+        self.planner = Planner(recorder, scale=scale, centres=centres)
         self._scale = scale
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
@@ -213,9 +215,8 @@ class Runtime:
         cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
         heads = key_numbers = 0
         if cache is not None:
-            heads = cache.heads
-            if any(one.state.settings.policy.joins_keys for one in due):
-                key_numbers = cache.layer[0].numel()
+            heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
+            key_numbers = layers * cache.layer[0].numel()
         done = []
         for compaction in self._in_parts(due, prepare, heads=heads, key_numbers=key_numbers):
             compaction.apply()

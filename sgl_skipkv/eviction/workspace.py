@@ -13,8 +13,8 @@ from collections.abc import Sequence
 _SELECTION_BYTES = 128
 #: per cached token, layer and KV head, while redundancy is computed: 12 for sums, 4 for columns
 _HEAD_BYTES = 16
-#: per cached token and number of one layer's keys, for policies that gather them: the keys, their
-#: unit vectors, these in fixed point, and the mean of each token's request
+#: per cached token and number of one layer's keys, for policies that gather these or values: the
+#: keys, their unit vectors, these in fixed point, and the mean of each token's request
 _KEY_BYTES = 24
 #: per cached token and replayed step: attention, position of the step, what a policy makes of both
 _STEP_BYTES = 48
@@ -35,7 +35,7 @@ def split_to_fit(
         work_bytes: the limit; a request that needs more alone is a separate part.
         heads: KV heads of all layers, if kernels score them; else 0.
         steps: most decode steps of one request whose attention is replayed.
-        key_numbers: Hkv * d, if a policy gathers keys; else 0.
+        key_numbers: Hkv * d, times the layers that a policy holds at once.
 
     Returns:
         indices of the requests, each once, in order.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import SettingError, Settings
 from sgl_skipkv.kernels import on_device
+from sgl_skipkv.policy.query_centres import QueryCentres
 
 
 def _odd(tokens: int) -> int:
@@ -96,7 +97,9 @@ class PagedCache:
         k_ptrs: int64 [L], where each layer's keys are.
         req_to_token: int32 [rows, width], the page table.
         k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
-        k_layers: every layer's keys, for policies that gather them; none in scratch memory.
+        k_layers, v_layers: every layer's keys and values, for policies that gather them; none in
+            scratch memory.
+        v_scales: as ``k_scales``, of values.
     """
 
     layer: Tensor
@@ -104,6 +107,8 @@ class PagedCache:
     req_to_token: Tensor
     k_scales: Tensor | None = None
     k_layers: Sequence[Tensor] = ()
+    v_layers: Sequence[Tensor] = ()
+    v_scales: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -112,17 +117,23 @@ class PagedCache:
 
     @classmethod
     def of(
-        cls, layers: Sequence[Tensor], req_to_token: Tensor, k_scales: Sequence[float] | None = None
+        cls,
+        layers: Sequence[Tensor],
+        req_to_token: Tensor,
+        k_scales: Sequence[float] | None = None,
+        v_layers: Sequence[Tensor] = (),
+        v_scales: Sequence[float] | None = None,
     ) -> PagedCache | None:
         """The cache whose layers have these keys; None where plain torch scores instead."""
         first = layers[0]
         if not (on_device.uses_triton(first.device) and on_device.kernels_read(first.shape[2])):
             return None
         pointers = on_device.device_tensor([layer.data_ptr() for layer in layers], first.device)
-        scales = None
-        if k_scales is not None:
-            scales = on_device.device_tensor(k_scales, first.device, torch.float32)
-        return cls(first, pointers, req_to_token, scales, layers)
+        of_keys, of_values = (
+            None if one is None else on_device.device_tensor(one, first.device, torch.float32)
+            for one in (k_scales, v_scales)
+        )
+        return cls(first, pointers, req_to_token, of_keys, layers, v_layers, of_values)
 
     def scratch(self) -> PagedCache:
         """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
@@ -131,7 +142,7 @@ class PagedCache:
             slot.shape, strides, dtype=slot.dtype, device=slot.device
         ).zero_()
         k_ptrs = torch.full_like(self.k_ptrs, layer.data_ptr())
-        return replace(self, layer=layer, k_ptrs=k_ptrs, k_layers=())
+        return replace(self, layer=layer, k_ptrs=k_ptrs, k_layers=(), v_layers=())
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,7 @@ class ScoreInput:
     Attributes:
         positions: int64 [n], logical position of each cached token, ascending, prompt included.
         prompt_tokens: how many of the cached tokens are of the prompt.
+        keep_tokens: how many of the cached tokens will stay.
         layers: number of attention layers.
         keys: layer -> float [n, Hkv, d], the cached rotated keys of that layer.
         queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest
@@ -167,6 +179,10 @@ class ScoreInput:
         scale: the model's factor on attention logits.
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
+        logical_tokens: cached and evicted, so the position of the next query.
+        centres: of the model's queries; None for policies that did not ask for them.
+        values: layer -> float [n, Hkv, d], the cached values of that layer; None for policies that
+            did not ask for them.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
         importance, redundancy: what kernels found for this request already (``batched_scores.py``):
@@ -176,12 +192,16 @@ class ScoreInput:
 
     positions: Tensor
     prompt_tokens: int
+    keep_tokens: int
     layers: int
     keys: Callable[[int], Tensor]
     queries: Tensor | None
     scale: float
     sentences: Sentences | None
     seed: int
+    logical_tokens: int
+    centres: QueryCentres | None = None
+    values: Callable[[int], Tensor] | None = None
     statistics: Statistics = field(default_factory=dict)
     location: KeyLocation | None = None
     importance: Tensor | None = None
@@ -224,6 +244,10 @@ class Policy:
     source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     needs_queries: ClassVar[bool] = False
+    #: whether it is told what the model's queries are on average
+    needs_centres: ClassVar[bool] = False
+    #: whether it reads cached values, in place: nothing is recorded or carried for it
+    needs_values: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
     #: what ``track`` sees of the attention of all rows, one per layer and query head: their mean;
@@ -234,8 +258,9 @@ class Policy:
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
-    #: whether it gathers the keys of all due requests, layer by layer, where the cache is known
-    joins_keys: ClassVar[bool] = False
+    #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
+    #: gathers keys or values of all due requests, layer by layer
+    joins_layers: ClassVar[int] = 0
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 
@@ -262,6 +287,11 @@ class Policy:
     def protected_tail(self, kv_budget: int) -> int:
         """Most recent tokens that stay whatever their score, where the budget has room."""
         return self.params.window
+
+    def candidates(self, inputs: ScoreInput) -> tuple[int, int]:
+        """Row entries that neither prompt, sink nor window protects, half-open."""
+        prompt = inputs.prompt_tokens if self.params.protect_prompt else 0
+        return max(prompt, self.params.sink), inputs.positions.shape[0] - self.params.window
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         """Statistics of tokens that were just cached, name -> float32 [m].

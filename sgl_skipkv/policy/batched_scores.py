@@ -9,7 +9,7 @@ themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 Scored = tuple[Policy, ScoreInput]
+Span = tuple[int, int]
 
 
 def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
@@ -86,39 +87,102 @@ def recent_attention(
 
 
 @dataclass(frozen=True)
-class JoinedKeys:
-    """Cached keys of several requests, one after the other, gathered when a layer is asked for.
+class CachedTokens:
+    """Cached tokens of several requests. A layer is gathered when it is asked for.
 
     Attributes:
-        owner: int64 [tokens of all requests], index of the request that each token is of.
-        slots: int64 [tokens of all requests].
+        slots: int64 of any shape.
     """
 
     cache: PagedCache
-    owner: Tensor
     slots: Tensor
 
-    def of_layer(self, layer: int) -> Tensor:
-        """float [tokens of all requests, Hkv, d]; float8 keys are dequantised to float32."""
-        keys, scales = self.cache.k_layers[layer], self.cache.k_scales
-        if keys.itemsize > 1:
-            picked = keys[self.slots]
+    def keys(self, layer: int) -> Tensor:
+        """float [*slots, Hkv, d]; float8 keys are dequantised to float32."""
+        scales = self.cache.k_scales
+        return self._picked(self.cache.k_layers[layer], None if scales is None else scales[layer])
+
+    def values(self, layer: int) -> Tensor:
+        """As ``keys``, of values."""
+        scales = self.cache.v_scales
+        return self._picked(self.cache.v_layers[layer], None if scales is None else scales[layer])
+
+    def _picked(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        if stored.itemsize > 1:
+            picked = stored[self.slots]
         else:  # which torch cannot index on every device
-            picked = keys.view(torch.uint8)[self.slots].view(keys.dtype).float()
-        return picked if scales is None else picked.float() * scales[layer]
+            picked = stored.view(torch.uint8)[self.slots].view(stored.dtype).float()
+        return picked if scale is None else picked.float() * scale
 
 
-def joined_keys(requests: Sequence[ScoreInput]) -> JoinedKeys:
-    """Where the keys of these requests, whose locations are known, are in the cache."""
+def joined_tokens(
+    requests: Sequence[ScoreInput], spans: Sequence[Span] | None = None
+) -> tuple[CachedTokens, Tensor]:
+    """Tokens of these requests, whose locations are known, one after the other, and their owners.
+
+    Args:
+        spans: row entries of each request, half-open; None: all.
+    """
     locations = [one.location for one in requests if one.location is not None]
-    tokens = [one.positions.shape[0] for one in requests]
-    cache = locations[0].cache
-    rows, starts = device_tensors(
-        [[one.row for one in locations], [0, *accumulate(tokens[:-1])]], cache.layer.device
-    )
+    spans = spans or [(0, one.positions.shape[0]) for one in requests]
+    tokens, cache = [stop - first for first, stop in spans], locations[0].cache
+    starts = [0, *accumulate(tokens[:-1])]
+    shifts = [first - start for (first, _), start in zip(spans, starts, strict=True)]
+    rows, shift = device_tensors([[one.row for one in locations], shifts], cache.layer.device)
     every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
-    slots = cache.req_to_token[rows[owner], every - starts[owner]].long()
-    return JoinedKeys(cache, owner, slots)
+    slots = cache.req_to_token[rows[owner], every + shift[owner]].long()
+    return CachedTokens(cache, slots), owner
+
+
+def padded_tokens(
+    requests: Sequence[ScoreInput], spans: Sequence[Span]
+) -> tuple[CachedTokens, Tensor]:
+    """Tokens of these requests, whose locations are known, side by side: slots [B, most tokens],
+    and which of them are the request's own: bool [B, most tokens]. Any others are no numbers that
+    one may rely on.
+
+    Args:
+        spans: row entries of each request, half-open.
+    """
+    locations = [one.location for one in requests if one.location is not None]
+    cache, counts = locations[0].cache, [stop - first for first, stop in spans]
+    rows, firsts, tokens = device_tensors(
+        [[one.row for one in locations], [first for first, _ in spans], counts],
+        cache.layer.device,
+    )
+    every = torch.arange(max(counts), device=rows.device)
+    columns = (firsts[:, None] + every).clamp_max_(cache.req_to_token.shape[1] - 1)
+    slots = cache.req_to_token[rows[:, None], columns].long()
+    return CachedTokens(cache, slots), every < tokens[:, None]
+
+
+def unpadded(
+    scores: Mapping[int, Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput]
+) -> list[Tensor]:
+    """float32 [row tokens] of each request; 0 outside its span.
+
+    Args:
+        scores: request -> float32 [its tokens or more].
+    """
+    zeros = requests[0].positions.new_zeros(1, dtype=torch.float32)
+    pieces = [
+        piece
+        for i, (first, stop) in enumerate(spans)
+        for piece in (
+            zeros.expand(first),
+            scores[i][: stop - first],
+            zeros.expand(requests[i].positions.shape[0] - stop),
+        )
+    ]
+    return by_request(torch.cat(pieces), requests)
+
+
+def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
+    """Indices of the spans, those together of which none is twice as long as another."""
+    alike: defaultdict[int, list[int]] = defaultdict(list)
+    for i, (first, stop) in enumerate(spans):
+        alike[(stop - first).bit_length()].append(i)
+    return list(alike.values())
 
 
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, joined_keys
+from sgl_skipkv.policy.batched_scores import by_request, joined_tokens
 
 #: of a coordinate of a unit key; 2**63 / 2**36 = 2**27 keys at least can be added
 _ONE = 2.0**36
@@ -32,16 +32,14 @@ class KeyDiff(Policy):
     name = "keydiff"
     keeps = "tokens whose keys are unlike the mean key"
     source = "KeyDiff, arXiv 2504.15364"
-    joins_keys = True
+    joins_layers = 1
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Of all requests from one gather per layer, where the cache is known."""
         if any(one.location is None for one in requests):
             return super().scores_together(requests)
-        joined, layers = joined_keys(requests), requests[0].layers
-        parts = (
-            likeness(joined.of_layer(layer), joined.owner, len(requests)) for layer in range(layers)
-        )
+        (tokens, owner), layers = joined_tokens(requests), requests[0].layers
+        parts = (likeness(tokens.keys(layer), owner, len(requests)) for layer in range(layers))
         return by_request(functools.reduce(torch.add, parts) / -layers, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:

@@ -112,7 +112,10 @@ def test_a_sweep_goes_on_where_it_was(
 @pytest.mark.server
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("skipkv+", {}), ("rkv", {"coverage": 0.9}), ("h2o", {"fraction": 0.2}), ("rpc", {})],
+    [
+        *(("skipkv+", {}), ("rkv", {"coverage": 0.9}), ("h2o", {"fraction": 0.2}), ("rpc", {})),
+        *(("vase", {}), ("triattention", {}), ("expected", {})),
+    ],
 )
 def test_a_forced_trace_is_compacted_as_on_a_server(
     fleet: Fleet, name: str, more: dict[str, Any]

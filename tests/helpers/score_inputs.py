@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences, Steps
+from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 
 def score_input(
@@ -25,21 +26,44 @@ def score_input(
     of = torch.randint(4, (n,), generator=draw)
     keys = centres[:, of] + 0.5 * torch.randn(layers, n, 2, 8, generator=draw)
     none = torch.zeros(0, dtype=torch.int64)
+    values = torch.randn(layers, n, 2, 8, generator=torch.Generator().manual_seed(1000 + seed))
     return ScoreInput(
         positions=torch.randperm(3 * n, generator=draw)[:n].sort().values,
         prompt_tokens=10,
+        keep_tokens=38,
         layers=layers,
         keys=lambda layer: keys[layer],
         queries=torch.randn(layers, window, 4, 8, generator=draw),
         scale=0.3,
         sentences=sentences or Sentences(none, none, torch.zeros(0)),
         seed=compaction_seed,
+        logical_tokens=3 * n,
+        centres=some_centres(layers, 4, 8),
+        values=lambda layer: values[layer],
     )
+
+
+def some_centres(
+    layers: int, heads: int, head_dim: int, device: torch.device | None = None
+) -> QueryCentres:
+    """Of made-up queries around a point per head."""
+    draw = torch.Generator().manual_seed(7)
+    frequencies = 10000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))
+    points = torch.randn(layers, 1, heads, head_dim, generator=draw)
+    queries = points + torch.randn(layers, 30, heads, head_dim, generator=draw)
+    rotation = Rotation.of(frequencies, head_dim)
+    return QueryCentres.measured(rotation, queries.to(device or "cpu"))
 
 
 def all_keys(inputs: ScoreInput) -> Tensor:
     """[layers, n, Hkv, d]"""
     return torch.stack([inputs.keys(layer) for layer in range(inputs.layers)])
+
+
+def all_values(inputs: ScoreInput) -> Tensor:
+    """[layers, n, Hkv, d]"""
+    assert inputs.values is not None
+    return torch.stack([inputs.values(layer) for layer in range(inputs.layers)])
 
 
 def some_sentences(*spans: tuple[int, int, float]) -> Sentences:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from budgets import budget_at, least_budget
@@ -21,18 +25,21 @@ from oracle import Event, visible_keys
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from sgl_skipkv.policy.query_centres import TEXT
+
 Span = tuple[int, int]
 AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads it
 DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
-SPELLED_OUT += ("gkv", "crystal", "keydiff")
+SPELLED_OUT += ("gkv", "crystal", "keydiff", "vase", "triattention", "expected")
 
 
 def score_tolerance(policy: str) -> float:
     """Of scores around 1e-3, float32 against float64; more of sums over many steps, and of larger
     scores."""
-    return 2e-5 if policy in ("h2o", "lazy", "gkv", "crystal") else 2e-6
+    larger = ("h2o", "lazy", "gkv", "crystal", "vase", "triattention", "expected")
+    return 2e-5 if policy in larger else 2e-6
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class ScoreOracle:
 
     def __init__(self, model_path: Path | str, cached: torch.dtype = torch.float64) -> None:
         AttentionInterface.register("remembering", _attend)
-        self.cached = cached
+        self.cached, self.path = cached, model_path
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float64, attn_implementation="remembering"
         ).eval()
@@ -79,6 +86,7 @@ class ScoreOracle:
         earlier: Sequence[Event] = (),
         turns: Sequence[int] = (),
         uncounted: Sequence[Span] = (),
+        prompts: Sequence[Sequence[int]] = (),
     ) -> list[Choice]:
         """Score the row of every compaction of a request that was never recomputed.
 
@@ -95,11 +103,12 @@ class ScoreOracle:
             earlier: compactions of the prompt.
             turns: positions at which a later turn begins, and with it a sentence.
             uncounted: positions whose queries came in a prefill.
+            prompts: of every turn, as it was sent, from which a draw depends; none: ``prompt_ids``.
         """
         prompt, params = len(prompt_ids), policy.params
         fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
         visible = visible_keys(prompt, len(fed), [*earlier, *events])
-        queries, keys, hidden = self._forward(fed, visible)
+        queries, keys, values, hidden = self._forward(fed, visible)
         rows = _rows(queries, keys, visible)
         for start, stop in uncounted:
             rows[:, :, start:stop] = 0.0
@@ -130,6 +139,24 @@ class ScoreOracle:
                 fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
                 since = max([prompt, window[0], *fed_in]) - prompt
                 scores = _carried(params, row, steps[:, :, since:], row_keys, attended)
+            elif policy.name == "triattention":
+                first = max(held, params.sink)
+                free = positions[first : len(row) - params.window]
+                scores = self._looked_for(free, keys[:, free], row[-1] + 1)
+                scores = F.pad(scores, (first, params.window))
+            elif policy.name == "expected":
+                first = max(held, params.sink)
+                free = positions[first : len(row) - params.window]
+                asked_at = torch.tensor([*window])
+                scores = self._expected(
+                    params.horizon, asked_at, queries[:, window], keys[:, free], values[:, free]
+                )
+                scores = F.pad(scores, (first, params.window))
+            elif policy.name == "vase":
+                asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
+                seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
+                at = max(held, params.sink), event["after"], zlib.crc32(seed)
+                scores = _drawn(params, *at, queries[:, window], row_keys, values[:, positions])
             else:
                 scores = _scores(
                     policy.name, params, prompt, held, row, queries[:, window], row_keys, steps
@@ -160,8 +187,70 @@ class ScoreOracle:
             row = list(event["kept"])
         return found
 
-    def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], hidden states [T, D]."""
+    @cached_property
+    def centres(self) -> tuple[Tensor, Tensor]:
+        """Of the un-rotated queries of the package's text: complex128 and float64 [L, Hq, F]."""
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        # Transformers' own class for a model type may tokenize otherwise.
+        text = get_tokenizer(str(self.path)).encode(TEXT.read_text())[:1024]
+        visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
+        queries, *_ = self._forward(torch.tensor(text), visible)
+        asked = self._unrotated(queries, torch.arange(len(text)))
+        return asked.mean(dim=1), asked.abs().mean(dim=1)
+
+    @property
+    def frequencies(self) -> Tensor:
+        found: Tensor = self.model.model.rotary_emb.inv_freq.double()
+        return found
+
+    def _unrotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """complex128 [L, T, heads, F], of [L, T, heads, d]."""
+        turned = torch.complex(*vectors.chunk(2, dim=3))
+        angles = positions[:, None] * self.frequencies
+        return turned * torch.polar(torch.ones_like(angles), -angles)[:, None]
+
+    def _looked_for(self, positions: Tensor, keys: Tensor, now: int) -> Tensor:
+        """TriAttention: best z-score of any layer and query head.
+
+        Args:
+            keys: [L, n, Hkv, d] at these positions. now: the position of the next query.
+        """
+        centre, size = self.centres
+        groups = centre.shape[1] // keys.shape[2]
+        k = self._unrotated(keys, positions).repeat_interleave(groups, dim=2)
+        rows = ((size - centre.abs())[:, None] * k.abs()).sum(dim=3)
+        phase = (centre[:, None] * k.conj()).angle()
+        for power in range(17):
+            wave = ((now + 2**power - positions)[:, None] * self.frequencies)[:, None] + phase
+            rows += (centre.abs()[:, None] * k.abs() * wave.cos()).sum(dim=3) / 17
+        rows -= rows.mean(dim=1, keepdim=True)
+        return (rows / rows.square().mean(dim=1, keepdim=True).sqrt()).amax(dim=(0, 2))
+
+    def _expected(
+        self, horizon: int, asked_at: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Expected Attention: of a Gaussian with the queries' mean and covariance, turned ahead.
+
+        Args:
+            queries: [L, W, Hq, d] at ``asked_at``. keys, values: [L, n, Hkv, d].
+        """
+        (layers, _, heads, size), now = queries.shape, int(asked_at[-1]) + 1
+        angles = torch.arange(now, now + horizon)[:, None] * self.frequencies
+        ahead = torch.polar(torch.ones_like(angles), angles).mean(dim=0)
+        turned = self._unrotated(queries, asked_at) * ahead
+        found = torch.zeros(keys.shape[1], dtype=torch.float64)
+        for layer, head in itertools.product(range(layers), range(heads)):
+            of_head = torch.cat([turned[layer, :, head].real, turned[layer, :, head].imag], dim=1)
+            mean, covariance = of_head.mean(dim=0), of_head.T.cov(correction=0)
+            group = head * keys.shape[2] // heads
+            k = keys[layer, :, group]
+            logits = k @ mean / size**0.5 + ((k @ covariance) * k).sum(dim=1) / (2 * size)
+            found += logits.softmax(dim=0) * values[layer, :, group].norm(dim=1)
+        return found / (layers * heads)
+
+    def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], values, hidden states [T, D]."""
         mask = torch.zeros(1, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, -1e300)
         _SEEN.clear()
         with torch.no_grad():
@@ -171,11 +260,11 @@ class ScoreOracle:
                 position_ids=torch.arange(len(ids))[None],
                 cached=self.cached,
             ).last_hidden_state[0]
-        queries = torch.stack([q for q, _ in _SEEN])
-        return queries, torch.stack([k for _, k in _SEEN]), hidden
+        queries, keys, values = map(torch.stack, zip(*_SEEN, strict=True))
+        return queries, keys, values, hidden
 
 
-_SEEN: list[tuple[Tensor, Tensor]] = []
+_SEEN: list[tuple[Tensor, Tensor, Tensor]] = []
 
 
 def _attend(
@@ -190,7 +279,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Plain attention that remembers what it was given: q [1, Hq, T, d], k and v [1, Hkv, T, d]."""
     k, v = (each.float().to(cached).double() if cached.itemsize == 1 else each for each in (k, v))
-    _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1)))
+    _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     weights = (q @ k.transpose(2, 3) * scaling + mask).softmax(dim=-1)
@@ -272,6 +361,32 @@ def _looked_at(params: Any, highest: Tensor) -> Tensor:
         age = len(highest) - 1 - last
         found.append(math.log(credit) + age * math.log(params.decay) if credit else -1e30)
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _drawn(
+    params: Any, first: int, keep: int, seed: int, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """VaSE: values of a large range, then a draw in proportion to attention.
+
+    Args:
+        first: row entry of the first candidate. keep: tokens of the row that stay.
+        queries: [L, W, Hq, d]. keys, values: [L, n, Hkv, d].
+    """
+    (layers, window, heads, size), n = queries.shape, keys.shape[1]
+    stop = n - window
+    ranges = values[:, first:stop].amax(dim=3) - values[:, first:stop].amin(dim=3)
+    steps = (2048 * ranges / ranges.mean(dim=1, keepdim=True)).floor()
+    order = steps.amax(dim=(0, 2)).argsort(stable=True)
+    received = torch.zeros(stop - first, dtype=torch.float64)
+    for layer, head in itertools.product(range(layers), range(heads)):
+        k = keys[layer, first:stop, head * keys.shape[2] // heads]
+        received += (queries[layer, :, head] @ k.T / size**0.5).softmax(dim=1).mean(dim=0)
+    reach = params.kernel // 2
+    pooled = F.pad(received / (layers * heads), (reach, reach)).unfold(0, params.kernel, 1)
+    draws = torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(stop - first))
+    scores = pooled.mean(dim=1).log() - (-draws.log()).log()
+    scores[order[stop - first - int(params.large * (keep - first - window)) :]] += 1e3
+    return F.pad(scores, (first, window))
 
 
 def _recurrence(name: str, params: Any, prompt: int, row: Sequence[int], steps: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from score_inputs import some_centres
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
@@ -42,7 +43,8 @@ class Call:
 
     Attributes:
         tokens: what the request generates, in order.
-        keys, queries: float [layers, tokens, heads, d]; hidden: float [tokens, D]; by position.
+        keys, values, queries: float [layers, tokens, heads, d]; hidden: float [tokens, D]; by
+            position.
         slots, positions: the test's own books of the row.
         decoded: decode steps since the last prefill.
         compactions: kept logical positions after each compaction.
@@ -53,6 +55,7 @@ class Call:
     prompt_tokens: int
     tokens: list[int]
     keys: Tensor
+    values: Tensor
     queries: Tensor
     hidden: Tensor
     row: int = 0
@@ -94,6 +97,7 @@ class SyntheticServer:
         on = {"device": self.device}
         self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32, **on)
         self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)
+        self.pool_values = torch.zeros_like(self.pool_keys)
         self.free_rows = list(range(1, rows + 1))
         self.free_slots = list(range(1, pool_tokens + 1))
         self.recorder = Recorder(
@@ -113,6 +117,7 @@ class SyntheticServer:
             pool_tokens=pool_tokens,
             kv_token_bytes=KV_TOKEN_BYTES,
             trace=trace,
+            centres=some_centres(LAYERS, QUERY_HEADS, HEAD_DIM, self.device),
         )
 
     def open(
@@ -128,13 +133,14 @@ class SyntheticServer:
         settings = resolve_request(keys, self.config)
         assert settings is not None
         total = len(prompt) + len(tokens)
-        draw = torch.Generator().manual_seed(seed)
+        draw, other = (torch.Generator().manual_seed(one) for one in (seed, 1000 + seed))
         return Call(
             rid,
             self.runtime.open(rid, settings, prompt),
             len(prompt),
             list(tokens),
             torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=other).to(self.device),
             torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw).to(self.device),
             torch.randn(total, HIDDEN, generator=draw).to(self.device),
         )
@@ -246,14 +252,15 @@ class SyntheticServer:
 
     def due(self, call: Call) -> Due:
         return Due(
-            *(call.state, len(call.slots), call.output_ids, self.keys_of(call)),
-            PagedCache.of(list(self.pool_keys), self.req_to_token),
+            *(call.state, len(call.slots), call.output_ids),
+            *(self.cached(call, pool) for pool in (self.pool_keys, self.pool_values)),
+            PagedCache.of(list(self.pool_keys), self.req_to_token, v_layers=list(self.pool_values)),
         )
 
-    def keys_of(self, call: Call) -> Callable[[int], Tensor]:
-        """layer -> cached keys in row order."""
+    def cached(self, call: Call, pool: Tensor) -> Callable[[int], Tensor]:
+        """layer -> cached keys, or values, in row order."""
         row = self.req_to_token[call.row, : len(call.slots)].long()
-        return lambda layer: self.pool_keys[layer][row]
+        return lambda layer: pool[layer][row]
 
     def finish(self, call: Call, reason: str = "length") -> dict[str, Any]:
         """The request ends; its row and slots go back."""
@@ -285,6 +292,7 @@ class SyntheticServer:
             # The pool is shuffled by use; take from the front, as SGLang's allocator does.
             slot = self.free_slots.pop(0)
             self.pool_keys[:, slot] = call.keys[:, position]
+            self.pool_values[:, slot] = call.values[:, position]
             self.req_to_token[call.row, len(call.slots)] = slot
             call.slots.append(slot)
             call.positions.append(position)

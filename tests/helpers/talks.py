@@ -211,6 +211,7 @@ def choices_of(oracle: Any, talk: Sequence[Turn], **how: Any) -> list[tuple[Even
         make_policy(policy, **last.asked.sampling["kv_params"]),
         earlier=[behind(event, prompt) for event in earlier],
         turns=[t.info["reused_tokens"] + t.unsent for t in talk[1:]] if counted else (),
+        prompts=[turn.sent for turn in (talk if counted else [last])],
         uncounted=[(len(one.tokens) - 1, len(other.prompt)) for one, other in pairwise(talk)],
         **how,
     )

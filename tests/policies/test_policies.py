@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from budgets import budget_at
-from score_inputs import all_keys, score_input, with_statistics
+from score_inputs import all_keys, all_values, score_input, with_statistics
 from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
+from torch import Tensor
 
 import sgl_skipkv.policy
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import Policy, make_policy, names, policy_class
+from sgl_skipkv.policy.base import ScoreInput
 
 # name, parameters
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -32,6 +34,8 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("rpc", {"ratio": 2, "kernel": 1}),
     ("streaming", {"sink": 0, "window": 1}),
     ("random", {"seed": 5}),
+    ("vase", {"large": 1.0}),
+    ("vase", {"large": 0.0, "kernel": 31, "window": 1, "sink": 0}),
 ]
 #: files whose tests derive scores anew
 FORMULAS = ("policy_scores", "attention_statistics")
@@ -52,7 +56,8 @@ def serve(server: SyntheticServer, case: tuple[str, dict[str, Any]], **call: Any
 def test_every_file_is_registered_and_the_first_is_the_default() -> None:
     assert names()[0] == ServerConfig().kv_policy == "skipkv"
     folder = Path(sgl_skipkv.policy.__file__).parent
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "batched_scores"}
+    files = {path.stem for path in folder.glob("*.py")}
+    files -= {"__init__", "base", "batched_scores", "query_centres"}
     assert files == {name.replace("+", "_plus") for name in names()}
 
 
@@ -84,22 +89,24 @@ def test_unknown_policy(name: Any) -> None:
 def repeat(call: Call) -> None:
     """Overwrite the request's content: every key, query and hidden state the same."""
     call.keys[:] = call.keys[:, :1].clone()
+    call.values[:] = call.values[:, :1].clone()
     call.queries[:] = call.queries[:, :1].clone()
     call.hidden[:] = call.hidden[:1].clone()
 
 
 def zero(call: Call) -> None:
-    for table in (call.keys, call.queries, call.hidden):
+    for table in (call.keys, call.values, call.queries, call.hidden):
         table.zero_()
 
 
 def zero_every_third(call: Call) -> None:
-    call.keys[:, ::3] = 0.0
+    call.keys[:, ::3] = call.values[:, ::3] = 0.0
     call.hidden[::3] = 0.0
 
 
 def huge(call: Call) -> None:
     call.keys.mul_(1e4)
+    call.values.mul_(1e3)
     call.hidden.mul_(1e15)
 
 
@@ -174,19 +181,21 @@ def test_every_compaction_keeps_its_promises(
     server.assert_idle()
 
 
+def tables(inputs: ScoreInput) -> list[Tensor]:
+    assert inputs.queries is not None
+    return [inputs.positions, inputs.queries, all_keys(inputs), all_values(inputs)]
+
+
 @pytest.mark.parametrize("case", EVICTING, ids=case_id)
 def test_scores_depend_on_the_input_alone(case: tuple[str, dict[str, Any]]) -> None:
     """Twice the same, and nothing that was handed in is changed."""
     policy = make_policy(case[0], **case[1])
     inputs = with_statistics(policy, score_input(seed=3, window=policy.params.window))
-    copies = [table.clone() for table in (inputs.positions, inputs.queries, all_keys(inputs))]
+    before = [table.clone() for table in tables(inputs)]
     first = policy.scores(inputs)
     assert torch.equal(first, policy.scores(inputs))
     assert first.dtype == torch.float32 and first.shape == inputs.positions.shape
-    for table, copy in zip(
-        (inputs.positions, inputs.queries, all_keys(inputs)), copies, strict=True
-    ):
-        assert torch.equal(table, copy)
+    assert all(map(torch.equal, tables(inputs), before))
 
 
 def test_full_evicts_nothing_and_needs_nothing() -> None:

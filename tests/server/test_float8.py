@@ -48,33 +48,37 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     kernel = SimpleNamespace(attention_backend=backend, decode_attention_backend=None)
     with monkeypatch.context() as patch:  # nothing may be imported meanwhile
         patch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-        binding = SimpleNamespace(key_scale=model_side.key_scale_of(runner))
+        binding = SimpleNamespace(kv_scales=model_side.kv_scales_of(runner))
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), output_ids=[])
     state = SimpleNamespace(prompt=SimpleNamespace(uncounted_tokens=0, tokens=0))
-    layers[1].k_scale_float = 0.5  # after the binding was made, as new weights bring it
-    scales = [1.0, 0.5 if backend == "triton" else 1.0]
-    for layer, scale in zip(layers, scales, strict=True):
+    # After the binding was made, as new weights bring it.
+    layers[1].k_scale_float, layers[1].v_scale_float = 0.5, 0.25
+    scaled = backend == "triton"
+    scales, v_scales = ([1.0, one if scaled else 1.0] for one in (0.5, 0.25))
+    for layer, scale, v_scale in zip(layers, scales, v_scales, strict=True):
         keys = torch.randn(7, HEADS, HEAD_DIM).bfloat16()
         slots = pages.req_to_token[1, :7].long()
-        given = None if backend == "torch_native" else scale
-        pool.set_kv_buffer(layer, slots, keys.clone(), keys.clone(), given)
+        given = (scale, v_scale) if scaled else (None, None)
+        pool.set_kv_buffer(layer, slots, keys.clone(), keys.clone(), *given)
         due = kv_cache.due_of(req, state, 7, pages, allocator, None)
-        found = due.keys(layer.layer_id)
-        assert found.dtype == torch.float32
-        assert torch.equal(found, (keys / scale).to(dtype).float() * scale)
-        assert (found - keys.float()).abs().max() < 0.3  # float8 is coarse
+        for read, factor in ((due.keys, scale), (due.values, v_scale)):
+            found = read(layer.layer_id)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, (keys / factor).to(dtype).float() * factor)
+            assert (found - keys.float()).abs().max() < 0.3  # float8 is coarse
     monkeypatch.setattr(on_device, "uses_triton", lambda device: True)
     cache = kv_cache.paged_cache(pages, allocator)
     assert cache is not None and cache.k_scales is not None
     assert cache.layer.dtype == dtype and cache.k_scales.tolist() == scales
+    assert cache.v_scales is not None and cache.v_scales.tolist() == v_scales
 
 
 def test_a_cache_in_the_models_type_has_no_scales() -> None:
     runner = SimpleNamespace(dtype=torch.bfloat16, kv_cache_dtype=torch.bfloat16)
-    assert model_side.key_scale_of(runner) is None
+    assert model_side.kv_scales_of(runner) == (None, None)
     assert model_side._recorded_dtype(runner) == torch.bfloat16
     runner.kv_cache_dtype = torch.float16  # queries meet keys in their type
     assert model_side._recorded_dtype(runner) == torch.float16

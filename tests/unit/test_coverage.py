@@ -180,7 +180,7 @@ def test_requests_are_measured_in_a_batch_as_alone() -> None:
     asked = [
         {
             **{"kv_policy": name, "seed": i, "prompt": [3] * (6 + i)},
-            "kv_params": {"coverage": 0.6 + 0.03 * i, "window": 4 + i % 5},
+            "kv_params": {"coverage": 0.6 + 0.02 * i, "window": 4 + i % 5},
         }
         for i, name in enumerate(EVICTING)
     ]

@@ -44,6 +44,8 @@ OWN = [
     ("lazy", {"alpha": 0.02}),
     ("gkv", {"window": 3}),
     ("crystal", {"alpha": 0.3}),
+    ("vase", {"kernel": 31}),
+    ("expected", {"horizon": 7}),
 ]
 
 

@@ -28,6 +28,9 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("skipkv", {"threshold": 0.9, "kernel": 15}), ("rpc", {}), ("rpc", {"kernel": 31})),
     *(("raas", {"alpha": 0.02}), ("lazy", {"alpha": 0.02})),
     *(("gkv", {"window": 4}), ("crystal", {"alpha": 0.3}), ("keydiff", {})),
+    *(("expected", {}), ("expected", {"horizon": 3, "window": 3})),
+    *(("triattention", {}), ("triattention", {"sink": 0, "window": 1})),
+    *(("vase", {"window": 4}), ("vase", {"large": 0.5, "kernel": 31})),
 ]
 FUNCTIONS = {
     value.fn.__name__: value

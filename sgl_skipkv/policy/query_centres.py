@@ -1,0 +1,108 @@
+"""What the queries of a model are on average before they are rotated: the same for all requests.
+
+Measured once, when a server starts, by one forward pass over the text beside this file. Policies
+with ``needs_centres`` ask what future queries will look for. In models that know many kinds of text
+a head's centre hardly depends on the text; in one that knows a single kind it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Means = tuple[Tensor, Tensor]
+TEXT = Path(__file__).with_name("plain_text.txt")
+#: how many tokens of it are used
+MOST_TOKENS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The rotary embedding that a server's queries and keys went through.
+
+    Band ``f`` of a vector is the complex number that is turned by ``frequencies[f]`` per position.
+    There are F = d / 2 bands.
+
+    Attributes:
+        frequencies: float64 [F], on the CPU; 0 for a band that is not rotated.
+        scale: what rotated vectors were multiplied with.
+        real, imaginary: int64 [F], on the CPU, the coordinates of each band.
+    """
+
+    frequencies: Tensor
+    scale: float
+    real: Tensor
+    imaginary: Tensor
+
+    @classmethod
+    def of(
+        cls, frequencies: Tensor, head_dim: int, *, scale: float = 1.0, halves: bool = True
+    ) -> Rotation:
+        """The usual layout: the rotated coordinates first, in halves or else in pairs.
+
+        Args:
+            frequencies: float [rotated coordinates / 2], on the CPU.
+        """
+        rotated, rest = 2 * len(frequencies), head_dim - 2 * len(frequencies)
+        pairs = torch.arange(rotated).view(*((2, -1) if halves else (-1, 2)))
+        pairs = pairs if halves else pairs.T
+        still = torch.arange(rotated, head_dim).view(2, -1)
+        real, imaginary = torch.cat([pairs, still], dim=1).unbind()
+        unturned = torch.zeros(rest // 2, dtype=torch.float64)
+        return cls(torch.cat([frequencies.double(), unturned]), scale, real, imaginary)
+
+    def bands(self, vectors: Tensor) -> Tensor:
+        """complex [..., F], of float [..., d]."""
+        return torch.complex(vectors[..., self.real], vectors[..., self.imaginary])
+
+    def turns(self, positions: Sequence[int]) -> Tensor:
+        """complex128 [len(positions), F], the turn at each position, without ``scale``."""
+        angles = torch.tensor(positions, dtype=torch.float64)[:, None] * self.frequencies
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def unrotated(self, vectors: Tensor, positions: Sequence[int]) -> Tensor:
+        """complex [T, heads, F], of float [T, heads, d] at these positions."""
+        turns = self.turns(positions).to(vectors.device, vectors.dtype.to_complex())
+        return self.bands(vectors) * turns[:, None].conj() / self.scale
+
+
+@dataclass(frozen=True, eq=False)
+class QueryCentres:
+    """Attributes:
+    mean: complex64 [layers, Hq, F], mean of the un-rotated queries, on the server's device.
+    magnitude: float32 [layers, Hq, F], mean of their absolute values.
+    order: int64 [d], the coordinates of all real parts, then the others; None: they lie so.
+    """
+
+    rotation: Rotation
+    mean: Tensor
+    magnitude: Tensor
+    order: Tensor | None
+
+    @classmethod
+    def measured(cls, rotation: Rotation, layers: Iterable[Tensor]) -> QueryCentres:
+        """layers: float [T, Hq, d] each, rotated queries of the positions from 0."""
+        return cls.of_means(rotation, [means(rotation, queries) for queries in layers])
+
+    @classmethod
+    def of_means(cls, rotation: Rotation, layers: Sequence[Means]) -> QueryCentres:
+        mean, magnitude = (torch.stack(one) for one in zip(*layers, strict=True))
+        order = torch.cat([rotation.real, rotation.imaginary])
+        in_order = torch.equal(order, torch.arange(len(order)))
+        return cls(rotation, mean, magnitude, None if in_order else order.to(mean.device))
+
+    def halves(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Real and imaginary parts of the bands, [..., F] each, of float [..., d]."""
+        ordered = vectors if self.order is None else vectors[..., self.order]
+        real, imaginary = ordered.chunk(2, dim=-1)
+        return real, imaginary
+
+
+def means(rotation: Rotation, queries: Tensor) -> Means:
+    """One layer's ``mean`` and ``magnitude``, of float [T, Hq, d]: positions from 0."""
+    bands = rotation.unrotated(queries.float(), range(len(queries)))
+    return bands.mean(dim=0), bands.abs().mean(dim=0)
