@@ -102,6 +102,9 @@ class ServerConfig(Settings):
     # Internal: folder for hidden states of `skipkv steering extract`.
     steering_capture: str | None = None
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
+    query_text: str | None = Field(
+        None, description="text file on which triattention measures the model's queries at start"
+    )
     # Recent queries recorded per request; the largest `window`.
     query_window: int = Field(8, ge=1, le=1024)
     # Most recent sentences that are compared per request.

@@ -7,7 +7,7 @@ the same object, because a batch has no reference to its scheduler. ``req.skipkv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -32,7 +32,7 @@ class Binding:
             the model's type.
         compilation: of the kernels, if eviction is not enabled at start.
         without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
-        without_centres: the same of policies that need the centres of the model's queries.
+        refused_policies: name -> why; what they need to know of queries is not known.
     """
 
     config: ServerConfig
@@ -44,7 +44,7 @@ class Binding:
     kv_scales: tuple[KVScale | None, KVScale | None] = (None, None)
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
     without_reuse: tuple[str, ...] = ()
-    without_centres: str = ""
+    refused_policies: Mapping[str, str] = field(default_factory=dict)
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -14,7 +14,7 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
-from sgl_skipkv.policy import names, policy_class
+from sgl_skipkv.policy import names
 from sgl_skipkv.request.settings import (
     RequestSettings,
     misspelt_keys,
@@ -64,9 +64,10 @@ def _open(
         if settings.kv_reuse is not None and binding.without_reuse:
             expected = f"false on this server ({'; '.join(binding.without_reuse)})"
             raise SettingError("kv_reuse", expected, settings.kv_reuse, "false, or leave it out")
-        if settings.evicts and settings.policy.needs_centres and binding.without_centres:
-            others = ", ".join(name for name in names() if not policy_class(name).needs_centres)
-            expected = f"another policy on this server ({binding.without_centres})"
+        why = binding.refused_policies.get(settings.policy.name) if settings.evicts else None
+        if why is not None:
+            others = ", ".join(name for name in names() if name not in binding.refused_policies)
+            expected = f"another policy on this server ({why})"
             raise SettingError("kv_policy", expected, settings.policy.name, others)
         if settings.drops_thoughts and binding.runtime.thoughts is None:
             expected = f"false on this server ({NO_THOUGHTS})"

@@ -27,8 +27,7 @@ from sgl_skipkv.patches.engine.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.patches.startup.query_centres import NoCentres, measure_query_centres
-from sgl_skipkv.policy import policy_class
+from sgl_skipkv.patches.startup.query_centres import query_centres_of
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -107,8 +106,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             reasons += without_reuse
         if config.kv_params.get("drop_thoughts") and thoughts is None:
             reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
-    runtime = capture = centres = None
-    without_centres = "eviction was not enabled at start: any sgl_skipkv flag enables it"
+    runtime = capture = None
+    refused_policies: dict[str, str] = {}
     kv_scales: Any = (None, None)
     try:
         check_server_defaults(config)
@@ -120,13 +119,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
-            if config.enabled:
-                try:
-                    centres = measure_query_centres(scheduler, side)
-                except NoCentres as error:
-                    without_centres = str(error)
-                    if policy_class(config.kv_policy).needs_centres:
-                        reasons.append(f"kv_policy {config.kv_policy}: {error}")
+            centres, refused_policies = query_centres_of(scheduler, side, config)
+            if (why := refused_policies.get(config.kv_policy)) is not None:
+                reasons.append(f"kv_policy {config.kv_policy}: {why}")
             buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
             runtime = Runtime(
                 config,
@@ -153,7 +148,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     binding = Binding(
         *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),
         without_reuse=tuple(without_reuse),
-        without_centres="" if centres is not None else without_centres,
+        refused_policies=refused_policies,
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if runtime is not None:

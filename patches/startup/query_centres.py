@@ -1,13 +1,17 @@
-"""The forward pass that measures query centres, before a server is ready."""
+"""What policies may know of the model's queries: how they are rotated, and their centres, which one
+forward pass measures before a server is ready."""
 
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
+from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.query_centres import (
     MOST_TOKENS,
     TEXT,
@@ -22,22 +26,44 @@ from sgl_skipkv.recording.recorder import Recording
 _TABLE_TOLERANCE = 0.02
 
 
-class NoCentres(ValueError):
-    """Why this server has no query centres."""
+class NoRotation(ValueError):
+    """A rotary embedding whose turn does not follow from the position alone."""
 
 
-def measure_query_centres(scheduler: Any, side: ModelSide) -> QueryCentres:
+def query_centres_of(
+    scheduler: Any, side: ModelSide, config: ServerConfig
+) -> tuple[QueryCentres | None, dict[str, str]]:
+    """What there is for policies to know, and the policies that need more: name -> why.
+
+    Raises:
+        SettingError: ``query_text`` is no readable file.
+    """
+    classes = {name: policy_class(name) for name in names()}
+    try:
+        rotation = rotation_of(scheduler.tp_worker.model_runner.model)
+    except NoRotation as error:
+        return None, {n: str(error) for n, c in classes.items() if c.needs_rotation}
+    asking = [name for name, policy in classes.items() if policy.needs_centres]
+    if config.query_text is None and config.kv_policy not in asking:
+        centres = QueryCentres.unmeasured(rotation, side.recorder.device)
+        return centres, dict.fromkeys(asking, "started without query_text")
+    try:
+        text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        expected = "a readable text file"
+        choices = "a text like those that the model will write"
+        raise SettingError("query_text", expected, f"{error}", choices) from error
+    return _measured(scheduler, side, rotation, text), {}
+
+
+def _measured(scheduler: Any, side: ModelSide, rotation: Rotation, text: str) -> QueryCentres:
     """Prefill the text once and take the mean of what every head asks.
 
     Runs when pools and model exist and no request has come: all memory is free, and is again.
-
-    Raises:
-        NoCentres: a rotary embedding whose turn does not follow from the position alone.
     """
     runner = scheduler.tp_worker.model_runner
-    rotation = rotation_of(runner.model)
     room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = scheduler.tokenizer.encode(TEXT.read_text())[: min(MOST_TOKENS, room)]
+    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
     seen: dict[int, Means] = {}
     heads, head_dim = side.recorder.shape.query_heads, side.recorder.shape.head_dim
 
@@ -87,7 +113,7 @@ def rotation_of(model: Any) -> Rotation:
     """The one rotary embedding of all attention layers.
 
     Raises:
-        NoCentres: there is none, there are several, or it is of another kind.
+        NoRotation: there is none, there are several, or it is of another kind.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -97,7 +123,7 @@ def rotation_of(model: Any) -> Rotation:
     rotations = {id(one): _rotation(one) for one in embeddings}
     first, *others = rotations.values()
     if any(not torch.equal(one.frequencies, first.frequencies) for one in others):
-        raise NoCentres("layers with different rotary embeddings")
+        raise NoRotation("layers with different rotary embeddings")
     return first
 
 
@@ -105,7 +131,7 @@ def _rotation(embedding: Any) -> Rotation:
     """Its frequencies, checked against the table that the server rotates with."""
     name = type(embedding).__name__
     if embedding is None:
-        raise NoCentres("an attention layer without a rotary embedding")
+        raise NoRotation("an attention layer without a rotary embedding")
     factor = scale = 1.0
     argument = getattr(embedding, "base", None)
     if name == "YaRNScalingRotaryEmbedding":
@@ -113,14 +139,14 @@ def _rotation(embedding: Any) -> Rotation:
     elif name == "LinearScalingRotaryEmbedding" and len(embedding.scaling_factors) == 1:
         factor = float(embedding.scaling_factors[0])
     elif name not in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
-        raise NoCentres(f"{name}: its turn does not follow from the position alone")
+        raise NoRotation(f"{name}: its turn does not follow from the position alone")
     frequencies = embedding._compute_inv_freq(argument).double().cpu() / factor
     table = embedding.cos_sin_cache
     for position in (1, min(100, len(table) - 1)):
         angles = position * frequencies
         expected = scale * torch.cat([angles.cos(), angles.sin()])
         if (table[position].double().cpu() - expected).abs().max() > _TABLE_TOLERANCE * scale:
-            raise NoCentres(f"{name}: its table is not that of its frequencies")
+            raise NoRotation(f"{name}: its table is not that of its frequencies")
     return Rotation.of(
         frequencies, embedding.head_size, scale=scale, halves=embedding.is_neox_style
     )

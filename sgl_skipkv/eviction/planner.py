@@ -123,7 +123,7 @@ class Planner:
             sentences=sentences,
             seed=seed,
             logical_tokens=due.logical_tokens,
-            centres=self._centres if policy.needs_centres else None,
+            centres=self._centres if policy.needs_rotation else None,
             values=due.values if policy.needs_values else None,
             statistics=state.kv.statistics,
             location=location,

@@ -180,7 +180,7 @@ class ScoreInput:
         sentences: None for policies that did not ask for them.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
-        centres: of the model's queries; None for policies that did not ask for them.
+        centres: of the model's queries, and their rotation; None for policies that ask for neither.
         values: layer -> float [n, Hkv, d], the cached values of that layer; None for policies that
             did not ask for them.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
@@ -244,7 +244,9 @@ class Policy:
     source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     needs_queries: ClassVar[bool] = False
-    #: whether it is told what the model's queries are on average
+    #: whether it is told how queries and keys are rotated
+    needs_rotation: ClassVar[bool] = False
+    #: whether it is told what the model's queries are on average as well
     needs_centres: ClassVar[bool] = False
     #: whether it reads cached values, in place: nothing is recorded or carried for it
     needs_values: ClassVar[bool] = False

@@ -56,7 +56,7 @@ class Expected(Policy):
     Params: ClassVar[type[PolicyParams]] = ExpectedParams
     needs_queries = True
     needs_values = True
-    needs_centres = True  # for the rotation
+    needs_rotation = True
     joins_layers = 3
     params: ExpectedParams
 

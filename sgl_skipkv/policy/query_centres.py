@@ -73,15 +73,16 @@ class Rotation:
 @dataclass(frozen=True, eq=False)
 class QueryCentres:
     """Attributes:
-    mean: complex64 [layers, Hq, F], mean of the un-rotated queries, on the server's device.
+    order: int64 [d], the coordinates of all real parts, then the others, on the server's device;
+        None: they lie so.
+    mean: complex64 [layers, Hq, F], mean of the un-rotated queries; empty if it was not measured.
     magnitude: float32 [layers, Hq, F], mean of their absolute values.
-    order: int64 [d], the coordinates of all real parts, then the others; None: they lie so.
     """
 
     rotation: Rotation
+    order: Tensor | None
     mean: Tensor
     magnitude: Tensor
-    order: Tensor | None
 
     @classmethod
     def measured(cls, rotation: Rotation, layers: Iterable[Tensor]) -> QueryCentres:
@@ -91,15 +92,24 @@ class QueryCentres:
     @classmethod
     def of_means(cls, rotation: Rotation, layers: Sequence[Means]) -> QueryCentres:
         mean, magnitude = (torch.stack(one) for one in zip(*layers, strict=True))
-        order = torch.cat([rotation.real, rotation.imaginary])
-        in_order = torch.equal(order, torch.arange(len(order)))
-        return cls(rotation, mean, magnitude, None if in_order else order.to(mean.device))
+        return cls(rotation, _order(rotation, mean.device), mean, magnitude)
+
+    @classmethod
+    def unmeasured(cls, rotation: Rotation, device: torch.device) -> QueryCentres:
+        """The rotation alone."""
+        nothing = torch.zeros(0, device=device)
+        return cls(rotation, _order(rotation, device), nothing, nothing)
 
     def halves(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Real and imaginary parts of the bands, [..., F] each, of float [..., d]."""
         ordered = vectors if self.order is None else vectors[..., self.order]
         real, imaginary = ordered.chunk(2, dim=-1)
         return real, imaginary
+
+
+def _order(rotation: Rotation, device: torch.device) -> Tensor | None:
+    order = torch.cat([rotation.real, rotation.imaginary])
+    return None if torch.equal(order, torch.arange(len(order))) else order.to(device)
 
 
 def means(rotation: Rotation, queries: Tensor) -> Means:

@@ -166,10 +166,15 @@ class TurnBooks:
         """None is dropped as long as the tree has its KV, and room for what is known of it."""
         memory = self.runtime.histories.memory
         full = memory.used_bytes and not memory.fits(self.recorder.request_bytes())
-        for history in [one for one in self.left if one not in self.runtime.histories._by_use]:
-            left = self.left.pop(history)
+        known = self.runtime.histories._by_use
+        states = (getattr(req, "skipkv", None) for req in self.owners())
+        rows = [one.reuse.continued.key for one in states if one and one.reuse.continued]
+        for history in [one for one in self.left if one not in known]:
+            left, last = self.left.pop(history), history.key[-1]
             self.count["histories lost"] += 1
-            # Text that is computed again brings its keys back, but not private ones.
-            if self.ample and not full and history.key[-1] >= VOCAB:
+            # Text that is computed again brings its keys back. A private one comes back with a
+            # request that continues this history and was restored from host memory.
+            returns = last < VOCAB or any(last in key for key in (*rows, *(h.key for h in known)))
+            if self.ample and not full and not returns:
                 found = self._in_tree(history.key, left.apart)
                 assert len(found) < len(left.row), "a history was dropped that could be continued"

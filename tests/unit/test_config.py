@@ -47,6 +47,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("steering_max", v) for v in (-1, math.inf)),
     *(("steering_capture", 3), ("trace", True), ("trace", 5)),
     *(("query_window", v) for v in (0, 1025, 16.0)),
+    *(("query_text", v) for v in (7, True)),
     *(("max_sentences", v) for v in (7, 65537)),
     *(("max_tracked_requests", v) for v in (0, 65537)),
     *(("compaction_work_bytes", -1), ("retraction_backup_bytes", -1)),

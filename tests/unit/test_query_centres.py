@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,13 @@ from score_inputs import score_input
 from score_oracle import ScoreOracle
 from torch import Tensor
 
-from sgl_skipkv.patches.startup.query_centres import NoCentres, _rotation, rotation_of
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.startup.query_centres import (
+    NoRotation,
+    _rotation,
+    query_centres_of,
+    rotation_of,
+)
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation
 
@@ -66,16 +73,16 @@ def test_what_turns_otherwise_is_refused_by_name(kind: str) -> None:
     scaling: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0}
     if kind == "mrope":
         scaling = {"rope_type": "default", "mrope_section": [2, 3, 3]}
-    with pytest.raises(NoCentres, match=r"RotaryEmbedding: its turn does not follow"):
+    with pytest.raises(NoRotation, match=r"RotaryEmbedding: its turn does not follow"):
         _rotation(embedding(rope_scaling=scaling))
-    with pytest.raises(NoCentres, match="without a rotary embedding"):
+    with pytest.raises(NoRotation, match="without a rotary embedding"):
         _rotation(None)
 
 
 def test_a_changed_table_is_refused() -> None:
     rotary = embedding(base=5000)
     rotary.cos_sin_cache = rotary.cos_sin_cache.roll(1, 0)
-    with pytest.raises(NoCentres, match="its table is not that of its frequencies"):
+    with pytest.raises(NoRotation, match="its table is not that of its frequencies"):
         _rotation(rotary)
 
 
@@ -92,13 +99,34 @@ def test_all_layers_must_turn_alike() -> None:
 
     rope = embedding()
     assert rotation_of(model(rope, rope)).scale == 1.0
-    with pytest.raises(NoCentres, match="layers with different rotary embeddings"):
+    with pytest.raises(NoRotation, match="layers with different rotary embeddings"):
         rotation_of(model(rope, embedding(base=500)))
+
+
+def test_centres_are_measured_if_somebody_asked_for_them() -> None:
+    """Without a text, and with another default policy, no forward pass runs."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layer = torch.nn.Module()
+    layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, 0), embedding()
+    runner = SimpleNamespace(model=torch.nn.ModuleList([layer]))
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    side: Any = SimpleNamespace(recorder=SimpleNamespace(device=torch.device("cpu")))
+    centres, refused = query_centres_of(scheduler, side, ServerConfig())
+    assert centres is not None and refused == {"triattention": "started without query_text"}
+    layer.rotary_emb = None
+    _, refused = query_centres_of(scheduler, side, ServerConfig())
+    assert [*refused] == ["triattention", "expected"]
+    layer.rotary_emb = embedding()
+    with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
+        query_centres_of(scheduler, side, ServerConfig(query_text="none.txt"))
 
 
 def test_a_request_without_centres_is_refused() -> None:
     world = World()
-    world.skipkv = dataclasses.replace(world.skipkv, without_centres="no such embedding")
+    world.skipkv = dataclasses.replace(
+        world.skipkv, refused_policies={"triattention": "no such embedding"}
+    )
     asked = {"kv_budget": 8, "kv_params": {"sink": 1, "window": 2}}
     refused = world.arrive([5, 6, 7], 9, kv_policy="triattention", **asked)
     message = refused.to_finish.message
