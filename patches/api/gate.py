@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, brief
@@ -109,6 +110,6 @@ def check_ids(
     vocab_size = manager.model_config.vocab_size
     for field, ids in (("input_ids", input_ids), ("stop_token_ids", stop_ids)):
         for one in () if ids is None else ids:
-            if not (hasattr(one, "__index__") and 0 <= one < vocab_size):
+            if not (isinstance(one, Integral) and 0 <= one < vocab_size):
                 expected = f"token ids in [0, {vocab_size})"
                 raise SettingError(field, expected, one, "integers of the model's vocabulary")
