@@ -110,6 +110,6 @@ def check_ids(
     vocab_size = manager.model_config.vocab_size
     for field, ids in (("input_ids", input_ids), ("stop_token_ids", stop_ids)):
         for one in () if ids is None else ids:
-            if not (isinstance(one, Integral) and 0 <= one < vocab_size):
+            if not (isinstance(one, Integral) and 0 <= int(one) < vocab_size):
                 expected = f"token ids in [0, {vocab_size})"
                 raise SettingError(field, expected, one, "integers of the model's vocabulary")
