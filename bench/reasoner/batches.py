@@ -73,7 +73,7 @@ DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
 LONGEST_TASK_TOKENS = 3300
-SHARES: tuple[tuple[float, float], ...] = ((0.3, 0.15), (0.5, 0.4), (1.00, 1.0))
+SHARES: tuple[tuple[float, float], ...] = ((0.25, 0.15), (0.5, 0.4), (1.00, 1.0))
 """Of the families: until which share of the run, up to which share of the longest problems."""
 
 Kind = Literal["problems", "optional checks", "conversations", "families"]
@@ -330,6 +330,10 @@ class Classifier:
         return opens_check & (opening <= place)
 
 
+COPIED_WORDS = (" plus", " minus", " over", " under", " found", " none")
+"""Choices, too: a wrong one makes a trace wrong, as a wrong name does."""
+
+
 class FamilyClassifier(Classifier):
     """The same by family: its values, and its choices (whose step, and what kind, comes next)."""
 
@@ -350,6 +354,7 @@ class FamilyClassifier(Classifier):
         ]
         self.opens_result = token_id(tokenizer, "So")
         self.result_first = [*FAMILIES].index("result_first")
+        self.is_name[[token_id(tokenizer, word) for word in COPIED_WORDS]] = True
 
     @staticmethod
     def _first_word(tokenizer: Tokenizer, prompt: str) -> int:

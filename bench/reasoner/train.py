@@ -5,8 +5,7 @@
         --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
     python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
         --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
-    python -m bench.reasoner.train --out examples/families --start examples/reasoner \\
-        --learn families --steps 3000
+    python -m bench.reasoner.train --out examples/families --learn families --steps 2400
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -29,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, FamilyClassifier, Kind
+from bench.reasoner.copying import start_copying
 from bench.reasoner.export import save_model, start_model, write_heldout
 from bench.reasoner.families.registry import pieces
 from bench.reasoner.model import Reasoner, Shape
@@ -250,6 +250,8 @@ def main() -> None:
         run.load(state)
     elif args.start is not None:
         run.model.load_state_dict(start_model(args.start, shape, tokenizer).state_dict())
+    elif families:
+        start_copying(run.model)
     if not args.export_only:
         maker = BatchMaker(*(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps, args.learn))
         classifier = (FamilyClassifier if families else Classifier)(tokenizer).to(run.device)
