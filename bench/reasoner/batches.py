@@ -16,7 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.reasoner.conversations import MAX_TURNS, training_conversation
-from bench.reasoner.families.registry import FAMILIES, training_family, training_task
+from bench.reasoner.families.registry import (
+    FAMILIES,
+    random_sum,
+    training_family,
+    training_task,
+)
 from bench.reasoner.families.updates import VARIABLES
 from bench.reasoner.problems import (
     LEVELS,
@@ -73,8 +78,11 @@ DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
 LONGEST_TASK_TOKENS = 3300
+TOKENS_PER_SUM = 6
 SHARES: tuple[tuple[float, float], ...] = ((0.25, 0.15), (0.5, 0.4), (1.00, 1.0))
 """Of the families: until which share of the run, up to which share of the longest problems."""
+SUM_DRILLS: tuple[tuple[float, float], ...] = ((0.5, 0.25), (0.75, 0.15), (1.00, 0.05))
+"""Of the families: until which share of the run, how many rows hold nothing but sums."""
 
 Kind = Literal["problems", "optional checks", "conversations", "families"]
 """What a run learns; all but problems go on from a trained model."""
@@ -177,11 +185,23 @@ class BatchMaker:
         most = next(share for until, share in SHARES if progress < until)
         share = max(rng.random(), rng.random() if rng.random() < 0.5 else 0.0) * most
         size = max(1, int(self.batch_tokens / (LONGEST_TASK_TOKENS * share + 100)))
+        drills = next(share for until, share in SUM_DRILLS if progress < until)
         rows = [
-            self._encode_task(group * 100_000 + row, training_family(rng), share)
+            self._encode_sums(rng, int(LONGEST_TASK_TOKENS * share + 100) // TOKENS_PER_SUM)
+            if rng.random() < drills
+            else self._encode_task(group * 100_000 + row, training_family(rng), share)
             for row in range(size * GROUP)
         ]
         return rows, size
+
+    def _encode_sums(self, rng: random.Random, sums: int) -> tuple[list[int], list[int]]:
+        """Sums, as traces write them; what counts are the results."""
+        ids = self.tokenizer.encode("".join(random_sum(rng) for _ in range(sums))).ids
+        wanted = [
+            now if before == self.equals else IGNORE
+            for before, now in zip([self.pad, *ids], ids, strict=False)
+        ]
+        return ids, wanted
 
     def _encode_task(self, index: int, family: str, share: float) -> tuple[list[int], list[int]]:
         """One problem of a family; what counts is its trace."""
@@ -340,10 +360,11 @@ class FamilyClassifier(Classifier):
     KINDS = (
         *(f"{family}_{what}" for family in FAMILIES for what in ("values", "choices")),
         "result_first_results",
+        "sum",
         "check",
         "other",
     )
-    WEIGHTS = (*(weight for _ in FAMILIES for weight in (3.0, 2.0)), 4.0, 0.3, 0.5)
+    WEIGHTS = (*(weight for _ in FAMILIES for weight in (3.0, 2.0)), 4.0, 5.0, 0.8, 0.7)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -372,5 +393,7 @@ class FamilyClassifier(Classifier):
             kind[(first_word == word) & chosen] = 2 * index + 1
         result = (first_word == self.first_words[self.result_first]) & (three == self.opens_result)
         kind[result & (one == self.equals)] = self.KINDS.index("result_first_results")
+        summed = self.is_value[label] & (one == self.equals) & self.is_value[torch.roll(one, 1, 1)]
+        kind[summed] = self.KINDS.index("sum")
         kind[self.in_check(one)] = self.KINDS.index("check")
         return kind
