@@ -24,6 +24,7 @@ from bench.reasoner.families.registry import (
 )
 from bench.reasoner.families.updates import VARIABLES
 from bench.reasoner.problems import (
+    ITEMS,
     LEVELS,
     NAMES,
     heldout_problem,
@@ -350,7 +351,10 @@ class Classifier:
         return opens_check & (opening <= place)
 
 
-COPIED_WORDS = (" plus", " minus", " over", " under", " found", " none")
+CHOSEN_WORDS = (
+    *(" plus", " minus", " over", " under", " +", " -", " found", " none"),
+    *(f" {item}" for item in ITEMS),
+)
 """Choices, too: a wrong one makes a trace wrong, as a wrong name does."""
 
 
@@ -364,7 +368,7 @@ class FamilyClassifier(Classifier):
         "check",
         "other",
     )
-    WEIGHTS = (*(weight for _ in FAMILIES for weight in (3.0, 2.0)), 4.0, 5.0, 0.8, 0.7)
+    WEIGHTS = (*(weight for _ in FAMILIES for weight in (2.0, 3.0)), 3.0, 5.0, 1.0, 0.7)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -375,7 +379,7 @@ class FamilyClassifier(Classifier):
         ]
         self.opens_result = token_id(tokenizer, "So")
         self.result_first = [*FAMILIES].index("result_first")
-        self.is_name[[token_id(tokenizer, word) for word in COPIED_WORDS]] = True
+        self.is_name[[token_id(tokenizer, word) for word in CHOSEN_WORDS]] = True
 
     @staticmethod
     def _first_word(tokenizer: Tokenizer, prompt: str) -> int:

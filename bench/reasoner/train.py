@@ -47,8 +47,8 @@ class Recipe:
     batch_tokens: int
     embed_lr: float
     matrix_lr: float
+    decay_share: float
     warmup: int = 50
-    decay_share: float = 0.35
 
     def rate(self, step: int) -> float:
         """Factor on both learning rates: warm-up, constant, then linear to zero."""
@@ -214,6 +214,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--embed-lr", type=float, default=3e-3)
     parser.add_argument("--matrix-lr", type=float, default=4e-3)
+    parser.add_argument(
+        "--decay-share", type=float, default=0.35, help="of the steps, with falling rates"
+    )
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--feed-forward", type=int, default=512)
@@ -238,7 +241,14 @@ def main() -> None:
     state = args.state or args.out / "state.pt"
     families = args.learn == "families"
     tokenizer = build_tokenizer(pieces() if families else ())
-    recipe = Recipe(args.seed, args.steps, args.batch_tokens, args.embed_lr, args.matrix_lr)
+    recipe = Recipe(
+        args.seed,
+        args.steps,
+        args.batch_tokens,
+        args.embed_lr,
+        args.matrix_lr,
+        args.decay_share,
+    )
     shape = Shape(
         vocab=-(-tokenizer.get_vocab_size() // 16) * 16,
         hidden=args.hidden,
