@@ -31,7 +31,7 @@ def draw(rng: random.Random, steps: int) -> Draft:
             passages += _passages(number, fact, value)
         else:
             lines.append(f"{number}. As for {fact.item}, {_told(fact)}.")
-            passages.append(f"{number}. This is not about {problem.item}.\n\n")
+            passages.append(f"{number}. As for {fact.item}, none.\n\n")
     last = f"{len(lines)}. {LAST_LINE}"
     return Draft("\n".join([*lines, last]), (*passages, f"{last}\n\n"), problem.answer)
 
