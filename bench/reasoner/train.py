@@ -5,7 +5,8 @@
         --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
     python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
         --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
-    python -m bench.reasoner.train --out examples/families --learn families --steps 2400
+    python -m bench.reasoner.train --out examples/families --learn families --steps 2600 \\
+        --batch-tokens 6144 --decay-share 0.5
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -92,7 +93,7 @@ class Run:
         Returns the loss and hits bool [B, T], both on the solution.
         """
         with self.autocast:
-            logits = self.model(batch.ids)
+            logits = self.model(batch.ids, batch.visible)
             losses = F.cross_entropy(
                 logits.flatten(0, 1).float(), batch.labels.flatten(), reduction="none"
             )

@@ -200,6 +200,19 @@ def test_batches_are_a_function_of_seed_and_index(tokenizer: Tokenizer) -> None:
     assert set(kinds.unique().tolist()) <= set(range(len(classifier.KINDS)))
 
 
+def test_late_batches_hide_what_a_trace_does_not_need(tokenizer: Tokenizer) -> None:
+    maker = BatchMaker(tokenizer, 1, 2048, 100, "families")
+    masked = [batch for batch in map(maker.batch, range(90, 100)) if batch.visible is not None]
+    assert masked and maker.batch(89).visible is None
+    for batch in masked:
+        rows, length = batch.ids.shape
+        assert batch.visible is not None and batch.visible.shape == (rows, 1, length, length)
+        assert not batch.visible.triu(1).any() and batch.visible.diagonal(dim1=2, dim2=3).all()
+        start = int((batch.labels[0] != IGNORE).nonzero()[0]) + 1
+        assert batch.visible[0, 0, start:, :start].all()
+    assert any(batch.visible.float().mean() < 0.4 for batch in masked if batch.visible is not None)
+
+
 def test_rules_by_hand() -> None:
     texts = ["P", "so", " p", " =", " 5", ".\n\n", "x", " so", " p", " =", " 7", ".\n\n", "y"]
     texts[1] = " so"
