@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
@@ -16,9 +16,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.reasoner.conversations import MAX_TURNS, training_conversation
-from bench.reasoner.families.registry import FAMILIES, training_family, training_task
+from bench.reasoner.families.needed import Rule, visible_tokens
+from bench.reasoner.families.registry import (
+    FAMILIES,
+    random_sum,
+    training_family,
+    training_task,
+)
 from bench.reasoner.families.updates import VARIABLES
 from bench.reasoner.problems import (
+    ITEMS,
     LEVELS,
     NAMES,
     heldout_problem,
@@ -73,8 +80,17 @@ DRILL_PASSAGES_PER_STEP = 3
 TOKENS_PER_TURN = 320
 
 LONGEST_TASK_TOKENS = 3300
-SHARES: tuple[tuple[float, float], ...] = ((0.3, 0.15), (0.5, 0.4), (1.00, 1.0))
+TOKENS_PER_SUM = 6
+SHARES: tuple[tuple[float, float], ...] = ((0.25, 0.15), (0.5, 0.4), (1.00, 1.0))
 """Of the families: until which share of the run, up to which share of the longest problems."""
+MASKED = (0.9, 0.4, (48, 129))
+"""From which share of the run how many batches are read with the tokens only that their family
+needs, and with how many recent ones: what a trace does not need, a model should not read."""
+LONG_ONLY = (0.9, 0.6, 0.9)
+"""From which share of the run how many groups have nothing below which share: the highest line
+numbers stand in the longest problems only."""
+SUM_DRILLS: tuple[tuple[float, float], ...] = ((0.5, 0.25), (0.75, 0.15), (1.00, 0.05))
+"""Of the families: until which share of the run, how many rows hold nothing but sums."""
 
 Kind = Literal["problems", "optional checks", "conversations", "families"]
 """What a run learns; all but problems go on from a trained model."""
@@ -82,14 +98,19 @@ Kind = Literal["problems", "optional checks", "conversations", "families"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """ids int64 [B, T]; labels int64 [B, T], already shifted; IGNORE outside the solution."""
+    """ids int64 [B, T]; labels int64 [B, T], already shifted; IGNORE outside the solution.
+
+    ``visible`` bool [B, 1, T, T] says which keys a query sees, where that is not all before it.
+    """
 
     ids: Tensor
     labels: Tensor
+    visible: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on another device."""
-        return Batch(self.ids.to(device), self.labels.to(device))
+        visible = None if self.visible is None else self.visible.to(device)
+        return Batch(self.ids.to(device), self.labels.to(device), visible)
 
 
 def phase_at(progress: float) -> Phase:
@@ -126,7 +147,12 @@ class BatchMaker:
         group, place = divmod(index, GROUP)
         rows, size, order = self._group_rows(group)
         start = order[place] * size
-        return self._collate(rows[start : start + size])
+        batch = self._collate(rows[start : start + size])
+        masked_from, often, recent = MASKED
+        rng = random.Random(f"masks/{self.seed}/{index}")
+        if self.kind == "families" and index / self.total >= masked_from and rng.random() < often:
+            return replace(batch, visible=self._visible(batch, rng.randrange(*recent)))
+        return batch
 
     def _draw_group(self, group: int) -> tuple[list[tuple[list[int], list[int]]], int, list[int]]:
         """The rows of GROUP batches, sorted by length; rows per batch; order of the batches."""
@@ -176,12 +202,27 @@ class BatchMaker:
         progress = group * GROUP / self.total
         most = next(share for until, share in SHARES if progress < until)
         share = max(rng.random(), rng.random() if rng.random() < 0.5 else 0.0) * most
+        start, often, least = LONG_ONLY
+        if progress >= start and rng.random() < often:
+            share = least + (1.0 - least) * share
         size = max(1, int(self.batch_tokens / (LONGEST_TASK_TOKENS * share + 100)))
+        drills = next(share for until, share in SUM_DRILLS if progress < until)
         rows = [
-            self._encode_task(group * 100_000 + row, training_family(rng), share)
+            self._encode_sums(rng, int(LONGEST_TASK_TOKENS * share + 100) // TOKENS_PER_SUM)
+            if rng.random() < drills
+            else self._encode_task(group * 100_000 + row, training_family(rng), share)
             for row in range(size * GROUP)
         ]
         return rows, size
+
+    def _encode_sums(self, rng: random.Random, sums: int) -> tuple[list[int], list[int]]:
+        """Sums, as traces write them; what counts are the results."""
+        ids = self.tokenizer.encode("".join(random_sum(rng) for _ in range(sums))).ids
+        wanted = [
+            now if before == self.equals else IGNORE
+            for before, now in zip([self.pad, *ids], ids, strict=False)
+        ]
+        return ids, wanted
 
     def _encode_task(self, index: int, family: str, share: float) -> tuple[list[int], list[int]]:
         """One problem of a family; what counts is its trace."""
@@ -240,6 +281,32 @@ class BatchMaker:
                 named.add(ids[place - 2])
         return ids, wanted
 
+    def _visible(self, batch: Batch, recent: int) -> Tensor:
+        """bool [B, 1, T, T]: prompt, recent tokens and what the family needs; drills see all."""
+        rows, length = batch.ids.shape
+        visible = torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
+        for row, ids in enumerate(batch.ids.tolist()):
+            rule = self._rules().get(ids[FIRST_WORD])
+            if rule:
+                start = int((batch.labels[row] != IGNORE).nonzero()[0]) + 1
+                texts = [self._texts()[token] for token in ids]
+                visible[row, 0] &= visible_tokens(rule(texts, start), length, start, recent)
+        return visible
+
+    @cache  # noqa: B019
+    def _rules(self) -> dict[int, Rule]:
+        """What a family needs, by the first word of its prompts."""
+        return {
+            first_word(self.tokenizer, family.make("any", "short").prompt): family.needed
+            for family in FAMILIES.values()
+        }
+
+    @cache  # noqa: B019
+    def _texts(self) -> list[str]:
+        """The text of every token."""
+        size = self.tokenizer.get_vocab_size()
+        return [self.tokenizer.decode([x], skip_special_tokens=False) for x in range(size)]
+
     def _collate(self, rows: list[tuple[list[int], list[int]]]) -> Batch:
         """Pad on the right; a label is the next token."""
         longest = max(len(ids) for ids, _ in rows) - 1
@@ -261,6 +328,11 @@ def heldout_digests() -> frozenset[str]:
 
 FIRST_WORD = len((TURN_START, "user", "\n"))
 """Position of a prompt's first word, which tells its family."""
+
+
+def first_word(tokenizer: Tokenizer, prompt: str) -> int:
+    """The token that tells a prompt's family."""
+    return int(tokenizer.encode(prompt_text(prompt)).ids[FIRST_WORD])
 
 
 class Classifier:
@@ -330,30 +402,37 @@ class Classifier:
         return opens_check & (opening <= place)
 
 
+CHOSEN_WORDS = (
+    *(" plus", " minus", " over", " under", " +", " -", " found", " none"),
+    *(f" {item}" for item in ITEMS),
+)
+"""Choices, too: a wrong one makes a trace wrong, as a wrong name does."""
+
+
 class FamilyClassifier(Classifier):
     """The same by family: its values, and its choices (whose step, and what kind, comes next)."""
 
     KINDS = (
         *(f"{family}_{what}" for family in FAMILIES for what in ("values", "choices")),
         "result_first_results",
+        "sum",
+        "answer",
         "check",
         "other",
     )
-    WEIGHTS = (*(weight for _ in FAMILIES for weight in (3.0, 2.0)), 4.0, 0.3, 0.5)
+    WEIGHTS = (*(weight for _ in FAMILIES for weight in (2.0, 3.0)), 3.0, 5.0, 10.0, 1.0, 0.7)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.is_name[[token_id(tokenizer, f" {name}") for name in VARIABLES]] = True
         self.first_words = [
-            self._first_word(tokenizer, family.make("any", "short").prompt)
+            first_word(tokenizer, family.make("any", "short").prompt)
             for family in FAMILIES.values()
         ]
         self.opens_result = token_id(tokenizer, "So")
+        self.answer, self.colon = token_id(tokenizer, "Answer"), token_id(tokenizer, ":")
         self.result_first = [*FAMILIES].index("result_first")
-
-    @staticmethod
-    def _first_word(tokenizer: Tokenizer, prompt: str) -> int:
-        return int(tokenizer.encode(prompt_text(prompt)).ids[FIRST_WORD])
+        self.is_name[[token_id(tokenizer, word) for word in CHOSEN_WORDS]] = True
 
     def kinds(self, batch: Batch) -> Tensor:
         """int64 [B, T]: index into KINDS of the token that each position predicts."""
@@ -367,5 +446,10 @@ class FamilyClassifier(Classifier):
             kind[(first_word == word) & chosen] = 2 * index + 1
         result = (first_word == self.first_words[self.result_first]) & (three == self.opens_result)
         kind[result & (one == self.equals)] = self.KINDS.index("result_first_results")
+        summed = self.is_value[label] & (one == self.equals) & self.is_value[torch.roll(one, 1, 1)]
+        kind[summed] = self.KINDS.index("sum")
+        kind[(torch.roll(one, 1, 1) == self.answer) & (one == self.colon)] = self.KINDS.index(
+            "answer"
+        )
         kind[self.in_check(one)] = self.KINDS.index("check")
         return kind

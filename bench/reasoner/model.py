@@ -152,12 +152,15 @@ class Block(nn.Module):
         written: Tensor = x + self.down(F.silu(gate) * up)
         return written
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D] -> [B, T, D], causal."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None = None) -> Tensor:
+        """x [B, T, D] -> [B, T, D], causal; or bool [B, 1, T, T] says which keys a query sees."""
         q, k, v = self.project(x, cos, sin)
         groups = self.shape.query_heads // self.shape.kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return self.finish(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None
+        )
+        return self.finish(x, attended)
 
 
 @torch.no_grad()
@@ -206,18 +209,18 @@ class Reasoner(nn.Module):
         first.look_back(LOOK_BACK)
         match_names(first, second)
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, visible: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: ids [B, T] -> [B, T, D]."""
         cos, sin = rope_table(self.shape, ids.shape[1], ids.device)
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, visible)
         hidden: Tensor = self.norm_out(x)
         return hidden
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits [B, T, V] of ids [B, T]."""
-        return F.linear(self.hidden(ids), self.embed.weight)
+    def forward(self, ids: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of ids [B, T]; ``visible`` as in `Block.forward`."""
+        return F.linear(self.hidden(ids, visible), self.embed.weight)
 
     def to_hf_state(self) -> dict[str, Tensor]:
         """The weights under the names of `LlamaForCausalLM` (the head is tied, so not listed)."""

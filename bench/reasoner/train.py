@@ -5,8 +5,8 @@
         --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
     python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
         --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
-    python -m bench.reasoner.train --out examples/families --start examples/reasoner \\
-        --learn families --steps 3000
+    python -m bench.reasoner.train --out examples/families --learn families --steps 2600 \\
+        --batch-tokens 6144 --decay-share 0.5
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
 CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, FamilyClassifier, Kind
+from bench.reasoner.copying import start_copying
 from bench.reasoner.export import save_model, start_model, write_heldout
 from bench.reasoner.families.registry import pieces
 from bench.reasoner.model import Reasoner, Shape
@@ -47,8 +48,8 @@ class Recipe:
     batch_tokens: int
     embed_lr: float
     matrix_lr: float
+    decay_share: float
     warmup: int = 50
-    decay_share: float = 0.35
 
     def rate(self, step: int) -> float:
         """Factor on both learning rates: warm-up, constant, then linear to zero."""
@@ -92,7 +93,7 @@ class Run:
         Returns the loss and hits bool [B, T], both on the solution.
         """
         with self.autocast:
-            logits = self.model(batch.ids)
+            logits = self.model(batch.ids, batch.visible)
             losses = F.cross_entropy(
                 logits.flatten(0, 1).float(), batch.labels.flatten(), reduction="none"
             )
@@ -214,6 +215,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--embed-lr", type=float, default=3e-3)
     parser.add_argument("--matrix-lr", type=float, default=4e-3)
+    parser.add_argument(
+        "--decay-share", type=float, default=0.35, help="of the steps, with falling rates"
+    )
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--feed-forward", type=int, default=512)
@@ -238,7 +242,14 @@ def main() -> None:
     state = args.state or args.out / "state.pt"
     families = args.learn == "families"
     tokenizer = build_tokenizer(pieces() if families else ())
-    recipe = Recipe(args.seed, args.steps, args.batch_tokens, args.embed_lr, args.matrix_lr)
+    recipe = Recipe(
+        args.seed,
+        args.steps,
+        args.batch_tokens,
+        args.embed_lr,
+        args.matrix_lr,
+        args.decay_share,
+    )
     shape = Shape(
         vocab=-(-tokenizer.get_vocab_size() // 16) * 16,
         hidden=args.hidden,
@@ -250,6 +261,8 @@ def main() -> None:
         run.load(state)
     elif args.start is not None:
         run.model.load_state_dict(start_model(args.start, shape, tokenizer).state_dict())
+    elif families:
+        start_copying(run.model)
     if not args.export_only:
         maker = BatchMaker(*(tokenizer, recipe.seed, recipe.batch_tokens, recipe.steps, args.learn))
         classifier = (FamilyClassifier if families else Classifier)(tokenizer).to(run.device)

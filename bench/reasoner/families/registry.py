@@ -15,7 +15,8 @@ import random
 from functools import lru_cache
 
 from bench.reasoner.families import chains, notes, result_first, search, updates
-from bench.reasoner.families.base import SIZES, Family, Size, Task
+from bench.reasoner.families.base import LARGEST, SIZES, Family, Size, Task
+from bench.reasoner.families.search import MOST_AMOUNT
 from bench.reasoner.families.updates import VARIABLES
 
 FAMILIES: dict[str, Family] = {
@@ -60,6 +61,16 @@ def training_task(seed: int, index: int, family: str, share: float) -> Task:
 def training_family(rng: random.Random) -> str:
     """Which family a training problem is of."""
     return rng.choice([*FAMILIES])
+
+
+def random_sum(rng: random.Random) -> str:
+    """A sum or difference of counts, as the families write it within a sentence."""
+    while True:
+        left, right = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
+        sign = rng.choice("+-")
+        result = left + right if sign == "+" else left - right
+        if 1 <= result <= LARGEST + MOST_AMOUNT:
+            return f", {left} {sign} {right} = {result}"
 
 
 def pieces() -> tuple[str, ...]:
