@@ -34,7 +34,6 @@ SOONEST = {
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
 RARE = {
-    "the copy of a history is not paid for",
     "all but one request of a part are left out",
     "a restored row is not paid for",
     "a request that ends while it waits keeps host memory",
@@ -42,7 +41,6 @@ RARE = {
     "a prompt that is a history as a whole leaves nothing to compute",
     "SGLang files the text of a prompt that contains a history",
     "another policy's request continues a history",
-    "the next turn misses queries of a prompt's end",
 }
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
@@ -120,10 +118,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         request_state.RequestState.records_from.fget: {
-            "the next turn misses queries of a prompt's end": (
-                'kv_reuse == "budget"',
-                'kv_reuse == "never"',
-            ),
             "a demand is measured without the queries of a prefill": (
                 "min(first, max(self.kv.not_before, self._measured_from) - window)",
                 "max(self.kv.not_before, self._measured_from)",
@@ -263,12 +257,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         continuation.continue_history: {
             "a shared history is compacted without a copy": ("continued.copies = ", "_ = "),
-        },
-        admission._copied_tokens: {
-            "the copy of a history is not paid for": (
-                "return continued.row_tokens - state.prompt.uncounted_tokens",
-                "return 0",
-            ),
         },
         reuse._lock_prompt: {
             "the lock on a history is kept": ("tree_cache.unlock(req.lock)", "pass"),

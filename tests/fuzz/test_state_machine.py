@@ -20,9 +20,10 @@ from pool_world import World
 from sgl_skipkv import policy
 from sgl_skipkv.eviction.page_table import LedgerError
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.patches.engine import backup, reuse
+from sgl_skipkv.patches.engine import admission, backup, reuse
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
+from sgl_skipkv.request.state import RequestState
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 
@@ -263,6 +264,60 @@ def test_queries_of_tokens_that_were_left_out_are_not_read(
     else:
         with pytest.raises(AssertionError, match="somebody else's queries"):
             world.run_dry()
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_the_next_turn_has_the_queries_of_a_prompt_s_end(
+    records: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second turn is far from its budget and ends with its first token; the third, with a
+    smaller budget, compacts at once, on queries of the second one's prompt."""
+    keys = {**asks(30, "rkv"), "kv_params": {**PARAMETERS, "window": 4}, "kv_reuse": "budget"}
+    world = World()
+    if not records:
+        getter = RequestState.records_from.fget
+        assert getter is not None
+        plant(monkeypatch, getter, 'kv_reuse == "budget"', 'kv_reuse == "never"')
+
+    def take_turn(earlier: Any, more: list[int], max_new_tokens: int, kv_budget: int) -> Any:
+        text = [] if earlier is None else [*earlier.origin_input_ids, *earlier.output_ids]
+        call = world.arrive([*text, *more], max_new_tokens, **{**keys, "kv_budget": kv_budget})
+        world.run_dry()
+        return call
+
+    first = take_turn(None, [5, 6, 7, 20], 6, 30)
+    second = take_turn(first, [9] * 10, 1, 30)
+    if records:
+        third = take_turn(second, [9], 12, 6)
+        assert third.skipkv.report.compactions and world.count["continued"] == 2
+        world.drain()
+    else:
+        with pytest.raises(AssertionError, match="somebody else's queries"):
+            take_turn(second, [9], 12, 6)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_next_turn_waits_until_its_copy_fits(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has room for a history and what is computed behind it, and not for its copy."""
+    world = World()
+    keys = {**asks(20, "streaming"), "kv_reuse": "budget"}
+    first = world.arrive([5, 6, 7, 20], 28, **keys)  # it ends just before a compaction
+    world.run_dry()
+    plain = world.arrive(range(100, 144), 12)
+    world.step()
+    if not pays:
+        piece = "return continued.row_tokens - state.prompt.uncounted_tokens"
+        plant(monkeypatch, admission._copied_tokens, piece, "return 0")
+    call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
+    if pays:
+        world.step()
+        assert call in world.waiting_queue
+        world.run_dry()
+        assert plain.finished() and world.count["copied"] == 1
+        world.drain()
+    else:
+        with pytest.raises(RuntimeError, match="Out of memory"):
+            turn(world, 2)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,9 @@ class Storm:
 
     async def _run(self) -> None:
         self._end = time.monotonic() + self._seconds
+        # A thread for every client: the one that ends a pause must not wait behind bodies that do.
+        threads = ThreadPoolExecutor(CLIENTS + 1)
+        asyncio.get_running_loop().set_default_executor(threads)
         async with session_of(self.server.url) as session, asyncio.TaskGroup() as group:
             group.create_task(self._disturb())
             for number in range(CLIENTS):
