@@ -119,7 +119,10 @@ SPECS: dict[str, Spec] = {
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
     "qwen2, no overlap": Spec(
-        ("oracle", "oracle_steering"), "qwen2", (*CHUNKS_OF_64, *WITHOUT_OVERLAP), steering_layer=2
+        ("oracle", "oracle_reuse", "oracle_steering"),
+        "qwen2",
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP),
+        steering_layer=2,
     ),
     "llama": Spec(
         ("oracle", "oracle_reuse", "oracle_steering"), "llama", CHUNKS_OF_64, steering_layer=0
@@ -132,6 +135,8 @@ SPECS: dict[str, Spec] = {
         {"poison_evicted": True},
         steering_layer=1,
     ),
+    "llama, no overlap": Spec(("oracle_reuse",), "llama", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
+    "qwen3": Spec(("oracle_reuse",), "qwen3", CHUNKS_OF_64),
     # A float8 cache.
     "float8": Spec(
         ("float8",),

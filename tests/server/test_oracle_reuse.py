@@ -37,7 +37,12 @@ from sgl_skipkv.policy import names
 
 pytestmark = pytest.mark.server
 
-SERVERS = {"qwen2": "main", "llama": "llama", "qwen3": "qwen3, no overlap"}
+#: server -> its model; the overlap scheduler on and off
+SERVERS = {
+    **{"main": "qwen2", "qwen2, no overlap": "qwen2"},
+    **{"llama": "llama", "llama, no overlap": "llama"},
+    **{"qwen3": "qwen3", "qwen3, no overlap": "qwen3"},
+}
 POLICIES = [name for name in names() if name != "full"]
 TURNS = 4
 
@@ -50,9 +55,8 @@ def first_of_two(server: Server, tag: str, mode: str) -> Turn:
 
 
 @pytest.fixture(scope="module")
-def families(fleet: Fleet) -> Iterator[dict[str, Server]]:
-    for servers in fleet.all_lent(*SERVERS.values(), stop=False):
-        yield {family: servers[name] for family, name in SERVERS.items()}
+def servers(fleet: Fleet) -> Iterator[dict[str, Server]]:
+    yield from fleet.all_lent(*SERVERS, stop=False)
 
 
 def asked(case: Case, number: object, after: Turn | None) -> Asked:
@@ -61,48 +65,49 @@ def asked(case: Case, number: object, after: Turn | None) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def talks(families):
-    """family -> (mode, policy) -> turns, and branches of the last turn. At once as many as the pool
+def talks(servers):
+    """server -> (mode, policy) -> turns, and branches of the last turn. At once as many as the pool
     has room for."""
     return {
-        family: {
+        name: {
             case: talk
             for mode in MODES
             for half in (POLICIES[::2], POLICIES[1::2])
             for case, talk in converse(server, [(mode, p) for p in half], asked, TURNS).items()
         }
-        for family, server in families.items()
+        for name, server in servers.items()
     }
 
 
-@pytest.mark.parametrize("family", SERVERS)
-def test_every_turn_is_the_whole_conversation_under_its_masks(talks, oracle, family):
-    for talk, branches in talks[family].values():
-        assert_judged(oracle(family), *talk, *branches)
+@pytest.mark.parametrize("name", SERVERS)
+def test_every_turn_is_the_whole_conversation_under_its_masks(talks, oracle, name):
+    for talk, branches in talks[name].values():
+        assert_judged(oracle(SERVERS[name]), *talk, *branches)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_every_kept_set_is_the_one_with_the_best_scores(talks, score_oracle, family):
+@pytest.mark.parametrize("server_name", ["main", "qwen3, no overlap"])
+def test_every_kept_set_is_the_one_with_the_best_scores(talks, score_oracle, server_name):
     """Sentences, statistics and queries of earlier turns count on as they were recorded."""
     compactions = earlier_sentences = 0
-    for (mode, name), (talk, _) in talks[family].items():
+    oracle = score_oracle(SERVERS[server_name])
+    for (mode, name), (talk, _) in talks[server_name].items():
         if name not in SPELLED_OUT:
             continue
-        for _, choice in choices_of(score_oracle(family), talk, kv_budget=BUDGET):
+        for _, choice in choices_of(oracle, talk, kv_budget=BUDGET):
             assert choice.inversion < score_tolerance(name), (mode, name)
             compactions += 1
         earlier_sentences += talk[-1].info["evicted_sentences"] > 0 and mode == "budget"
     assert compactions >= 60 and earlier_sentences >= 1
 
 
-@pytest.mark.parametrize("family", SERVERS)
-def test_a_turn_computes_its_own_text_only(talks, family):
-    for (mode, name), (talk, branches) in talks[family].items():
+@pytest.mark.parametrize("server_name", SERVERS)
+def test_a_turn_computes_its_own_text_only(talks, server_name):
+    for (mode, name), (talk, branches) in talks[server_name].items():
         first = len(talk[0].prompt)
         later = [*pairwise(talk), *((talk[-1], branch) for branch in branches)]
         for earlier, turn in later:
             info = turn.info
-            case = (family, mode, name, info)
+            case = (server_name, mode, name, info)
             assert info["kv_reuse_miss"] == "none", case
             assert len(turn.prompt) - info["reused_tokens"] <= TEXT + 1, case
             assert info["reused_tokens"] <= len(earlier.tokens), case
@@ -117,7 +122,7 @@ def test_a_turn_computes_its_own_text_only(talks, family):
 
 def test_earlier_evictions_matter(talks, oracle):
     """Without the masks of earlier turns the same oracle must object, or it proves nothing."""
-    turns = [talk[-1] for talk, _ in talks["qwen2"].values()]
+    turns = [talk[-1] for talk, _ in talks["main"].values()]
     unmasked = [verdict(oracle("qwen2"), turn, turn.own) for turn in turns]
     objections = [distance(*pair) > LOGPROB_TOLERANCE for pair in zip(turns, unmasked, strict=True)]
     assert sum(objections) >= 0.9 * len(turns)
