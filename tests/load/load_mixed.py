@@ -33,6 +33,8 @@ CLIENTS, CANARY_TOKENS, LONG_TOKENS = 24, 150, 2300
 MIXED_POOL_TOKENS = POOL_TOKENS // 2
 PAUSES = ("retract", "in_place", "abort")
 POLICIES = [name for name in policy.names() if name != "full"]
+#: what a request is told whose trace no pool of this size can compute again
+LOST_TO_A_PAUSE = "pause_generation (mode retract) freed its KV"
 #: how often a client asks for what
 KINDS = {"canary": 20, "any": 40, "abort": 14, "disconnect": 14, "body": 12}
 COUNTED = ("n", "stop", "regex", "steering", "kv_reuse")
@@ -127,6 +129,8 @@ class Storm:
             self.done.update(name for name in COUNTED if call.keys.get(name))
             if outcome.ended == "aborted" and self._stopped_since(stops):
                 self.excused += 1  # by the pause, whatever its client asked for
+            elif LOST_TO_A_PAUSE in outcome.error and call.tokens > MIXED_POOL_TOKENS:
+                self.done["lost to a pause"] += 1  # docs/reliability.md: what a pause cannot keep
             else:
                 self.outcomes.append(outcome)
                 if kind == "canary" and outcome.ended == "finished":
@@ -249,6 +253,8 @@ def storm_server(server: LoadServer, bodies: Sequence[Any], findings: Findings) 
     for name in COUNTED if server.evicts else [one for one in COUNTED if one not in KEYS]:
         findings.happened(f"requests with {name}", storm.done[name], 50)
     findings.note("aborts by a pause", storm.excused)
+    lost = storm.done["lost to a pause"]
+    findings.note("traces longer than the pool that a retracting pause ended", lost)
     findings.happened("retractions", retractions(storm.outcomes), 500)
     if server.evicts:
         silent = storm.done["silent"]
