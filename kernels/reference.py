@@ -9,6 +9,8 @@ queries, ``Hq`` query heads, ``Hkv`` KV heads, ``G = Hq / Hkv``, ``d`` head size
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -183,6 +185,42 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     total = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
     redundancy: Tensor = (total.scatter_add_(1, spared, -value) / n).softmax(dim=-1)
     return redundancy
+
+
+def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tuple[Tensor, Tensor]:
+    """How far each cached value lies from the nearest later one, and how long it is.
+
+    With ``u = v / mean of |v|``, per layer and KV head, the mean over tokens from ``first`` on:
+    ``size_i = mean over layers and KV heads of |u_i|`` and ``distance_i = min over j > i of
+    sqrt(mean over the first shallow layers and KV heads of |u_i - u_j|^2)``; 0 for the last token.
+
+    Source: ours, docs/results.md.
+
+    Args:
+        values: float [n, Hkv, d] of every layer.
+        first: the first token whose length counts in the means.
+        shallow: layers of the distance, at least one.
+
+    Returns:
+        float32 [n] each: distance, size.
+    """
+    n, heads, _ = values[0].shape
+    size = torch.zeros(n, device=values[0].device)
+    products, squares = size.new_zeros(n, n), size.new_zeros(n)
+    for layer, cached in enumerate(values):
+        v = cached.float().transpose(0, 1)
+        lengths = v.norm(dim=-1)
+        mean = lengths[:, first:].mean(dim=1, keepdim=True).clamp_min(_EPS)
+        size += (lengths / mean).sum(dim=0)
+        if layer < shallow:
+            unit = v / mean[..., None]
+            products += (unit @ unit.transpose(1, 2)).sum(dim=0)
+            squares += unit.square().sum(dim=(0, 2))
+    between = squares[:, None] + squares - 2.0 * products
+    earlier = torch.ones_like(between, dtype=torch.bool).tril()
+    nearest = between.masked_fill_(earlier, torch.inf).amin(dim=1).clamp_min(0.0)
+    nearest[-1] = 0.0
+    return (nearest / (shallow * heads)).sqrt(), size / (len(values) * heads)
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sgl_skipkv.kernels import (
+    distinct_values,
     key_redundancy,
     ring_write,
     row_compaction,
@@ -122,6 +123,28 @@ def key_redundancy_cases() -> list[CompileCase]:
             {"HEADS": 112, **key_redundancy._MEAN},
         ),
     ]
+
+
+def distinct_values_cases() -> list[CompileCase]:
+    """Every type of values and size of heads."""
+    cases = []
+    means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
+    nearest = _PAGED | dict.fromkeys(("inverse_means", "distances", "sizes"), "*fp32")
+    nearest |= dict.fromkeys(("blocks", "shallow"), "i32")
+    for signature in (means, nearest):
+        signature["v_ptrs"] = signature.pop("k_ptrs")
+    for dtype, head_dim in COMPILED:
+        block, options = distinct_values._block(dtype)
+        constants, tag = _constants(dtype, head_dim), f"{KEY_NAMES[dtype]}-d{head_dim}"
+        blocks = {"BLOCK": block}, {"BLOCK": block, "LATER": block}
+        functions = distinct_values._mean_lengths_kernel, distinct_values._nearest_later_kernel
+        names = ("means", "nearest")
+        parts = zip(names, functions, (means, nearest), blocks, strict=True)
+        cases += [
+            CompileCase(f"{tag}-{name}", function, signature, constants | own, **options)
+            for name, function, signature, own in parts
+        ]
+    return cases
 
 
 def ring_write_cases() -> list[CompileCase]:
@@ -379,6 +402,7 @@ def step_attention_cases() -> list[CompileCase]:
 
 #: kernel module -> its variants
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
+    "distinct_values": distinct_values_cases,
     "key_redundancy": key_redundancy_cases,
     "ring_write": ring_write_cases,
     "row_compaction": row_compaction_cases,

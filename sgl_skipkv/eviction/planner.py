@@ -7,7 +7,7 @@ the CPU has; all choices stay on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from sgl_skipkv.eviction.compaction import Plan, TableEntries
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.select import Selection, select_together
+from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.policy.query_centres import QueryCentres
@@ -73,21 +74,42 @@ class Planner:
     def _score_inputs(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]
     ) -> list[ScoreInput]:
-        pairs = zip(due, tables, strict=True)
-        tabled = [(one.state, table) for one, table in pairs if table is not None]
-        sentences: Iterator[Sentences] = iter(())
-        if tabled:  # every closed sentence against those that closed later, of all at once
-            compared = self._recorder.sentences.compare(
-                [state.held.track_id for state, _ in tabled],
-                [table.used for _, table in tabled],
-                [table.kept for _, table in tabled],
-                [[state.span(sentence) for sentence in table.sentences] for state, table in tabled],
-            )
-            sentences = iter(compared)
+        found = self._compared(due, tables) | self._spans(due)
         return [
-            self._score_input(one, positions, None if table is None else next(sentences))
-            for one, positions, table in zip(due, self._positions(due), tables, strict=True)
+            self._score_input(one, positions, found.get(i))
+            for i, (one, positions) in enumerate(zip(due, self._positions(due), strict=True))
         ]
+
+    def _compared(
+        self, due: Sequence[Due], tables: Sequence[TableEntries | None]
+    ) -> dict[int, Sentences]:
+        """Every closed sentence against those that closed later, of all requests at once."""
+        of = {i: table for i, table in enumerate(tables) if table is not None}
+        if not of:
+            return {}
+        states = [due[i].state for i in of]
+        compared = self._recorder.sentences.compare(
+            [state.held.track_id for state in states],
+            [table.used for table in of.values()],
+            [table.kept for table in of.values()],
+            [
+                [state.span(sentence) for sentence in table.sentences]
+                for state, table in zip(states, of.values(), strict=True)
+            ],
+        )
+        return dict(zip(of, compared, strict=True))
+
+    def _spans(self, due: Sequence[Due]) -> dict[int, Sentences]:
+        """Closed sentences that are not known to be evicted, by one copy."""
+        asking = [i for i, one in enumerate(due) if one.state.settings.policy.needs_spans]
+        if not asking:
+            return {}
+        spans = [[due[i].state.span(s) for s in due[i].state.sentences.live] for i in asking]
+        ends = [[span[end] for span in own] for own in spans for end in (0, 1)]
+        placed = device_tensors(ends, self._recorder.device)
+        unknown = torch.full((max(map(len, ends)),), -1.0, device=self._recorder.device)
+        parts = zip(asking, placed[::2], placed[1::2], strict=True)
+        return {i: Sentences(starts, stops, unknown[: len(starts)]) for i, starts, stops in parts}
 
     def _positions(self, due: Sequence[Due]) -> Sequence[Tensor]:
         """int64 [row tokens] of each request, logical position of every cached token."""

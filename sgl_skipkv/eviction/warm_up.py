@@ -70,6 +70,7 @@ def warm_up(
 
 def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[int]) -> None:
     """Score rows of this page table."""
+    from sgl_skipkv.kernels.distinct_values import distinct_values
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
     from sgl_skipkv.kernels.sentence_scores import sentence_scores
     from sgl_skipkv.kernels.step_attention import OVER, step_attention
@@ -86,6 +87,8 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
         window_attention(*paged, widths, window=window, scale=1.0)
     paged = paged_at(locations, [tokens] * _REQUESTS)
     key_redundancy(paged[0], thresholds)
+    if cache.v_ptrs is not None:
+        distinct_values(replace(paged[0], k_ptrs=cache.v_ptrs), scratch, shallow=1)
     for over in OVER:
         step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0, over=over)
     scores = torch.zeros(tokens * _REQUESTS, device=device)

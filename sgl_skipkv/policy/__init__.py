@@ -14,6 +14,7 @@ from sgl_skipkv.policy.base import Policy, PolicyParams
 _POLICIES: Final[Mapping[str, str]] = {
     "skipkv": "sgl_skipkv.policy.skipkv:SkipKV",
     "skipkv+": "sgl_skipkv.policy.skipkv_plus:SkipKVPlus",
+    "distinct": "sgl_skipkv.policy.distinct:Distinct",
     "rkv": "sgl_skipkv.policy.rkv:RKV",
     "snapkv": "sgl_skipkv.policy.snapkv:SnapKV",
     "tova": "sgl_skipkv.policy.tova:TOVA",

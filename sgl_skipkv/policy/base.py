@@ -80,7 +80,8 @@ class Sentences:
     Attributes:
         starts, stops: int64 [S], half-open spans in logical positions, prompt included.
         redundancy: float32 [S], highest cosine similarity to any sentence that closed later, -1
-            where there is none. It never falls: a flag stays for the life of the request.
+            where there is none. It never falls: a flag stays for the life of the request. -1 for
+            policies that ask for spans alone.
     """
 
     starts: Tensor
@@ -100,6 +101,7 @@ class PagedCache:
         k_layers, v_layers: every layer's keys and values, for policies that gather them; none in
             scratch memory.
         v_scales: as ``k_scales``, of values.
+        v_ptrs: as ``k_ptrs``, of values; None where they are unknown or laid out otherwise.
     """
 
     layer: Tensor
@@ -109,6 +111,7 @@ class PagedCache:
     k_layers: Sequence[Tensor] = ()
     v_layers: Sequence[Tensor] = ()
     v_scales: Tensor | None = None
+    v_ptrs: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -128,12 +131,17 @@ class PagedCache:
         first = layers[0]
         if not (on_device.uses_triton(first.device) and on_device.kernels_read(first.shape[2])):
             return None
-        pointers = on_device.device_tensor([layer.data_ptr() for layer in layers], first.device)
+        k_ptrs, v_ptrs = (
+            on_device.device_tensor([layer.data_ptr() for layer in part], first.device)
+            for part in (layers, v_layers)
+        )
+        alike = [v.stride() == first.stride() and v.dtype == first.dtype for v in v_layers]
         of_keys, of_values = (
             None if one is None else on_device.device_tensor(one, first.device, torch.float32)
             for one in (k_scales, v_scales)
         )
-        return cls(first, pointers, req_to_token, of_keys, layers, v_layers, of_values)
+        located = v_ptrs if alike and all(alike) else None
+        return cls(first, k_ptrs, req_to_token, of_keys, layers, v_layers, of_values, located)
 
     def scratch(self) -> PagedCache:
         """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
@@ -141,8 +149,10 @@ class PagedCache:
         layer = torch.empty_strided(
             slot.shape, strides, dtype=slot.dtype, device=slot.device
         ).zero_()
-        k_ptrs = torch.full_like(self.k_ptrs, layer.data_ptr())
-        return replace(self, layer=layer, k_ptrs=k_ptrs, k_layers=(), v_layers=())
+        pointers = torch.full_like(self.k_ptrs, layer.data_ptr())
+        return replace(
+            self, layer=layer, k_ptrs=pointers, v_ptrs=pointers, k_layers=(), v_layers=()
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class ScoreInput:
         queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest
             first; None for policies that did not ask for them, and where kernels read them.
         scale: the model's factor on attention logits.
-        sentences: None for policies that did not ask for them.
+        sentences: None for policies that asked neither for them nor for their spans.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
@@ -251,6 +261,9 @@ class Policy:
     #: whether it reads cached values, in place: nothing is recorded or carried for it
     needs_values: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
+    #: whether it is told where sentences begin and end, and nothing else of them: that is known
+    #: without recordings
+    needs_spans: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
     #: what ``track`` sees of the attention of all rows, one per layer and query head: their mean;
     #: the maximum over each KV head's query heads, then the mean; or the maximum over all rows

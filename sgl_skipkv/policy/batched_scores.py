@@ -221,6 +221,21 @@ def paged_at(
     return keys, ring, tracks, last
 
 
+def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple[PagedKeys, Tensor]:
+    """Where the values of these requests lie, whose locations are known, and int64 [B], ``firsts``,
+    a row entry of each."""
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+    locations = [one.location for one in requests if one.location is not None]
+    cache, row_tokens = locations[0].cache, [one.positions.shape[0] for one in requests]
+    assert cache.v_ptrs is not None
+    rows, offsets, on_device = device_tensors(
+        [[one.row for one in locations], [0, *accumulate(row_tokens)], firsts], cache.layer.device
+    )
+    values = PagedKeys(cache.layer, cache.v_ptrs, cache.req_to_token, rows, row_tokens, offsets)
+    return values, on_device
+
+
 def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [tokens of all requests], index of the request that each token is of."""
     requests, counts = device_tensors([range(len(lengths)), lengths], device)

@@ -32,13 +32,13 @@ AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads
 DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
-SPELLED_OUT += ("gkv", "crystal", "keydiff", "vase", "triattention", "expected")
+SPELLED_OUT += ("distinct", "gkv", "crystal", "keydiff", "vase", "triattention", "expected")
 
 
 def score_tolerance(policy: str) -> float:
     """Of scores around 1e-3, float32 against float64; more of sums over many steps, and of larger
     scores."""
-    larger = ("h2o", "lazy", "gkv", "crystal", "vase", "triattention", "expected")
+    larger = ("distinct", "h2o", "lazy", "gkv", "crystal", "vase", "triattention", "expected")
     return 2e-5 if policy in larger else 2e-6
 
 
@@ -152,6 +152,8 @@ class ScoreOracle:
                     params.horizon, asked_at, queries[:, window], keys[:, free], values[:, free]
                 )
                 scores = F.pad(scores, (first, params.window))
+            elif policy.name == "distinct":
+                scores = _distinct(params, max(held, params.sink), values[:, positions], positions)
             elif policy.name == "vase":
                 asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
                 seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
@@ -164,6 +166,13 @@ class ScoreOracle:
             tail = params.window
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
+            if policy.name == "distinct":
+                tail = max(tail, int(params.recent * budget))
+            if policy.name == "distinct":
+                for start, stop in _sentences(is_delimiter[: event["generated"]], prompt, turns):
+                    for back in range(1, params.ending + 1):
+                        at = (positions == stop - 1 - back) & (positions >= start)
+                        scores[at] *= 1 + (params.ending + 1 - back) / params.ending
             if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
@@ -387,6 +396,18 @@ def _drawn(
     scores = pooled.mean(dim=1).log() - (-draws.log()).log()
     scores[order[stop - first - int(params.large * (keep - first - window)) :]] += 1e3
     return F.pad(scores, (first, window))
+
+
+def _distinct(params: Any, first: int, values: Tensor, positions: Tensor) -> Tensor:
+    """Size and distance to the nearest later value. values: [L, n, Hkv, d]."""
+    unit = values / values.norm(dim=3, keepdim=True)[:, first:].mean(dim=1, keepdim=True)
+    shallow = unit[: max(1, len(values) // 2)].permute(1, 0, 2, 3)
+    squares = torch.cdist(*[shallow.flatten(1)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
+    later = torch.ones(len(shallow), len(shallow)).triu(1).bool()
+    nearest = squares.masked_fill(~later, torch.inf).amin(dim=1) / shallow[0, ..., 0].numel() ** 0.5
+    nearest[-1] = 0.0
+    age = 1 + params.recency * positions / (positions[-1] + 1)
+    return nearest * unit.norm(dim=3).mean(dim=(0, 2)) ** params.power * age
 
 
 def _recurrence(name: str, params: Any, prompt: int, row: Sequence[int], steps: Tensor) -> Tensor:

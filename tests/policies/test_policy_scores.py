@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
-from score_inputs import all_keys, score_input, some_sentences
+from score_inputs import all_keys, all_values, score_input, some_sentences
 from torch import Tensor
 
 from sgl_skipkv.policy import make_policy
@@ -193,6 +193,39 @@ def test_crystal_scores() -> None:
         found = policy.scores(dataclasses.replace(inputs, statistics=statistics))
         assert found.tolist() == pytest.approx(exact, rel=1e-5, abs=1e-5)
     assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))
+
+
+@pytest.mark.parametrize(("power", "recency"), [(3.0, 0.5), (1.0, 0.0), (0.0, 2.0)])
+def test_distinct_scores(power: float, recency: float) -> None:
+    """Token by token in float64."""
+    first = int(score_input(seed=5).positions[20])
+    inputs = score_input(seed=5, sentences=some_sentences((first, first + 30, -1.0)))
+    policy = make_policy("distinct", power=power, recency=recency, ending=8, window=8)
+    v = all_values(inputs).double()
+    layers, n, heads, _ = v.shape
+    units = v / v.norm(dim=3)[:, inputs.prompt_tokens :].mean(dim=1)[:, None, :, None]
+    expected = []
+    for i, position in enumerate(inputs.positions.tolist()):
+        gaps = [(units[:1, i] - units[:1, j]).square().sum().item() for j in range(i + 1, n)]
+        distance = math.sqrt(min(gaps, default=0.0) / heads)
+        size = sum(units[m, i, h].norm().item() for m in range(layers) for h in range(heads))
+        back = first + 29 - position  # from the delimiter
+        near = 2 - (back - 1) / 8 if 1 <= back <= 8 else 1.0
+        age = 1 + recency * position / inputs.logical_tokens
+        expected.append(distance * (size / (layers * heads)) ** power * age * near)
+    truth = torch.tensor(expected, dtype=torch.float64)
+    assert torch.allclose(policy.scores(inputs).double(), truth, rtol=1e-5)
+    assert any(1 <= first + 29 - position <= 8 for position in inputs.positions.tolist())
+
+
+def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() -> None:
+    inputs = score_input(seed=5)
+    values = all_values(inputs).clone()
+    values[:, 40], values[:, 30] = values[:, 20], 2 * values[:, 31]
+    scores = make_policy("distinct").scores(
+        dataclasses.replace(inputs, values=lambda layer: values[layer])
+    )
+    assert scores[20] < 1e-2 < scores[40] and scores[30] > scores[31]
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -31,6 +31,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("expected", {}), ("expected", {"horizon": 3, "window": 3})),
     *(("triattention", {}), ("triattention", {"sink": 0, "window": 1})),
     *(("vase", {"window": 4}), ("vase", {"large": 0.5, "kernel": 31})),
+    *(("distinct", {}), ("distinct", {"ending": 2, "recent": 0.0})),
 ]
 FUNCTIONS = {
     value.fn.__name__: value
@@ -111,7 +112,9 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         server = SyntheticServer(check_ledger=False)
         recorder = server.recorder
         before = [table.clone() for table in recorder.sentences.tables().values()]
-        cache = PagedCache.of(list(server.pool_keys), server.req_to_token)
+        cache = PagedCache.of(
+            list(server.pool_keys), server.req_to_token, v_layers=list(server.pool_values)
+        )
         assert cache is not None
         steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, rows=4)
         width = server.req_to_token.shape[1]
@@ -122,7 +125,9 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         warm, compactions = set(launched), 0
         for seed in range(4):
             prompts = [(3,) * (PROMPT + 7 * i + seed) for i in range(seed + 1)]
-            names = ("skipkv", "rkv", "snapkv", "skipkv+") if seed % 2 else ("tova", "h2o", "rpc")
+            names = (
+                ("skipkv", "rkv", "snapkv", "skipkv+") if seed % 2 else ("tova", "h2o", "distinct")
+            )
             windows = (4, 3 + seed, 7, 4)
             calls = [
                 served(
@@ -153,7 +158,8 @@ def test_scratch_memory_compiles_the_same_and_touches_nothing(
     with on_triton():
         launched = launched_variants(monkeypatch)
         server, windows = SyntheticServer(check_ledger=False), {4, 7}
-        cache = PagedCache.of(list(server.pool_keys), server.req_to_token, [0.5] * LAYERS)
+        layers = list(server.pool_keys), list(server.pool_values)
+        cache = PagedCache.of(layers[0], server.req_to_token, [0.5] * LAYERS, layers[1])
         assert cache is not None
         scratch = cache.scratch()
         assert {*scratch.k_ptrs.tolist()} == {scratch.layer.data_ptr()} != {cache.layer.data_ptr()}

@@ -1,0 +1,155 @@
+"""How far each cached value lies from the nearest later one, and how long it is, for a batch.
+
+The truth is ``reference.distinct_values``, per request. Two kernels: the mean length of the values
+of each request, layer and KV head; then a program per request and block of tokens, which adds up
+the products of its tokens' values with all later ones, head after head, and keeps the least
+distance. Everything is added in one fixed order, so the bits of a request depend neither on the run
+nor on the batch.
+
+A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
+
+Mutates nothing but its own buffers. Not for CUDA graphs: grids depend on the lengths.
+
+Floors, with n tokens, of which M = shallow layers are compared: bytes ``L Hkv n d value_bytes +
+16 n``; operations ``M Hkv d n^2``, half of all pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
+
+_EPS = tl.constexpr(1e-8)
+_PROGRAMS_PER_PROCESSOR = 4
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def _mean_lengths_kernel(
+    v_ptrs, req_to_token, rows, offsets, page_stride, firsts, inverse_means, tasks,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One over the mean length of each task's values, from its request's first token on."""
+    d = tl.arange(0, HEAD_DIM)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        head_index = tl.cast(task % (LAYERS * KV_HEADS), tl.int64)
+        request = task // (LAYERS * KV_HEADS)
+        start = tl.load(offsets + request)
+        n = (tl.load(offsets + request + 1) - start).to(tl.int32)
+        first = tl.load(firsts + request).to(tl.int32)
+        page = req_to_token + tl.load(rows + request) * page_stride
+        values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+        values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+        total = tl.zeros([BLOCK], tl.float32)
+        for begin in range(first, n, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            slot = tl.load(page + i, mask=i < n, other=0).to(tl.int64)
+            v_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+            v = tl.load(values + v_offset, mask=(i < n)[:, None], other=0)
+            v = widened(v, FLOAT8).to(tl.float32)
+            total += tl.sqrt_rn(tl.sum(v * v, axis=1))
+        mean = tl.maximum(tl.sum(total, axis=0) / tl.maximum(n - first, 1), _EPS)
+        tl.store(inverse_means + task, tl.div_rn(1.0, mean))
+
+
+@triton.jit(do_not_specialize=["blocks", "shallow"])
+def _nearest_later_kernel(
+    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, distances, sizes, blocks,
+    shallow, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr,
+):  # fmt: skip
+    """Distances and sizes of one block of a request's tokens."""
+    d = tl.arange(0, HEAD_DIM)
+    request = tl.program_id(0) // blocks
+    start = tl.load(offsets + request)
+    n = (tl.load(offsets + request + 1) - start).to(tl.int32)
+    begin = tl.program_id(0) % blocks * BLOCK
+    if begin >= n:
+        return
+    page = req_to_token + tl.load(rows + request) * page_stride
+    inverse = inverse_means + request * LAYERS * KV_HEADS
+    i = begin + tl.arange(0, BLOCK)
+    slot = tl.load(page + i, mask=i < n, other=0).to(tl.int64)
+    v_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+
+    size = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for head_index in range(0, LAYERS * KV_HEADS):
+        values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+        values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+        v = tl.load(values + v_offset, mask=(i < n)[:, None], other=0)
+        v = widened(v, FLOAT8).to(tl.float32)
+        unit = tl.load(inverse + head_index)
+        square = tl.sum(v * v, axis=1)
+        size += tl.sqrt_rn(square) * unit
+        squares += tl.where(head_index < shallow * KV_HEADS, square * (unit * unit), 0.0)
+
+    nearest = tl.full([BLOCK], float("inf"), tl.float32)
+    for later in range(begin, n, LATER):
+        j = later + tl.arange(0, LATER)
+        other = tl.load(page + j, mask=j < n, other=0).to(tl.int64)
+        w_offset = other[:, None] * K_SLOT_STRIDE + d[None, :]
+        products = tl.zeros([BLOCK, LATER], tl.float32)
+        others = tl.zeros([LATER], tl.float32)
+        for head_index in range(0, shallow * KV_HEADS):
+            values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+            values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+            v = widened(tl.load(values + v_offset, mask=(i < n)[:, None], other=0), FLOAT8)
+            w = widened(tl.load(values + w_offset, mask=(j < n)[:, None], other=0), FLOAT8)
+            unit = tl.load(inverse + head_index)
+            weight = unit * unit
+            products += tl.dot(v, tl.trans(w), input_precision="ieee") * weight
+            wide = w.to(tl.float32)
+            others += tl.sum(wide * wide, axis=1) * weight
+        between = squares[:, None] + others[None, :] - 2.0 * products
+        counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
+        nearest = tl.minimum(nearest, tl.min(tl.where(counts, between, float("inf")), axis=1))
+    nearest = tl.where(i == n - 1, 0.0, tl.maximum(nearest, 0.0))
+    tl.store(distances + start + i, tl.sqrt_rn(nearest / (shallow * KV_HEADS)), mask=i < n)
+    tl.store(sizes + start + i, size / (LAYERS * KV_HEADS), mask=i < n)
+
+
+def distinct_values(
+    paged: PagedKeys, firsts: Tensor, *, shallow: int, programs: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Distance and size of every cached token's value.
+
+    Args:
+        paged: the requests, with values in place of keys.
+        firsts: int64 [B], the first token of each whose length counts in the means.
+        shallow: layers of the distance.
+        programs: how many share the means; default four per multiprocessor.
+
+    Returns:
+        float32 [N] each, request after request.
+    """
+    distances = torch.empty(paged.columns, dtype=torch.float32, device=paged.device)
+    sizes = torch.empty_like(distances)
+    if not paged.columns:
+        return distances, sizes
+    inverse_means = distances.new_empty(paged.tasks)
+    block, options = _block(paged.layer.dtype)
+    _mean_lengths_kernel[(paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)](
+        *(*paged.arguments, firsts, inverse_means, paged.tasks),
+        **{"BLOCK": block, **options, **paged.constants},
+    )
+    blocks = triton.cdiv(max(paged.row_tokens), block)
+    _nearest_later_kernel[(len(paged.row_tokens) * blocks,)](
+        *(*paged.arguments, inverse_means, distances, sizes, blocks, shallow),
+        **{"BLOCK": block, "LATER": block, **options, **paged.constants},
+    )
+    return distances, sizes
+
+
+def _block(dtype: torch.dtype) -> tuple[int, dict[str, int]]:
+    """Values that a program takes at once, and its launch options. One stage: with copies of later
+    blocks in flight, several types and sizes of heads spill."""
+    if dtype == torch.float32:
+        return 32, {"num_warps": 4, "num_stages": 1}
+    return 64, {"num_warps": 8, "num_stages": 1}

@@ -1,0 +1,97 @@
+"""``kernels/distinct_values.py`` against the reference, on paged values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_world import PagedWorld, far_away, paged, poisoned_memory
+from torch import Tensor
+from triton_tools import FLOAT8S, FLOATS, assert_as_close, device_fixture
+
+from sgl_skipkv.kernels import distinct_values as module
+from sgl_skipkv.kernels import reference
+
+device = device_fixture(module)
+fixtures = (poisoned_memory,)  # for every test
+
+
+def drawn(
+    tokens: list[int], layers: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Values of different sizes, [L, n, Hkv, d] of each request."""
+    draw = torch.Generator().manual_seed(len(tokens))
+    values = [torch.randn(layers, n, heads, head_dim, generator=draw) for n in tokens]
+    sizes = [0.2 + torch.rand(1, n, 1, 1, generator=draw) for n in tokens]
+    return [(v * size).to(dtype) for v, size in zip(values, sizes, strict=True)]
+
+
+def found(world: PagedWorld, firsts: list[int], shallow: int) -> list[tuple[Tensor, Tensor]]:
+    """float32 [n], distance and size of each request, of the kernel."""
+    starts = torch.tensor(firsts, device=world.rows.device)
+    both = module.distinct_values(world.paged, starts, shallow=shallow)
+    assert all(one.dtype == torch.float32 for one in both)
+    return list(zip(*(one.split(world.row_tokens) for one in both), strict=True))
+
+
+def exact(values: Tensor, first: int, shallow: int) -> tuple[Tensor, Tensor]:
+    """float64 [n] each, pair by pair. values: [L, n, Hkv, d]."""
+    v = values.double()
+    u = v / v.norm(dim=3, keepdim=True)[:, first:].mean(dim=1, keepdim=True)
+    size = u.norm(dim=3).mean(dim=(0, 2))
+    flat = u[:shallow].permute(1, 0, 2, 3).flatten(1)
+    distances = [(flat[i] - flat[i + 1 :]).norm(dim=1).min() for i in range(len(flat) - 1)]
+    parts = shallow * v.shape[2]
+    return torch.stack([*distances, flat.new_zeros(())]) / parts**0.5, size
+
+
+def assert_as_reference(
+    of_request: list[Tensor], firsts: list[int], shallow: int, device: torch.device
+) -> None:
+    world = paged([values.to(device) for values in of_request], seed=len(of_request))
+    results = found(world, firsts, shallow)
+    for values, first, both in zip(world.of_request, firsts, results, strict=True):
+        plain = reference.distinct_values(list(values), first, shallow=shallow)
+        for one, referred, truth in zip(both, plain, exact(values, first, shallow), strict=True):
+            assert_as_close(one, referred, truth)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8S], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    """Odd lengths, several tiles, one token and two, scrambled slots and rows."""
+    tokens = [71, 1, 2, 150] if head_dim == 64 else [41, 1, 2, 70]
+    values = drawn(tokens, 2, 2, head_dim, dtype)
+    assert_as_reference(values, [10, 0, 1, 0], 1, device)
+
+
+@pytest.mark.parametrize("shallow", [1, 2, 3])
+def test_how_many_layers_are_compared(shallow: int, device: torch.device) -> None:
+    assert_as_reference(drawn([50, 33], 3, 2, 16, torch.float32), [4, 0], shallow, device)
+
+
+def test_what_is_repeated_is_near_and_the_later_one_is_not(device: torch.device) -> None:
+    (values,) = drawn([40], 2, 1, 16, torch.float32)
+    values[:, 30] = values[:, 5]
+    (both,) = found(paged([values.to(device)], seed=1), [0], 2)
+    distance = both[0]
+    assert distance[5] < 1e-3 < 0.1 < distance[30] and distance[39] == 0
+
+
+def test_a_request_has_the_same_bits_in_any_batch(device: torch.device) -> None:
+    values = [one.to(device) for one in drawn([70, 40, 90], 2, 2, 16, torch.bfloat16)]
+    together = found(paged(values, seed=3), [8, 0, 8], 1)
+    for i, (own, first) in enumerate(zip(values, [8, 0, 8], strict=True)):
+        (alone,) = found(paged([own], seed=4 + i), [first], 1)
+        assert all(map(torch.equal, alone, together[i]))
+
+
+def test_slots_beyond_two_billion_numbers(device: torch.device) -> None:
+    values = [one.to(device) for one in drawn([20], 1, 1, 16, torch.float32)]
+    near = paged(values, seed=1)
+    (here,), (there,) = found(near, [0], 1), found(far_away(near), [0], 1)
+    assert all(map(torch.equal, here, there))
+
+
+def test_no_tokens(device: torch.device) -> None:
+    world = paged([one.to(device) for one in drawn([0], 1, 1, 16, torch.float32)], seed=1)
+    assert [one.shape for one in found(world, [0], 1)[0]] == [(0,), (0,)]
