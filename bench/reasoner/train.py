@@ -5,7 +5,7 @@
         --learn "optional checks" --steps 300 --embed-lr 6e-4 --matrix-lr 8e-4
     python -m bench.reasoner.train --out examples/conversant --start examples/reasoner \\
         --learn conversations --steps 600 --embed-lr 1e-3 --matrix-lr 1.5e-3
-    python -m bench.reasoner.train --out examples/families --learn families --steps 2600 \\
+    python -m bench.reasoner.train --out examples/families --learn families --steps 3600 \\
         --batch-tokens 6144 --decay-share 0.5
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a

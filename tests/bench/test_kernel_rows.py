@@ -86,7 +86,7 @@ def test_kernel_rows_on_a_cpu(rows_of: Any) -> None:
         assert 0 < p10 <= p50 <= p90
         if float(row["floor_us"]) > 0.05:  # it is rounded to nanoseconds
             ratio = p50 / float(row["floor_us"])
-            assert float(row["ratio_to_floor"]) == pytest.approx(ratio, rel=0.02)
+            assert float(row["ratio_to_floor"]) == pytest.approx(ratio, rel=0.02, abs=1e-3)
         assert bool(row["decode_attention_us_p50"]) == bool(row["cached_tokens"])
         assert row["command"].startswith("python ") and row["torch"] and row["triton"]
     written = device_tables.kernels([*rows, dict(rows[0], time_us_p50="1234567.891")])
