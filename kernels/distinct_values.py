@@ -10,8 +10,8 @@ A scale of a float8 cache changes nothing: lengths are compared with the mean of
 
 Mutates nothing but its own buffers. Not for CUDA graphs: grids depend on the lengths.
 
-Floors, with n tokens, of which M = shallow layers are compared: bytes ``L Hkv n d value_bytes +
-16 n``; operations ``M Hkv d n^2``, half of all pairs.
+Floors, with n tokens of which M layers are compared: bytes ``L Hkv n d value_bytes + 12 n``, each
+value, slot and result once; operations ``M Hkv d n (n - 1)``, half of all pairs.
 """
 
 from __future__ import annotations

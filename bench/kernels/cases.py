@@ -18,6 +18,7 @@ from sgl_skipkv.eviction import select
 from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import reference
+from sgl_skipkv.kernels.distinct_values import distinct_values
 from sgl_skipkv.kernels.key_redundancy import key_redundancy
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.paged_keys import PagedKeys
@@ -165,6 +166,24 @@ def redundancy(cache: Cache) -> Case:
     return Case([launch], [plain], False, "compaction")
 
 
+def values(cache: Cache) -> Case:
+    """Of values that lie where the keys do."""
+    tokens, shallow = cache.shape.tokens + cache.shape.interval, cache.shape.layers // 2
+    firsts, paged = torch.zeros_like(cache.slots), cache.paged(tokens)
+
+    def launch() -> tuple[Tensor, ...]:
+        return distinct_values(paged, firsts, shallow=shallow)
+
+    def plain() -> tuple[Tensor, ...]:
+        rows = [row[:tokens].long() for row in cache.req_to_token]
+        parts = [
+            reference.distinct_values([v[row] for v in cache.k], 0, shallow=shallow) for row in rows
+        ]
+        return tuple(torch.cat(one) for one in zip(*parts, strict=True))
+
+    return Case([launch], [plain], False, "compaction")
+
+
 def sentences(cache: Cache) -> Case:
     shape, count = cache.shape, cache.shape.sentences
     vectors = cache.random(shape.requests + 1, count, shape.hidden_size)
@@ -266,6 +285,7 @@ COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
     "window_attention": importance,
     "step_attention": steps,
     "key_redundancy": redundancy,
+    "distinct_values": values,
     "sentence_redundancy": sentences,
     "sentence_scores": scores,
     "selection": selections,

@@ -122,6 +122,19 @@ def key_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
     return Work(row_tokens, moved, 2 * products * shape.head_dim, dtype)
 
 
+def distinct_values(shape: Shape, dtype: torch.dtype) -> Work:
+    """Each value once, and half of all pairs in half of the layers."""
+    row_tokens = shape.tokens + shape.interval
+    tokens = shape.requests * row_tokens
+    moved = {
+        "values": shape.heads * tokens * shape.head_dim * dtype.itemsize,
+        "slots and output": 12 * tokens,
+    }
+    pairs = shape.requests * row_tokens * (row_tokens - 1) // 2
+    heads = shape.layers // 2 * shape.kv_heads
+    return Work(row_tokens, moved, 2 * pairs * heads * shape.head_dim, dtype)
+
+
 def sentence_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
     """Each vector once, and all pairs."""
     vectors = shape.requests * shape.sentences
@@ -192,7 +205,7 @@ def steering_add(shape: Shape, dtype: torch.dtype) -> Work:
 
 
 FLOORS: tuple[Callable[[Shape, torch.dtype], Work], ...] = (
-    *(window_attention, step_attention, key_redundancy, sentence_redundancy),
+    *(window_attention, step_attention, key_redundancy, distinct_values, sentence_redundancy),
     *(sentence_scores, selection, row_compaction),
     *(ring_write, sentence_step, steering_add),
 )

@@ -46,6 +46,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
         "step_attention": b
         * (n * (layers * hkv * d * size + 4 + 4 * w) + layers * w * hq * d * size),
         "key_redundancy": redundancy,
+        "distinct_values": redundancy + 4 * b * full,
         "sentence_redundancy": b * (s * (hidden * size + 8) + 16),
         "sentence_scores": b * (20 * full + 20 * s),
         "selection": b * (12 * full + 41),
@@ -58,6 +59,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
         "window_attention": 2 * layers * hq * w * d * c,
         "step_attention": 2 * layers * hq * d * b * sum(n - t for t in range(w)),
         "key_redundancy": 2 * layers * hkv * d * b * full**2,
+        "distinct_values": layers // 2 * hkv * d * b * full * (full - 1),
         "sentence_redundancy": b * s * (s - 1) * hidden,
         "sentence_step": 2 * b * hidden + 5 * hidden,
         "steering_add": 2 * hidden,
@@ -65,6 +67,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     in_products = {name for name, work in works.items() if work.arithmetic == dtype}
     assert dtype == torch.float32 or in_products == {
         *("window_attention", "step_attention", "key_redundancy", "sentence_redundancy"),
+        "distinct_values",
     }
 
 
