@@ -291,7 +291,7 @@ def test_the_folder_holds_these_problems(tokenizer: Tokenizer) -> None:
 def test_the_named_tokens_suffice(model: Reasoner, tokenizer: Tokenizer, family: str) -> None:
     own = wrong_tokens(model, tokenizer, family, FAMILIES[family].needed)
     nothing = wrong_tokens(model, tokenizer, family, None)
-    assert own <= 4 and nothing >= 10 * max(1, own)
+    assert own <= 10 and nothing >= 10 * max(1, own)  # of a few thousand tokens
 
 
 @trained
