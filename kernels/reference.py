@@ -19,7 +19,7 @@ DELIMITER, KEYWORD, THINK_START, THINK_END = 1, 2, 4, 8
 """Bits of a token's class for ``steering_step``."""
 
 _EPS = 1e-8
-_REDUNDANCY_BLOCK_ROWS = 128
+_BLOCK_ROWS = 128
 
 
 def window_attention(
@@ -167,8 +167,8 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     last = torch.zeros(unit.shape[:2], dtype=number.dtype, device=k.device)
     # Number of each row's last similar column, 0 for none. Blocks of rows bound the memory, and S
     # is symmetric: from the diagonal on, a block says both what its rows and what its columns have.
-    for start in range(0, n, _REDUNDANCY_BLOCK_ROWS):
-        end = min(start + _REDUNDANCY_BLOCK_ROWS, n)
+    for start in range(0, n, _BLOCK_ROWS):
+        end = min(start + _BLOCK_ROWS, n)
         cosine = unit[:, start:end] @ unit[:, start:].transpose(1, 2)
         cosine.diagonal(0, dim1=1, dim2=2).zero_()
         similar = cosine > threshold
@@ -205,22 +205,23 @@ def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tu
         float32 [n] each: distance, size.
     """
     n, heads, _ = values[0].shape
-    size = torch.zeros(n, device=values[0].device)
-    products, squares = size.new_zeros(n, n), size.new_zeros(n)
+    size, compared = torch.zeros(n, device=values[0].device), []
     for layer, cached in enumerate(values):
-        v = cached.float().transpose(0, 1)
+        v = cached.float()
         lengths = v.norm(dim=-1)
-        mean = lengths[:, first:].mean(dim=1, keepdim=True).clamp_min(_EPS)
-        size += (lengths / mean).sum(dim=0)
+        mean = lengths[first:].mean(dim=0).clamp_min(_EPS)
+        size += (lengths / mean).sum(dim=1)
         if layer < shallow:
-            unit = v / mean[..., None]
-            products += (unit @ unit.transpose(1, 2)).sum(dim=0)
-            squares += unit.square().sum(dim=(0, 2))
-    between = squares[:, None] + squares - 2.0 * products
-    earlier = torch.ones_like(between, dtype=torch.bool).tril()
-    nearest = between.masked_fill_(earlier, torch.inf).amin(dim=1).clamp_min(0.0)
-    nearest[-1] = 0.0
-    return (nearest / (shallow * heads)).sqrt(), size / (len(values) * heads)
+            compared.append((v / mean[:, None]).flatten(1))
+    units = torch.cat(compared, dim=1)
+    squares, nearest = units.square().sum(dim=1), torch.zeros_like(size)
+    for start in range(0, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
+        end = min(start + _BLOCK_ROWS, n - 1)
+        products = units[start:end] @ units[start:].T
+        between = squares[start:end, None] + squares[start:] - 2.0 * products
+        earlier = torch.ones_like(between, dtype=torch.bool).tril()
+        nearest[start:end] = between.masked_fill_(earlier, torch.inf).amin(dim=1)
+    return (nearest.clamp_min(0.0) / (shallow * heads)).sqrt(), size / (len(values) * heads)
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The right trace is given, and the plugin's own ``Runtime`` compacts its row as a
 Between two compactions all tokens are computed in one forward pass over what is still cached. A
 greedy answer equals the right trace exactly if every token of it is the most likely one here, so
 one pass per interval says what a server needs one step per token for. ``tests/bench/
-test_forced.py`` compares kept sets with those of a real server.
+test_accuracy.py`` compares kept sets with those of a real server.
 
 What it cannot say: whether an answer that deviates is right all the same, and anything sampled.
 """

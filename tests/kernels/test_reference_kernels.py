@@ -143,7 +143,7 @@ def test_similarity_at_the_threshold_does_not_count() -> None:
 def test_blocks_of_rows_do_not_show(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     k = repetitive_keys(15, 40, 2, 16)
     whole = key_redundancy(k)
-    monkeypatch.setattr(reference, "_REDUNDANCY_BLOCK_ROWS", rows)
+    monkeypatch.setattr(reference, "_BLOCK_ROWS", rows)
     assert torch.allclose(key_redundancy(k), whole, atol=1e-8, rtol=1e-6)
     assert_near(key_redundancy(k), redundancy(k))
 
