@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
+from sgl_skipkv.kernels.reference import SAME_VALUE
 
 _EPS = tl.constexpr(1e-8)
 _PROGRAMS_PER_PROCESSOR = 4
@@ -62,7 +63,7 @@ def _nearest_later_kernel(
     v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, distances, sizes, blocks,
     shallow, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """Distances and sizes of one block of a request's tokens."""
     d = tl.arange(0, HEAD_DIM)
@@ -107,10 +108,12 @@ def _nearest_later_kernel(
             products += tl.dot(v, tl.trans(w), input_precision="ieee") * weight
             wide = w.to(tl.float32)
             others += tl.sum(wide * wide, axis=1) * weight
-        between = squares[:, None] + others[None, :] - 2.0 * products
+        both = squares[:, None] + others[None, :]
+        between = both - 2.0 * products
+        between = tl.where(between <= SAME * both, 0.0, between)
         counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
         nearest = tl.minimum(nearest, tl.min(tl.where(counts, between, float("inf")), axis=1))
-    nearest = tl.where(i == n - 1, 0.0, tl.maximum(nearest, 0.0))
+    nearest = tl.where(i == n - 1, 0.0, nearest)
     tl.store(distances + start + i, tl.sqrt_rn(nearest / (shallow * KV_HEADS)), mask=i < n)
     tl.store(sizes + start + i, size / (LAYERS * KV_HEADS), mask=i < n)
 
@@ -142,7 +145,7 @@ def distinct_values(
     blocks = triton.cdiv(max(paged.row_tokens), block)
     _nearest_later_kernel[(len(paged.row_tokens) * blocks,)](
         *(*paged.arguments, inverse_means, distances, sizes, blocks, shallow),
-        **{"BLOCK": block, "LATER": block, **options, **paged.constants},
+        **{"BLOCK": block, "LATER": block, "SAME": SAME_VALUE, **options, **paged.constants},
     )
     return distances, sizes
 

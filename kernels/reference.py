@@ -20,6 +20,7 @@ DELIMITER, KEYWORD, THINK_START, THINK_END = 1, 2, 4, 8
 
 _EPS = 1e-8
 _BLOCK_ROWS = 128
+SAME_VALUE = 2.0**-12
 
 
 def window_attention(
@@ -193,6 +194,8 @@ def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tu
     With ``u = v / mean of |v|``, per layer and KV head, the mean over tokens from ``first`` on:
     ``size_i = mean over layers and KV heads of |u_i|`` and ``distance_i = min over j > i of
     sqrt(mean over the first shallow layers and KV heads of |u_i - u_j|^2)``; 0 for the last token.
+    Two values whose squared distance is at most ``SAME_VALUE`` of the sum of their squares are the
+    same, distance 0: below that, rounding decides which of two repetitions is nearer.
 
     Source: ours, docs/results.md.
 
@@ -218,10 +221,12 @@ def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tu
     for start in range(0, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
         products = units[start:end] @ units[start:].T
-        between = squares[start:end, None] + squares[start:] - 2.0 * products
+        both = squares[start:end, None] + squares[start:]
+        between = both - 2.0 * products
+        between.masked_fill_(between <= SAME_VALUE * both, 0.0)
         earlier = torch.ones_like(between, dtype=torch.bool).tril()
         nearest[start:end] = between.masked_fill_(earlier, torch.inf).amin(dim=1)
-    return (nearest.clamp_min(0.0) / (shallow * heads)).sqrt(), size / (len(values) * heads)
+    return (nearest / (shallow * heads)).sqrt(), size / (len(values) * heads)
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def distinct_values_cases() -> list[CompileCase]:
     for dtype, head_dim in COMPILED:
         block, options = distinct_values._block(dtype)
         constants, tag = _constants(dtype, head_dim), f"{KEY_NAMES[dtype]}-d{head_dim}"
-        blocks = {"BLOCK": block}, {"BLOCK": block, "LATER": block}
+        blocks = {"BLOCK": block}, {"BLOCK": block, "LATER": block, "SAME": 2.0**-12}
         functions = distinct_values._mean_lengths_kernel, distinct_values._nearest_later_kernel
         names = ("means", "nearest")
         parts = zip(names, functions, (means, nearest), blocks, strict=True)

@@ -403,6 +403,8 @@ def _distinct(params: Any, first: int, values: Tensor, positions: Tensor) -> Ten
     unit = values / values.norm(dim=3, keepdim=True)[:, first:].mean(dim=1, keepdim=True)
     shallow = unit[: max(1, len(values) // 2)].permute(1, 0, 2, 3)
     squares = torch.cdist(*[shallow.flatten(1)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
+    both = shallow.flatten(1).square().sum(dim=1)
+    squares = squares.where(squares.square() > (both[:, None] + both) / 4096, 0.0)
     later = torch.ones(len(shallow), len(shallow)).triu(1).bool()
     nearest = squares.masked_fill(~later, torch.inf).amin(dim=1) / shallow[0, ..., 0].numel() ** 0.5
     nearest[-1] = 0.0
