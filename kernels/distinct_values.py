@@ -10,7 +10,7 @@ A scale of a float8 cache changes nothing: lengths are compared with the mean of
 
 Mutates nothing but its own buffers. Not for CUDA graphs: grids depend on the lengths.
 
-Floors, with n tokens of which M layers are compared: bytes ``L Hkv n d value_bytes + 12 n``, each
+Floors, with n tokens and M layers that are compared: bytes ``L Hkv n d value_bytes + 12 n``, each
 value, slot and result once; operations ``M Hkv d n (n - 1)``, half of all pairs.
 """
 
@@ -58,14 +58,15 @@ def _mean_lengths_kernel(
         tl.store(inverse_means + task, tl.div_rn(1.0, mean))
 
 
-@triton.jit(do_not_specialize=["blocks", "shallow"])
+@triton.jit(do_not_specialize=["blocks", "compared_from", "compared_to"])
 def _nearest_later_kernel(
-    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, distances, sizes, blocks,
-    shallow, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, distances, sizes,
+    blocks, compared_from, compared_to, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Distances and sizes of one block of a request's tokens."""
+    """Distances and sizes of one block of a request's tokens. ``compared_from`` and ``_to`` count
+    KV heads of all layers."""
     d = tl.arange(0, HEAD_DIM)
     request = tl.program_id(0) // blocks
     start = tl.load(offsets + request)
@@ -88,8 +89,9 @@ def _nearest_later_kernel(
         v = widened(v, FLOAT8).to(tl.float32)
         unit = tl.load(inverse + head_index)
         square = tl.sum(v * v, axis=1)
-        size += tl.sqrt_rn(square) * unit
-        squares += tl.where(head_index < shallow * KV_HEADS, square * (unit * unit), 0.0)
+        size += tl.sqrt_rn(square) * unit * tl.load(weights + head_index)
+        compared = (head_index >= compared_from) & (head_index < compared_to)
+        squares += tl.where(compared, square * (unit * unit), 0.0)
 
     nearest = tl.full([BLOCK], float("inf"), tl.float32)
     for later in range(begin, n, LATER):
@@ -98,7 +100,7 @@ def _nearest_later_kernel(
         w_offset = other[:, None] * K_SLOT_STRIDE + d[None, :]
         products = tl.zeros([BLOCK, LATER], tl.float32)
         others = tl.zeros([LATER], tl.float32)
-        for head_index in range(0, shallow * KV_HEADS):
+        for head_index in range(compared_from, compared_to):
             values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
             values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
             v = widened(tl.load(values + v_offset, mask=(i < n)[:, None], other=0), FLOAT8)
@@ -114,19 +116,25 @@ def _nearest_later_kernel(
         counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
         nearest = tl.minimum(nearest, tl.min(tl.where(counts, between, float("inf")), axis=1))
     nearest = tl.where(i == n - 1, 0.0, nearest)
-    tl.store(distances + start + i, tl.sqrt_rn(nearest / (shallow * KV_HEADS)), mask=i < n)
-    tl.store(sizes + start + i, size / (LAYERS * KV_HEADS), mask=i < n)
+    tl.store(distances + start + i, tl.sqrt_rn(nearest / (compared_to - compared_from)), mask=i < n)
+    tl.store(sizes + start + i, size, mask=i < n)
 
 
 def distinct_values(
-    paged: PagedKeys, firsts: Tensor, *, shallow: int, programs: int | None = None
+    paged: PagedKeys,
+    firsts: Tensor,
+    *,
+    weights: Tensor,
+    compared: range,
+    programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Distance and size of every cached token's value.
 
     Args:
         paged: the requests, with values in place of keys.
         firsts: int64 [B], the first token of each whose length counts in the means.
-        shallow: layers of the distance.
+        weights: float32 [L, Hkv], contiguous, of the sizes.
+        compared: layers of the distance, at least one.
         programs: how many share the means; default four per multiprocessor.
 
     Returns:
@@ -144,7 +152,8 @@ def distinct_values(
     )
     blocks = triton.cdiv(max(paged.row_tokens), block)
     _nearest_later_kernel[(len(paged.row_tokens) * blocks,)](
-        *(*paged.arguments, inverse_means, distances, sizes, blocks, shallow),
+        *(*paged.arguments, inverse_means, weights, distances, sizes, blocks),
+        *(compared.start * paged.kv_heads, compared.stop * paged.kv_heads),
         **{"BLOCK": block, "LATER": block, "SAME": SAME_VALUE, **options, **paged.constants},
     )
     return distances, sizes

@@ -188,12 +188,14 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     return redundancy
 
 
-def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tuple[Tensor, Tensor]:
+def distinct_values(
+    values: Sequence[Tensor], first: int, *, weights: Tensor, compared: range
+) -> tuple[Tensor, Tensor]:
     """How far each cached value lies from the nearest later one, and how long it is.
 
     With ``u = v / mean of |v|``, per layer and KV head, the mean over tokens from ``first`` on:
-    ``size_i = mean over layers and KV heads of |u_i|`` and ``distance_i = min over j > i of
-    sqrt(mean over the first shallow layers and KV heads of |u_i - u_j|^2)``; 0 for the last token.
+    ``size_i = sum over layers and KV heads of weight * |u_i|`` and ``distance_i = min over j > i of
+    sqrt(mean over the compared layers and all KV heads of |u_i - u_j|^2)``; 0 for the last token.
     Two values whose squared distance is at most ``SAME_VALUE`` of the sum of their squares are the
     same, distance 0: below that, rounding decides which of two repetitions is nearer.
 
@@ -202,31 +204,31 @@ def distinct_values(values: Sequence[Tensor], first: int, *, shallow: int) -> tu
     Args:
         values: float [n, Hkv, d] of every layer.
         first: the first token whose length counts in the means.
-        shallow: layers of the distance, at least one.
+        weights: float32 [layers, Hkv], of the sizes.
+        compared: layers of the distance, at least one.
 
     Returns:
         float32 [n] each: distance, size.
     """
     n, heads, _ = values[0].shape
-    size, compared = torch.zeros(n, device=values[0].device), []
+    size, units = torch.zeros(n, device=values[0].device), []
     for layer, cached in enumerate(values):
         v = cached.float()
         lengths = v.norm(dim=-1)
         mean = lengths[first:].mean(dim=0).clamp_min(_EPS)
-        size += (lengths / mean).sum(dim=1)
-        if layer < shallow:
-            compared.append((v / mean[:, None]).flatten(1))
-    units = torch.cat(compared, dim=1)
-    squares, nearest = units.square().sum(dim=1), torch.zeros_like(size)
+        size += (lengths / mean * weights[layer]).sum(dim=1)
+        if layer in compared:
+            units.append((v / mean[:, None]).flatten(1))
+    u = torch.cat(units, dim=1)
+    squares, nearest = u.square().sum(dim=1), torch.zeros_like(size)
     for start in range(0, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
-        products = units[start:end] @ units[start:].T
         both = squares[start:end, None] + squares[start:]
-        between = both - 2.0 * products
+        between = both - 2.0 * (u[start:end] @ u[start:].T)
         between.masked_fill_(between <= SAME_VALUE * both, 0.0)
         earlier = torch.ones_like(between, dtype=torch.bool).tril()
         nearest[start:end] = between.masked_fill_(earlier, torch.inf).amin(dim=1)
-    return (nearest / (shallow * heads)).sqrt(), size / (len(values) * heads)
+    return (nearest / (len(compared) * heads)).sqrt(), size
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

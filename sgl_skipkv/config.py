@@ -74,7 +74,7 @@ class ServerConfig(Settings):
     kv_budget: BudgetTokens | None = Field(
         None, description="KV tokens kept for what a request generates"
     )
-    kv_policy: str = Field("skipkv", description="default eviction policy")
+    kv_policy: str = Field("distinct", description="default eviction policy")
     kv_params: dict[str, Any] = {}  # default parameters of kv_policy
     kv_interval: int = Field(
         128, ge=8, le=65536, description="generated tokens between two compactions of a request"
@@ -103,7 +103,7 @@ class ServerConfig(Settings):
     steering_capture: str | None = None
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
     query_text: str | None = Field(
-        None, description="text file on which triattention measures the model's queries at start"
+        None, description="text file on which the model's heads are measured at start"
     )
     # Recent queries recorded per request; the largest `window`.
     query_window: int = Field(8, ge=1, le=1024)

@@ -137,6 +137,7 @@ class Compactor:
             pool_tokens=batch * calls.peak_tokens,
             kv_token_bytes=0,  # nobody is retracted here
             centres=_random_centres(size, model.device),
+            reach=torch.rand(size.layers, heads.kv, device=model.device),
         )
         self.states: list[RequestState] = []
         self.output_ids: list[list[int]] = []

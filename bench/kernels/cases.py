@@ -5,6 +5,7 @@ A run returns what it wrote.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from sgl_skipkv.kernels.sentence_scores import sentence_scores
 from sgl_skipkv.kernels.step_attention import step_attention
 from sgl_skipkv.kernels.window_attention import window_attention
 from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.policy.distinct import middle_layers
 from sgl_skipkv.policy.skipkv import sentence_penalty
 from sgl_skipkv.policy.skipkv_plus import SkipKVPlusParams, ending_bonus
 
@@ -168,16 +170,21 @@ def redundancy(cache: Cache) -> Case:
 
 def values(cache: Cache) -> Case:
     """Of values that lie where the keys do."""
-    tokens, shallow = cache.shape.tokens + cache.shape.interval, cache.shape.layers // 2
+    tokens, compared = cache.shape.tokens + cache.shape.interval, middle_layers(cache.shape.layers)
     firsts, paged = torch.zeros_like(cache.slots), cache.paged(tokens)
+    heads = cache.shape.layers, cache.shape.kv_heads
+    weights = torch.full(heads, 1 / math.prod(heads), device=firsts.device)
 
     def launch() -> tuple[Tensor, ...]:
-        return distinct_values(paged, firsts, shallow=shallow)
+        return distinct_values(paged, firsts, weights=weights, compared=compared)
 
     def plain() -> tuple[Tensor, ...]:
         rows = [row[:tokens].long() for row in cache.req_to_token]
         parts = [
-            reference.distinct_values([v[row] for v in cache.k], 0, shallow=shallow) for row in rows
+            reference.distinct_values(
+                [v[row] for v in cache.k], 0, weights=weights, compared=compared
+            )
+            for row in rows
         ]
         return tuple(torch.cat(one) for one in zip(*parts, strict=True))
 

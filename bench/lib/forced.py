@@ -27,6 +27,7 @@ from bench.reasoner.model import Block, rope_table
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.policy.head_reach import head_reach
 from sgl_skipkv.policy.query_centres import MOST_TOKENS, TEXT, QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
@@ -68,20 +69,22 @@ class ForcedModel:
         self.cos, self.sin = rope_table(shape, most_tokens, torch.device("cpu"))
 
     @cached_property
-    def centres(self) -> QueryCentres:
-        """As a server measures them when it starts."""
+    def measured(self) -> tuple[QueryCentres, Tensor]:
+        """Centres of the queries and reach of the heads, as a server measures them at start."""
         ids = self.tokenizer.encode(TEXT.read_text()).ids[:MOST_TOKENS]
         shape, (cos, sin) = self.model.shape, (each[: len(ids)] for each in (self.cos, self.sin))
-        x, queries = self.model.embed(torch.tensor(ids)[None]), []
+        x, queries, reach = self.model.embed(torch.tensor(ids)[None]), [], []
         for block in self.model.blocks:
             assert isinstance(block, Block)
             q, k, v = block.project(x, cos, sin)
             queries.append(q[0].transpose(0, 1))
+            reach.append(head_reach(queries[-1], k[0].transpose(0, 1), shape.head_dim**-0.5))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = block.finish(x, attended)
         index = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
         frequencies = shape.rope_theta ** (-index / shape.head_dim)
-        return QueryCentres.measured(Rotation.of(frequencies, shape.head_dim), queries)
+        rotation = Rotation.of(frequencies, shape.head_dim)
+        return QueryCentres.measured(rotation, queries), torch.stack(reach)
 
     @torch.inference_mode()
     def run(self, ids: Sequence[int], prompt_tokens: int, keys: Mapping[str, Any]) -> Forced:
@@ -120,7 +123,8 @@ class _Run:
             scale=shape.head_dim**-0.5,
             pool_tokens=10**9,
             kv_token_bytes=0,
-            centres=forced.centres,
+            centres=forced.measured[0],
+            reach=forced.measured[1],
         )
         settings = resolve_request(dict(keys), config)
         assert settings is not None, "keys of a request that evicts"

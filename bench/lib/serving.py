@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoTokenizer
 from bench.lib.sweep import Problem, Sweep
 from sgl_skipkv.cli.report import kv_bytes_per_token
 from sgl_skipkv.cli.server_process import ServerProcess
-from sgl_skipkv.policy.query_centres import TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "examples" / "reasoner"
@@ -128,7 +127,7 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[ServerProcess]]:
         yield [RunningServer(url) for url in arguments.url]
         return
     given = dict(flag.split("=", 1) for flag in arguments.server_flags)
-    flags = {"max-running-requests": str(arguments.parallel), "query-text": str(TEXT), **given}
+    flags = {"max-running-requests": str(arguments.parallel), **given}
     if is_bundled(arguments.model_path):
         flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
     command = [part for name, value in flags.items() for part in (f"--{name}", value)]

@@ -27,7 +27,7 @@ from sgl_skipkv.patches.engine.model_side import (
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.patches.startup.query_centres import query_centres_of
+from sgl_skipkv.patches.startup.measurements import measure
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -119,7 +119,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
-            centres, refused_policies = query_centres_of(scheduler, side, config)
+            centres, reach, refused_policies = measure(scheduler, side, config)
             if (why := refused_policies.get(config.kv_policy)) is not None:
                 reasons.append(f"kv_policy {config.kv_policy}: {why}")
             buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
@@ -133,6 +133,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 trace=trace,
                 thoughts=thoughts,
                 centres=centres,
+                reach=reach,
             )
             capture, kv_scales = side.capture, kv_scales_of(runner)
     except (SettingError, torch.OutOfMemoryError) as error:

@@ -30,12 +30,19 @@ class Planner:
     Args:
         scale: of the model's attention, usually 1 / sqrt(d).
         centres: of its queries; None: no policy may need them.
+        reach: of its heads; None: no policy may need it.
     """
 
     def __init__(
-        self, recorder: Recorder, *, scale: float, centres: QueryCentres | None = None
+        self,
+        recorder: Recorder,
+        *,
+        scale: float,
+        centres: QueryCentres | None = None,
+        reach: Tensor | None = None,
     ) -> None:
         self._recorder, self._scale, self._centres = recorder, scale, centres
+        self._reach = reach
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
@@ -146,6 +153,7 @@ class Planner:
             seed=seed,
             logical_tokens=due.logical_tokens,
             centres=self._centres if policy.needs_rotation else None,
+            reach=self._reach if policy.needs_reach else None,
             values=due.values if policy.needs_values else None,
             statistics=state.kv.statistics,
             location=location,

@@ -66,6 +66,7 @@ class Runtime:
         trace: TraceWriter | None = None,
         thoughts: ThoughtTokens | None = None,
         centres: QueryCentres | None = None,
+        reach: Tensor | None = None,
     ) -> None:
         self.config = config
         self.recorder = recorder
@@ -73,7 +74,7 @@ class Runtime:
         self.thoughts = thoughts
         self.pool_tokens = pool_tokens
         self._trace = trace
-        self.planner = Planner(recorder, scale=scale, centres=centres)
+        self.planner = Planner(recorder, scale=scale, centres=centres, reach=reach)
         self._scale = scale
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)

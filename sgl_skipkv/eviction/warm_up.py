@@ -88,7 +88,8 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
     paged = paged_at(locations, [tokens] * _REQUESTS)
     key_redundancy(paged[0], thresholds)
     if cache.v_ptrs is not None:
-        distinct_values(replace(paged[0], k_ptrs=cache.v_ptrs), scratch, shallow=1)
+        values, layer = replace(paged[0], k_ptrs=cache.v_ptrs), range(1)
+        distinct_values(values, scratch, weights=torch.ones(cache.heads, device=device), compared=layer)
     for over in OVER:
         step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0, over=over)
     scores = torch.zeros(tokens * _REQUESTS, device=device)

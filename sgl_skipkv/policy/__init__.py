@@ -12,9 +12,9 @@ from sgl_skipkv.policy.base import Policy, PolicyParams
 # Name -> "module:class". Imported when first asked for, so one policy's imports cost the others
 # nothing.
 _POLICIES: Final[Mapping[str, str]] = {
+    "distinct": "sgl_skipkv.policy.distinct:Distinct",
     "skipkv": "sgl_skipkv.policy.skipkv:SkipKV",
     "skipkv+": "sgl_skipkv.policy.skipkv_plus:SkipKVPlus",
-    "distinct": "sgl_skipkv.policy.distinct:Distinct",
     "rkv": "sgl_skipkv.policy.rkv:RKV",
     "snapkv": "sgl_skipkv.policy.snapkv:SnapKV",
     "tova": "sgl_skipkv.policy.tova:TOVA",

@@ -191,6 +191,8 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
+        reach: float32 [layers, Hkv], how far the model's heads look (``head_reach.py``); None for
+            policies that did not ask for it.
         values: layer -> float [n, Hkv, d], the cached values of that layer; None for policies that
             did not ask for them.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
@@ -211,6 +213,7 @@ class ScoreInput:
     seed: int
     logical_tokens: int
     centres: QueryCentres | None = None
+    reach: Tensor | None = None
     values: Callable[[int], Tensor] | None = None
     statistics: Statistics = field(default_factory=dict)
     location: KeyLocation | None = None
@@ -258,6 +261,8 @@ class Policy:
     needs_rotation: ClassVar[bool] = False
     #: whether it is told what the model's queries are on average as well
     needs_centres: ClassVar[bool] = False
+    #: whether it is told how far the model's heads look
+    needs_reach: ClassVar[bool] = False
     #: whether it reads cached values, in place: nothing is recorded or carried for it
     needs_values: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False

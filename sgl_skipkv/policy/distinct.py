@@ -1,32 +1,36 @@
 """Distinct (ours): tokens stay whose values are large and unlike every later token's.
 
-``score = distance * size^power * (1 + recency * p / n) * (1 + e / ending)``. ``size`` is a value's
-length over the mean length of its layer and KV head, the mean over these. ``distance`` is how far a
-value lies from the nearest of a later token, in the same unit, all KV heads of the first half of
-the layers taken as one vector. ``p`` is the token's logical position and ``n`` the request's
-logical length. ``e = ending - r`` for the token with ``r`` further tokens between it and the
-delimiter that closes its sentence, 0 where that is negative, for the delimiter itself and in the
-open sentence. The mean lengths are of the tokens that may be evicted and those behind them. The
-most recent ``recent`` of the budget stay as well.
+``score = distance * size^power * (1 + e / ending)``. ``size`` is a value's length over the mean
+length of its layer and KV head, the mean over these, each weighted by how far the head looks
+(``head_reach.py``). ``distance`` is how far a value lies from the nearest of a later token, in the
+same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
+the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
+that is negative, for the delimiter itself and in the open sentence. The mean lengths are of the
+tokens that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as
+far as that is no more than three fifths of the budget.
 
 Why: what a token can still contribute is its value. Whoever looks it up adds it to a sum, so a
-small value is nearly nothing. And what is written again later, the result that a step repeats or
-the check of an earlier one, can be looked up there: in the first layers a value depends on the
-token and those just before it, so a repetition has nearly the same one. Deeper values are of the
-whole context and never repeat. Attention is not asked: what is looked up for the first time
-hundreds of tokens later has not been looked at before. docs/results.md has the measurements, what
-was tried instead, and the model that refutes it.
+small value is nearly nothing. Only heads that look far will look it up: a head that reads the last
+token or two has large values where those matter, and nobody asks for them later. And what is
+written again, the result that a step repeats or the check of an earlier one, can be looked up
+there. In the middle layers a value is of the token and of what it is about; in the first it is of
+the token alone, so the same number of another name looks like a repetition; in the last ones it is
+of the whole context and never repeats. Attention to a token is not asked: what is looked up for the
+first time hundreds of tokens later has not been looked at before. docs/results.md has the
+measurements and what was tried instead.
 
 Sources of the parts: values beside attention, VATP (arXiv 2406.12335) and VaSE (arXiv 2606.03928);
-the later of two alike tokens stays, R-KV (arXiv 2505.24133); endings, ``skipkv+``.
+the later of two alike tokens stays, R-KV (arXiv 2505.24133); some heads retrieve and the others do
+not, DuoAttention (arXiv 2410.10819); recent tokens and endings, ``skipkv+``.
 
 Values are read where they lie at each compaction, and nothing is recorded or carried.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from pydantic import Field
@@ -43,18 +47,12 @@ _APART = 2**40
 
 
 class DistinctParams(PolicyParams):
-    power: float = Field(3.0, ge=0.0, le=16.0, description="of a value's size in its score")
-    recency: float = Field(
-        0.5,
-        ge=0.0,
-        le=64.0,
-        description="how much more the newest token counts than the oldest",
-    )
+    power: float = Field(4.0, ge=0.0, le=16.0, description="of a value's size in its score")
     ending: int = Field(
         4, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
     )
-    recent: float = Field(
-        0.4, ge=0.0, le=1.0, description="share of the budget for the most recent tokens"
+    recent: int = Field(
+        64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"
     )
 
 
@@ -64,13 +62,13 @@ class Distinct(Policy):
     source = "ours, [docs/results.md](docs/results.md)"
     Params: ClassVar[type[PolicyParams]] = DistinctParams
     needs_values = True
-    needs_spans = True
+    needs_spans = needs_reach = True
     kernel_scores = frozenset({"values"})
     params: DistinctParams
 
     def protected_tail(self, kv_budget: int) -> int:
-        """``recent`` of the budget, at least the window."""
-        return max(self.params.window, int(self.params.recent * kv_budget))
+        """``recent`` tokens, at most three fifths of the budget, at least the window."""
+        return max(self.params.window, min(self.params.recent, 3 * kv_budget // 5))
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where kernels read the cache, of all requests from two launches."""
@@ -79,18 +77,16 @@ class Distinct(Policy):
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
         values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
-        found = from_pages(values, firsts, shallow=shallow_layers(values.layers))
+        found = from_pages(values, firsts, **_of_model(requests[0]))
         sentences = [one.sentences for one in requests if one.sentences is not None]
-        lengths, tokens, closed, apart = device_tensors(
+        tokens, closed, apart = device_tensors(
             [
-                [one.logical_tokens for one in requests],
                 values.row_tokens,
                 [len(one.starts) for one in sentences],
                 [_APART * i for i in range(len(requests))],
             ],
             values.device,
         )
-        positions = torch.cat([one.positions for one in requests])
         owner = apart.repeat_interleave(tokens, output_size=values.columns)
         shift = apart.repeat_interleave(closed, output_size=sum(len(s.starts) for s in sentences))
         joined = Sentences(
@@ -98,26 +94,42 @@ class Distinct(Policy):
             torch.cat([one.stops for one in sentences]) + shift,
             shift,
         )
-        share = positions / lengths.repeat_interleave(tokens, output_size=values.columns)
-        bonus = ending_bonus(positions + owner, joined, self.params.ending)
-        return by_request(self._score(*found, share, bonus), requests)
+        positions = torch.cat([one.positions for one in requests]) + owner
+        bonus = ending_bonus(positions, joined, self.params.ending)
+        return by_request(self._score(*found, bonus), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of every cached token; the newest, which is protected, scores 0."""
         values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
-        found = distinct_values(layers, first, shallow=shallow_layers(inputs.layers))
-        share = inputs.positions / inputs.logical_tokens
+        found = distinct_values(layers, first, **_of_model(inputs))
         bonus = ending_bonus(inputs.positions, sentences, self.params.ending)
-        return self._score(*found, share, bonus)
+        return self._score(*found, bonus)
 
-    def _score(self, distance: Tensor, size: Tensor, share: Tensor, bonus: Tensor) -> Tensor:
-        """float32 [n]. share: of the sequence that precedes each token; bonus: ``e``."""
-        aged = (1.0 + self.params.recency * share) * (1.0 + bonus / self.params.ending)
-        return distance * size**self.params.power * aged
+    def _score(self, distance: Tensor, size: Tensor, bonus: Tensor) -> Tensor:
+        """float32 [n]. bonus: ``e``."""
+        return distance * size**self.params.power * (1.0 + bonus / self.params.ending)
 
 
-def shallow_layers(layers: int) -> int:
-    """The first half, at least one: where a value depends on the token and those around it."""
-    return max(1, layers // 2)
+class _OfModel(TypedDict):
+    weights: Tensor
+    compared: range
+
+
+def _of_model(inputs: ScoreInput) -> _OfModel:
+    """What both forms of ``distinct_values`` are told of the model."""
+    assert inputs.reach is not None
+    return {"weights": _weights(inputs.reach), "compared": middle_layers(inputs.layers)}
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(reach: Tensor) -> Tensor:
+    """float32 [layers, Hkv], of sum 1."""
+    return reach / reach.sum()
+
+
+def middle_layers(layers: int) -> range:
+    """The middle half, at least one."""
+    first = layers // 4
+    return range(first, max(first + 1, layers - first))

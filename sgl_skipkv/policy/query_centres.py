@@ -1,6 +1,7 @@
 """What the queries of a model are on average before they are rotated: the same for all requests.
 
-Measured once, when a server starts, by one forward pass over the text beside this file. Policies
+Measured once, when a server starts, by one forward pass over ``plain_text.txt`` beside this file, or
+the operator's ``query_text``. Policies
 with ``needs_centres`` ask what future queries will look for. In models that know many kinds of text
 a head's centre hardly depends on the text; in one that knows a single kind it does.
 """
@@ -75,7 +76,7 @@ class QueryCentres:
     """Attributes:
     order: int64 [d], the coordinates of all real parts, then the others, on the server's device;
         None: they lie so.
-    mean: complex64 [layers, Hq, F], mean of the un-rotated queries; empty if it was not measured.
+    mean: complex64 [layers, Hq, F], mean of the un-rotated queries.
     magnitude: float32 [layers, Hq, F], mean of their absolute values.
     """
 
@@ -93,12 +94,6 @@ class QueryCentres:
     def of_means(cls, rotation: Rotation, layers: Sequence[Means]) -> QueryCentres:
         mean, magnitude = (torch.stack(one) for one in zip(*layers, strict=True))
         return cls(rotation, _order(rotation, mean.device), mean, magnitude)
-
-    @classmethod
-    def unmeasured(cls, rotation: Rotation, device: torch.device) -> QueryCentres:
-        """The rotation alone."""
-        nothing = torch.zeros(0, device=device)
-        return cls(rotation, _order(rotation, device), nothing, nothing)
 
     def halves(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Real and imaginary parts of the bands, [..., F] each, of float [..., d]."""

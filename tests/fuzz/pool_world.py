@@ -30,7 +30,7 @@ from pool_forward import ForwardStream, ScheduleStream
 from pool_loop import Loop
 from pool_steering import GAMMA, make_steerer
 from pool_turns import BLANK, THINK_END, THINK_START, separated
-from score_inputs import some_centres
+from score_inputs import some_centres, some_reach
 
 
 def reuse_newest_first(allocator: Any) -> None:
@@ -176,6 +176,7 @@ class World(Loop):
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
             thoughts=ThoughtTokens(THINK_END, THINK_START, frozenset({BLANK})),
             centres=some_centres(1, QUERY_HEADS, self.head_dim),
+            reach=some_reach(1, KV_HEADS),
         )
         ready = Readiness((), enabled=False)
         self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))

@@ -39,6 +39,7 @@ def score_input(
         seed=compaction_seed,
         logical_tokens=3 * n,
         centres=some_centres(layers, 4, 8),
+        reach=some_reach(layers, 2),
         values=lambda layer: values[layer],
     )
 
@@ -53,6 +54,12 @@ def some_centres(
     queries = points + torch.randn(layers, 30, heads, head_dim, generator=draw)
     rotation = Rotation.of(frequencies, head_dim)
     return QueryCentres.measured(rotation, queries.to(device or "cpu"))
+
+
+def some_reach(layers: int, heads: int, device: torch.device | None = None) -> Tensor:
+    """[layers, Hkv]"""
+    reach = torch.rand(layers, heads, generator=torch.Generator().manual_seed(8))
+    return reach.to(device or "cpu")
 
 
 def all_keys(inputs: ScoreInput) -> Tensor:

@@ -153,7 +153,8 @@ class ScoreOracle:
                 )
                 scores = F.pad(scores, (first, params.window))
             elif policy.name == "distinct":
-                scores = _distinct(params, max(held, params.sink), values[:, positions], positions)
+                first = max(held, params.sink)
+                scores = _distinct(params.power, first, values[:, positions], self.reach)
             elif policy.name == "vase":
                 asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
                 seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
@@ -167,7 +168,7 @@ class ScoreOracle:
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
             if policy.name == "distinct":
-                tail = max(tail, int(params.recent * budget))
+                tail = max(tail, min(params.recent, int(0.6 * budget)))
             if policy.name == "distinct":
                 for start, stop in _sentences(is_delimiter[: event["generated"]], prompt, turns):
                     for back in range(1, params.ending + 1):
@@ -197,16 +198,33 @@ class ScoreOracle:
         return found
 
     @cached_property
-    def centres(self) -> tuple[Tensor, Tensor]:
-        """Of the un-rotated queries of the package's text: complex128 and float64 [L, Hq, F]."""
+    def _of_text(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the package's text, [L, T, heads, d]."""
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
         # Transformers' own class for a model type may tokenize otherwise.
         text = get_tokenizer(str(self.path)).encode(TEXT.read_text())[:1024]
         visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
-        queries, *_ = self._forward(torch.tensor(text), visible)
-        asked = self._unrotated(queries, torch.arange(len(text)))
+        queries, keys, *_ = self._forward(torch.tensor(text), visible)
+        return queries, keys
+
+    @cached_property
+    def centres(self) -> tuple[Tensor, Tensor]:
+        """Of the un-rotated queries of the package's text: complex128 and float64 [L, Hq, F]."""
+        queries, _ = self._of_text
+        asked = self._unrotated(queries, torch.arange(queries.shape[1]))
         return asked.mean(dim=1), asked.abs().mean(dim=1)
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """[L, Hkv]: the most attention to one far token of the text, mean over queries."""
+        queries, keys = self._of_text
+        causal = torch.ones(queries.shape[1], queries.shape[1], dtype=torch.bool).tril()
+        looks = _rows(queries, keys, causal)[:, :, 64:]
+        looks[..., :4] = 0.0
+        for i, query in enumerate(range(64, queries.shape[1])):
+            looks[:, :, i, query - 8 :] = 0.0
+        return looks.amax(dim=3).mean(dim=2).unflatten(1, (keys.shape[2], -1)).mean(dim=2)
 
     @property
     def frequencies(self) -> Tensor:
@@ -398,18 +416,19 @@ def _drawn(
     return F.pad(scores, (first, window))
 
 
-def _distinct(params: Any, first: int, values: Tensor, positions: Tensor) -> Tensor:
+def _distinct(power: float, first: int, values: Tensor, reach: Tensor) -> Tensor:
     """Size and distance to the nearest later value. values: [L, n, Hkv, d]."""
     unit = values / values.norm(dim=3, keepdim=True)[:, first:].mean(dim=1, keepdim=True)
-    shallow = unit[: max(1, len(values) // 2)].permute(1, 0, 2, 3)
-    squares = torch.cdist(*[shallow.flatten(1)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
-    both = shallow.flatten(1).square().sum(dim=1)
+    quarter = len(values) // 4
+    middle = unit[quarter : max(quarter + 1, len(values) - quarter)].permute(1, 0, 2, 3)
+    squares = torch.cdist(*[middle.flatten(1)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
+    both = middle.flatten(1).square().sum(dim=1)
     squares = squares.where(squares.square() > (both[:, None] + both) / 4096, 0.0)
-    later = torch.ones(len(shallow), len(shallow)).triu(1).bool()
-    nearest = squares.masked_fill(~later, torch.inf).amin(dim=1) / shallow[0, ..., 0].numel() ** 0.5
+    later = torch.ones(len(middle), len(middle)).triu(1).bool()
+    nearest = squares.masked_fill(~later, torch.inf).amin(dim=1) / middle[0, ..., 0].numel() ** 0.5
     nearest[-1] = 0.0
-    age = 1 + params.recency * positions / (positions[-1] + 1)
-    return nearest * unit.norm(dim=3).mean(dim=(0, 2)) ** params.power * age
+    size = torch.einsum("lnh,lh->n", unit.norm(dim=3), reach) / reach.sum()
+    return nearest * size**power
 
 
 def _recurrence(name: str, params: Any, prompt: int, row: Sequence[int], steps: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.cli.server_process import HTTPFailure, ServerProcess
-from sgl_skipkv.policy.query_centres import TEXT
 
 __all__ = ["HTTPFailure", "Server", "logprob_gap", "output_logprobs"]
 
@@ -49,7 +48,7 @@ class Server(ServerProcess):
         if not plugin:
             environment["SGLANG_PLUGINS"] = "none-such"
         elif trace:
-            arguments += ["--skipkv-trace", str(self.trace_path), "--query-text", str(TEXT)]
+            arguments += ["--skipkv-trace", str(self.trace_path)]
         super().__init__(model, folder, arguments, environment)
 
     def stop(self, grace_s: float = 0) -> None:

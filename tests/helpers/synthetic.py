@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from score_inputs import some_centres
+from score_inputs import some_centres, some_reach
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
@@ -118,6 +118,7 @@ class SyntheticServer:
             kv_token_bytes=KV_TOKEN_BYTES,
             trace=trace,
             centres=some_centres(LAYERS, QUERY_HEADS, HEAD_DIM, self.device),
+            reach=some_reach(LAYERS, KV_HEADS, self.device),
         )
 
     def open(

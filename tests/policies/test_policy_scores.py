@@ -195,24 +195,30 @@ def test_crystal_scores() -> None:
     assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))
 
 
-@pytest.mark.parametrize(("power", "recency"), [(3.0, 0.5), (1.0, 0.0), (0.0, 2.0)])
-def test_distinct_scores(power: float, recency: float) -> None:
-    """Token by token in float64."""
+@pytest.mark.parametrize(("power", "layers"), [(4.0, 3), (1.0, 4), (0.0, 1)])
+def test_distinct_scores(power: float, layers: int) -> None:
+    """Token by token in float64: all of three layers are compared, the second and third of four."""
     first = int(score_input(seed=5).positions[20])
-    inputs = score_input(seed=5, sentences=some_sentences((first, first + 30, -1.0)))
-    policy = make_policy("distinct", power=power, recency=recency, ending=8, window=8)
+    closed = some_sentences((first, first + 30, -1.0))
+    inputs = score_input(seed=5, layers=layers, sentences=closed)
+    policy = make_policy("distinct", power=power, ending=8, window=8)
     v = all_values(inputs).double()
-    layers, n, heads, _ = v.shape
+    _, n, heads, _ = v.shape
     units = v / v.norm(dim=3)[:, inputs.prompt_tokens :].mean(dim=1)[:, None, :, None]
+    assert inputs.reach is not None
+    reach, compared = inputs.reach.double(), units[1:3] if layers == 4 else units
     expected = []
     for i, position in enumerate(inputs.positions.tolist()):
-        gaps = [(units[:1, i] - units[:1, j]).square().sum().item() for j in range(i + 1, n)]
-        distance = math.sqrt(min(gaps, default=0.0) / heads)
-        size = sum(units[m, i, h].norm().item() for m in range(layers) for h in range(heads))
+        gaps = [(compared[:, i] - compared[:, j]).square().sum().item() for j in range(i + 1, n)]
+        distance = math.sqrt(min(gaps, default=0.0) / (len(compared) * heads))
+        size = sum(
+            float(reach[m, h]) * units[m, i, h].norm().item()
+            for m in range(layers)
+            for h in range(heads)
+        )
         back = first + 29 - position  # from the delimiter
         near = 2 - (back - 1) / 8 if 1 <= back <= 8 else 1.0
-        age = 1 + recency * position / inputs.logical_tokens
-        expected.append(distance * (size / (layers * heads)) ** power * age * near)
+        expected.append(distance * (size / float(reach.sum())) ** power * near)
     truth = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(policy.scores(inputs).double(), truth, rtol=1e-5)
     assert any(1 <= first + 29 - position <= 8 for position in inputs.positions.tolist())

@@ -1,5 +1,5 @@
-"""Centres of the model's queries: un-rotated as SGLang rotates, refused elsewhere, and the same
-whatever the text."""
+"""What is measured of the model: centres of its queries, un-rotated as SGLang rotates, refused
+elsewhere; the reach of its heads; and how much both depend on the text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from score_oracle import ScoreOracle
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.patches.startup.query_centres import (
-    NoRotation,
-    _rotation,
-    query_centres_of,
-    rotation_of,
-)
+from sgl_skipkv.patches.startup import measurements
+from sgl_skipkv.patches.startup.measurements import NoRotation, _rotation, measure, rotation_of
 from sgl_skipkv.policy import make_policy
+from sgl_skipkv.policy.head_reach import head_reach
 from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
@@ -103,23 +100,77 @@ def test_all_layers_must_turn_alike() -> None:
         rotation_of(model(rope, embedding(base=500)))
 
 
-def test_centres_are_measured_if_somebody_asked_for_them() -> None:
-    """Without a text, and with another default policy, no forward pass runs."""
+@pytest.mark.parametrize("groups", [1, 2])
+def test_reach_is_the_most_attention_to_a_far_token(groups: int) -> None:
+    """Query by query and token by token in float64, T in and between the blocks."""
+    draw = torch.Generator().manual_seed(groups)
+    queries = torch.randn(131, 2 * groups, 16, generator=draw)
+    keys = torch.randn(131, 2, 16, generator=draw)
+    expected = torch.zeros(2, dtype=torch.float64)
+    for head in range(2 * groups):
+        for t in range(64, 131):
+            logits = keys[: t + 1, head // groups].double() @ queries[t, head].double() * 0.7
+            far = logits.softmax(0)[4 : t - 8]
+            expected[head // groups] += far.max() / (131 - 64) / groups
+    assert torch.allclose(head_reach(queries, keys, 0.7).double(), expected, rtol=1e-5)
+
+
+def test_a_head_that_looks_at_one_far_token_has_reach_1_and_a_local_one_0() -> None:
+    keys = torch.zeros(100, 2, 16)
+    queries = torch.zeros(100, 2, 16)
+    keys[20, 0, 0] = queries[:, 0, 0] = 100.0  # everybody looks at token 20
+    turn = 2 * torch.pi * torch.arange(100) / 25  # everybody looks at where it is itself
+    keys[:, 1, 0], keys[:, 1, 1] = turn.cos(), turn.sin()
+    keys[:, 1, 2] = queries[:, 1, 2] = torch.arange(100) * 10.0
+    far, near = head_reach(queries, keys, 1.0).tolist()
+    assert far > 0.999 and near < 1e-6
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A scheduler of one attention layer, whose prefill is that layer alone: (scheduler, side)."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    layer = torch.nn.Module()
+    layer, chunk = torch.nn.Module(), 512
     layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, 0), embedding()
-    runner = SimpleNamespace(model=torch.nn.ModuleList([layer]))
-    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    side: Any = SimpleNamespace(recorder=SimpleNamespace(device=torch.device("cpu")))
-    centres, refused = query_centres_of(scheduler, side, ServerConfig())
-    assert centres is not None and refused == {"triattention": "started without query_text"}
-    layer.rotary_emb = None
-    _, refused = query_centres_of(scheduler, side, ServerConfig())
-    assert [*refused] == ["triattention", "expected"]
-    layer.rotary_emb = embedding()
+    model = torch.nn.ModuleList([layer])
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text.split()))]),
+        max_total_num_tokens=4096,
+        model_config=SimpleNamespace(context_len=4096),
+        chunked_prefill_size=chunk,
+    )
+    recorder = SimpleNamespace(
+        device=torch.device("cpu"), shape=SimpleNamespace(head_dim=16), current=None
+    )
+
+    def prefill(scheduler: Any, ids: list[int]) -> None:
+        scheduler.read = len(ids)
+        queries, keys = torch.randn(2, len(ids), 32)
+        for hook in layer.attn._forward_pre_hooks.values():
+            hook(layer.attn, (queries, keys))
+
+    monkeypatch.setattr(measurements, "_prefill", prefill)
+    return scheduler, SimpleNamespace(recorder=recorder, scale=0.25)
+
+
+def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path: Path) -> None:
+    scheduler, side = measuring
+    centres, reach, refused = measure(scheduler, side, ServerConfig())
+    assert centres is not None and centres.mean.shape == (1, 2, 8) and refused == {}
+    assert reach is not None and reach.shape == (1, 2)
+    assert scheduler.read == 512  # no more than a chunk of a prefill
+    text = tmp_path / "short.txt"
+    text.write_text("word " * 64)
+    centres, reach, refused = measure(scheduler, side, ServerConfig(query_text=str(text)))
+    why = "query_text of 64 tokens on this server, more than 64 are needed"
+    assert centres is not None and reach is None and refused == {"distinct": why}
+    scheduler.tp_worker.model_runner.model[0].rotary_emb = None
+    centres, reach, refused = measure(scheduler, side, ServerConfig())
+    assert centres is None and reach is not None and [*refused] == ["triattention", "expected"]
     with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
-        query_centres_of(scheduler, side, ServerConfig(query_text="none.txt"))
+        measure(scheduler, side, ServerConfig(query_text="none.txt"))
 
 
 def test_a_request_without_centres_is_refused() -> None:
@@ -131,7 +182,7 @@ def test_a_request_without_centres_is_refused() -> None:
     refused = world.arrive([5, 6, 7], 9, kv_policy="triattention", **asked)
     message = refused.to_finish.message
     assert message.startswith("kv_policy: expected another policy on this server (no such embed")
-    assert "got 'triattention'; choices: skipkv, " in message
+    assert "got 'triattention'; choices: distinct, " in message
     assert world.arrive([5, 6, 7], 9, kv_policy="keydiff", **asked).to_finish is None
     world.run_dry()
     world.drain()

@@ -1,17 +1,19 @@
-"""What policies may know of the model's queries: how they are rotated, and their centres, which one
-forward pass measures before a server is ready."""
+"""What policies may know of the model: how its queries are rotated, and what one forward pass
+measures before a server is ready: their centres, and how far each head looks."""
 
 from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
 from sgl_skipkv.policy import names, policy_class
+from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.query_centres import (
     MOST_TOKENS,
     TEXT,
@@ -30,45 +32,75 @@ class NoRotation(ValueError):
     """A rotary embedding whose turn does not follow from the position alone."""
 
 
-def query_centres_of(
-    scheduler: Any, side: ModelSide, config: ServerConfig
-) -> tuple[QueryCentres | None, dict[str, str]]:
-    """What there is for policies to know, and the policies that need more: name -> why.
+class Measurements(NamedTuple):
+    """What policies are told of the model.
+
+    Attributes:
+        centres: of its queries, and their rotation; None where it does not follow from the
+            position.
+        reach: float32 [layers, Hkv], how far its heads look; None if the text is too short.
+        refused: policies that would need what there is not: name -> why.
+    """
+
+    centres: QueryCentres | None
+    reach: Tensor | None
+    refused: dict[str, str]
+
+
+def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measurements:
+    """Prefill a text once and look at what every head asks, and how far it looks.
+
+    Runs when pools and model exist and no request has come: all memory is free, and is again.
 
     Raises:
         SettingError: ``query_text`` is no readable file.
     """
-    classes = {name: policy_class(name) for name in names()}
-    try:
-        rotation = rotation_of(scheduler.tp_worker.model_runner.model)
-    except NoRotation as error:
-        return None, {n: str(error) for n, c in classes.items() if c.needs_rotation}
-    asking = [name for name, policy in classes.items() if policy.needs_centres]
-    if config.query_text is None and config.kv_policy not in asking:
-        centres = QueryCentres.unmeasured(rotation, side.recorder.device)
-        return centres, dict.fromkeys(asking, "started without query_text")
     try:
         text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         expected = "a readable text file"
         choices = "a text like those that the model will write"
         raise SettingError("query_text", expected, f"{error}", choices) from error
-    return _measured(scheduler, side, rotation, text), {}
+    classes = {name: policy_class(name) for name in names()}
+    refused: dict[str, str] = {}
+    rotation: Rotation | None = None
+    try:
+        rotation = rotation_of(scheduler.tp_worker.model_runner.model)
+    except NoRotation as error:
+        refused |= {n: str(error) for n, c in classes.items() if c.needs_rotation}
+    ids = scheduler.tokenizer.encode(text)[: _most_tokens(scheduler)]
+    reaching = len(ids) > FIRST_QUERY
+    if not reaching:
+        why = f"query_text of {len(ids)} tokens on this server, more than {FIRST_QUERY} are needed"
+        refused |= {n: why for n, c in classes.items() if c.needs_reach}
+    found = _seen(scheduler, side, rotation, ids, reaching=reaching)
+    centres = reach = None
+    if rotation is not None:
+        centres = QueryCentres.of_means(rotation, [one for one, _ in found if one is not None])
+    if reaching:
+        reach = torch.stack([one for _, one in found if one is not None])
+    return Measurements(centres, reach, refused)
 
 
-def _measured(scheduler: Any, side: ModelSide, rotation: Rotation, text: str) -> QueryCentres:
-    """Prefill the text once and take the mean of what every head asks.
-
-    Runs when pools and model exist and no request has come: all memory is free, and is again.
-    """
-    runner = scheduler.tp_worker.model_runner
+def _most_tokens(scheduler: Any) -> int:
+    """Of the text, that one prefill can take on this server."""
     room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
-    seen: dict[int, Means] = {}
-    heads, head_dim = side.recorder.shape.query_heads, side.recorder.shape.head_dim
+    chunk = scheduler.chunked_prefill_size
+    return min(MOST_TOKENS, room, chunk if chunk is not None and chunk > 0 else MOST_TOKENS)
+
+
+def _seen(
+    scheduler: Any, side: ModelSide, rotation: Rotation | None, ids: list[int], *, reaching: bool
+) -> list[tuple[Means | None, Tensor | None]]:
+    """Of every layer the mean queries and the reach of its heads, those that are wanted."""
+    runner, shape = scheduler.tp_worker.model_runner, side.recorder.shape
+    seen: dict[int, tuple[Means | None, Tensor | None]] = {}
 
     def remember(layer: Any, args: tuple[Any, ...]) -> None:
-        seen[layer.layer_id] = means(rotation, args[0].detach().view(-1, heads, head_dim))
+        queries, keys = (part.detach().view(len(ids), -1, shape.head_dim) for part in args[:2])
+        centre = None if rotation is None else means(rotation, queries)
+        looks = head_reach(queries, keys, side.scale) if reaching else None
+        seen[layer.layer_id] = centre, looks
 
     layers = attention_layers(runner.model)
     hooks = [layer.register_forward_pre_hook(remember) for layer in layers]
@@ -80,7 +112,7 @@ def _measured(scheduler: Any, side: ModelSide, rotation: Rotation, text: str) ->
         side.recorder.current = None
         for hook in hooks:
             hook.remove()
-    return QueryCentres.of_means(rotation, [seen[layer.layer_id] for layer in layers])
+    return [seen[layer.layer_id] for layer in layers]
 
 
 def _prefill(scheduler: Any, ids: list[int]) -> None:
