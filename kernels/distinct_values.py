@@ -61,7 +61,8 @@ def _mean_lengths_kernel(
 @triton.jit(do_not_specialize=["blocks", "compared_from", "compared_to"])
 def _nearest_later_kernel(
     v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, distances, sizes,
-    blocks, compared_from, compared_to, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    blocks, compared_from, compared_to,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip

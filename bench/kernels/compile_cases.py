@@ -129,9 +129,7 @@ def distinct_values_cases() -> list[CompileCase]:
     """Every type of values and size of heads."""
     cases = []
     means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
-    nearest = _PAGED | dict.fromkeys(
-        ("inverse_means", "weights", "distances", "sizes"), "*fp32"
-    )
+    nearest = _PAGED | dict.fromkeys(("inverse_means", "weights", "distances", "sizes"), "*fp32")
     nearest |= dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
     for signature in (means, nearest):
         signature["v_ptrs"] = signature.pop("k_ptrs")

@@ -247,7 +247,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "triattention, expected",
         "per request",
-        "400 where a rotary embedding's turn is not the position's; triattention needs query_text",
+        "400 where a rotary embedding's turn does not follow from the position",
     ),
     Capability("kv_reuse", "per request", "400 without a radix cache and with --kv-events-config"),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),

@@ -84,9 +84,8 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
 
 def _most_tokens(scheduler: Any) -> int:
     """Of the text, that one prefill can take on this server."""
-    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    chunk = scheduler.chunked_prefill_size
-    return min(MOST_TOKENS, room, chunk if chunk is not None and chunk > 0 else MOST_TOKENS)
+    room = min(scheduler.max_total_num_tokens, scheduler.model_config.context_len) - 8
+    return int(min(MOST_TOKENS, room, scheduler.chunked_prefill_size or MOST_TOKENS))
 
 
 def _seen(

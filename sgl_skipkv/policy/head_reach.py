@@ -1,8 +1,8 @@
-"""How far the heads of a model look: the same for all requests, measured once, when a server starts.
+"""How far the heads of a model look: the same for all requests, measured when a server starts.
 
-A head that only ever looks at its last few tokens needs nothing older, whatever it has cached. Which
-heads look further, and at single tokens, is a property of the model: one pass over plain text
-tells. So does it in models for which that text is strange (docs/results.md).
+A head that only ever looks at its last few tokens needs nothing older, whatever it has cached.
+Which heads look further, and at single tokens, is a property of the model: one pass over plain text
+tells, even in models for which that text is strange (docs/results.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _QUERIES_TOGETHER = 32
 
 
 def head_reach(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """How much attention each KV head of one layer gives to the one far token that it looks at most.
+    """How much attention each KV head of one layer gives to the far token that it looks at most.
 
     ``mean over queries t >= 64 and query heads of max over 4 <= i < t - 8 of attention[t, i]``, the
     attention causal, over all tokens.
@@ -32,17 +32,14 @@ def head_reach(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     Returns:
         float32 [Hkv], in [0, 1].
     """
-    (tokens, heads, _), kv_heads = queries.shape, keys.shape[1]
-    grouped, keys = queries.float().unflatten(1, (kv_heads, -1)), keys.float()
+    (tokens, heads, width), kv_heads = queries.shape, keys.shape[1]
+    grouped, keys = queries.float().view(tokens, kv_heads, -1, width), keys.float()
     position, total = torch.arange(tokens, device=keys.device), keys.new_zeros(kv_heads)
-    for own, at in zip(
-        grouped[FIRST_QUERY:].split(_QUERIES_TOGETHER),
-        position[FIRST_QUERY:].split(_QUERIES_TOGETHER),
-        strict=True,
-    ):
-        behind = at[:, None] - position
+    for start in range(FIRST_QUERY, tokens, _QUERIES_TOGETHER):  # blocks bound the memory
+        own = slice(start, start + _QUERIES_TOGETHER)
+        behind = position[own, None] - position
         far = (behind > NEAR_TOKENS) & (position >= SINK_TOKENS)
-        logits = torch.einsum("thgd,nhd->hgtn", own, keys) * scale
+        logits = torch.einsum("thgd,nhd->hgtn", grouped[own], keys) * scale
         attention = logits.masked_fill(behind < 0, -torch.inf).softmax(dim=-1)
         total += attention.where(far, 0.0).amax(dim=-1).sum(dim=(1, 2))
     return total / ((tokens - FIRST_QUERY) * heads // kv_heads)

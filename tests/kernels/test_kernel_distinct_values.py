@@ -27,8 +27,10 @@ def drawn(
 
 def weights_of(layers: int, heads: int) -> Tensor:
     """[layers, Hkv], of sum 1."""
-    return torch.rand(layers * heads, generator=torch.Generator().manual_seed(3)).softmax(0).view(
-        layers, heads
+    return (
+        torch.rand(layers * heads, generator=torch.Generator().manual_seed(3))
+        .softmax(0)
+        .view(layers, heads)
     )
 
 
@@ -64,9 +66,7 @@ def assert_as_reference(
     results = found(world, firsts, compared)
     for values, first, both in zip(world.of_request, firsts, results, strict=True):
         weights = weights_of(len(values), values.shape[2]).to(device)
-        plain = reference.distinct_values(
-            list(values), first, weights=weights, compared=compared
-        )
+        plain = reference.distinct_values(list(values), first, weights=weights, compared=compared)
         for one, referred, truth in zip(both, plain, exact(values, first, compared), strict=True):
             assert_as_close(one, referred, truth)
 
