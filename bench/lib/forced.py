@@ -12,7 +12,7 @@ What it cannot say: whether an answer that deviates is right all the same, and a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from bench.reasoner.model import Block, rope_table
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.head_reach import head_reach
 from sgl_skipkv.policy.query_centres import MOST_TOKENS, TEXT, QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
-from sgl_skipkv.request.settings import resolve_request
+from sgl_skipkv.request.settings import RequestSettings, resolve_request
 from sgl_skipkv.request.state import RequestState
 
 ROW = 1
@@ -87,10 +88,25 @@ class ForcedModel:
         return QueryCentres.measured(rotation, queries), torch.stack(reach)
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], prompt_tokens: int, keys: Mapping[str, Any]) -> Forced:
-        """The trace under these keys of a request; the end of the turn is its last token."""
+    def run(
+        self,
+        ids: Sequence[int],
+        prompt_tokens: int,
+        keys: Mapping[str, Any],
+        *,
+        policy: Policy | None = None,
+    ) -> Forced:
+        """The trace under these keys of a request; the end of the turn is its last token.
+
+        Args:
+            policy: in place of the one that the keys name.
+        """
         config = ServerConfig(retraction_backup_bytes=0, max_tracked_requests=1)
-        return _Run(self, config, ids, prompt_tokens, keys).result()
+        settings = resolve_request(dict(keys), config)
+        assert settings is not None, "keys of a request that evicts"
+        if policy is not None:
+            settings = replace(settings, policy=policy)
+        return _Run(self, config, ids, prompt_tokens, settings).result()
 
 
 class _Run:
@@ -100,7 +116,7 @@ class _Run:
         config: ServerConfig,
         ids: Sequence[int],
         prompt_tokens: int,
-        keys: Mapping[str, Any],
+        settings: RequestSettings,
     ) -> None:
         self.forced, self.ids, self.prompt_tokens = forced, list(ids), prompt_tokens
         shape, cpu = forced.model.shape, torch.device("cpu")
@@ -126,8 +142,6 @@ class _Run:
             centres=forced.measured[0],
             reach=forced.measured[1],
         )
-        settings = resolve_request(dict(keys), config)
-        assert settings is not None, "keys of a request that evicts"
         self.state: RequestState = self.runtime.open("trace", settings, ids[:prompt_tokens])
         self.runtime.admit(self.state, ROW, prompt_tokens)
         self.runtime.start_recording(self.state)

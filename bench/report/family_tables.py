@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from statistics import mean
 
 from bench.lib.policies import compared
@@ -14,13 +15,26 @@ from bench.reasoner.families.registry import FAMILIES
 SHARES = (8, 15, 25, 35)
 #: of the table of single cells: the best of the first table, and the best of before
 SHOWN = ("distinct", "skipkv+")
+#: problems per cell of the two tables; budgets follow from the problems
+FEW, MANY = {"short": 10, "middle": 10}, {"short": 200, "middle": 200, "long": 20}
+PLAIN = '{"interval": 32}'
 Place = tuple[str, str, int]
 
 
-def cells() -> tuple[dict[Place, dict[str, Row]], list[Row]]:
+def cells(problems: Mapping[str, int]) -> tuple[dict[Place, dict[str, Row]], list[Row]]:
     """(family, size, share) -> policy -> its row; and all rows. Budgets of one family and size are
-    in the order of the shares."""
-    rows = [row for row in recorded("forced") if row["model"] == "families"]
+    in the order of the shares.
+
+    Args:
+        problems: size -> how many of each family; the sizes of the table.
+    """
+    rows = [
+        row
+        for row in recorded("forced")
+        if row["model"] == "families"
+        and row["kv_params"] == PLAIN
+        and int(row["problems"]) == problems.get(row["size"])
+    ]
     budgets: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
         budgets[row["family"], row["size"]].add(int(row["kv_budget"]))
@@ -38,8 +52,7 @@ def share_right(row: Row) -> float:
 
 def leaderboard() -> str:
     """Policies by their mean rank on short and middle traces; equal ones share a rank."""
-    every, rows = cells()
-    found = {place: here for place, here in every.items() if place[1] != "long"}
+    found, rows = cells(FEW)
     policies = [name for name in compared() if all(name in here for here in found.values())]
     ranks: defaultdict[str, list[float]] = defaultdict(list)
     for here in found.values():
@@ -66,7 +79,7 @@ def leaderboard() -> str:
 
 def families() -> str:
     """Single cells of a few policies, with intervals."""
-    found, rows = cells()
+    found, rows = cells(MANY)
     lines = []
     for family in FAMILIES:
         for size in SIZES:

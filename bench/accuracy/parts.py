@@ -1,0 +1,183 @@
+"""What each part of the default policy is worth: one part changed at a time, without a server.
+
+    python -m bench.accuracy.parts
+    python -m bench.accuracy.parts --problems 30
+
+Right traces under a budget, as ``bench/accuracy/forced.py``, of both bundled models: all families
+together, and each level of ``examples/reasoner``. One row per cell in bench/rows/parts.csv; cells
+on record are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from bench.lib.forced import ForcedModel
+from bench.lib.record import append_row, recorded
+from bench.reasoner.check_families import FOLDER as FAMILIES_MODEL
+from bench.reasoner.check_families import choices, encode
+from bench.reasoner.families.base import Task
+from bench.reasoner.families.registry import FAMILIES, heldout_task
+from bench.reasoner.problems import heldout_problem, solution_text
+from sgl_skipkv.kernels.reference import distinct_values
+from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.distinct import Distinct, middle_layers
+from sgl_skipkv.policy.skipkv_plus import ending_bonus
+
+INTERVAL = 32
+Trace = tuple[list[int], int]
+
+
+class Changed(Distinct):
+    """The default policy with one part taken out, or in another form; always in plain torch.
+
+    Attributes:
+        layers: those that are compared, of as many; None: the middle half.
+        alike_heads: whether all heads count the same.
+        by_distance, by_ending: whether these parts of the score are in.
+    """
+
+    layers: Callable[[int], range] = staticmethod(middle_layers)
+    alike_heads, by_distance, by_ending = False, True, True
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        return [self.scores(inputs) for inputs in requests]
+
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        assert (
+            inputs.reach is not None and inputs.values is not None and inputs.sentences is not None
+        )
+        reach = torch.ones_like(inputs.reach) if self.alike_heads else inputs.reach
+        layers = [inputs.values(layer) for layer in range(inputs.layers)]
+        first, compared = self.candidates(inputs)[0], self.layers(inputs.layers)
+        distance, size = distinct_values(
+            layers, first, weights=reach / reach.sum(), compared=compared
+        )
+        bonus = ending_bonus(inputs.positions, inputs.sentences, self.params.ending)
+        return self._score(
+            distance if self.by_distance else torch.ones_like(distance),
+            size,
+            bonus if self.by_ending else torch.zeros_like(bonus),
+        )
+
+
+def changed(**attributes: Any) -> type[Changed]:
+    wrapped = {name: staticmethod(a) if callable(a) else a for name, a in attributes.items()}
+    return type("Changed", (Changed,), wrapped)
+
+
+def _all_layers(layers: int) -> range:
+    return range(layers)
+
+
+def _first_half(layers: int) -> range:
+    return range(layers // 2)
+
+
+#: what is changed -> class and parameters
+VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
+    "as it is": (Distinct, {}),
+    "all heads alike": (changed(alike_heads=True), {}),
+    "no distance": (changed(by_distance=False), {}),
+    "distance in the first half": (changed(layers=_first_half), {}),
+    "distance in all layers": (changed(layers=_all_layers), {}),
+    "no size": (Distinct, {"power": 0.0}),
+    "size to the power of 1": (Distinct, {"power": 1.0}),
+    "size to the power of 8": (Distinct, {"power": 8.0}),
+    "no endings": (changed(by_ending=False), {}),
+    "no recent tokens": (Distinct, {"recent": 0}),
+    "32 recent tokens": (Distinct, {"recent": 32}),
+    "128 recent tokens": (Distinct, {"recent": 128}),
+}
+#: kind of trace, size or level, budget in percent of the mean trace
+PLACES = (
+    *(("families", "short", 15), ("families", "short", 25), ("families", "middle", 15)),
+    *(("families", "middle", 25), ("reasoner", "easy", 25), ("reasoner", "medium", 15)),
+    *(("reasoner", "hard", 15), ("reasoner", "hard", 25)),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One variant on the first held-out problems of one kind and size."""
+
+    model: str
+    size: str
+    percent: int
+    variant: str
+    problems: int
+
+    def is_in(self, rows: list[dict[str, str]]) -> bool:
+        own = {name: str(value) for name, value in asdict(self).items()}
+        return any(own.items() <= row.items() for row in rows)
+
+
+@cache
+def _model(name: str) -> ForcedModel:
+    torch.set_num_threads(1)
+    return ForcedModel(FAMILIES_MODEL.with_name(name))
+
+
+def traces(cell: Cell) -> list[list[Trace]]:
+    """Ids and where the trace starts, of each family of the cell, or of its level."""
+    tokenizer, numbers = _model(cell.model).tokenizer, range(cell.problems)
+    if cell.model == "families":
+        tasks = [[heldout_task(family, cell.size, i) for i in numbers] for family in FAMILIES]
+        return [[encode(tokenizer, task) for task in own] for own in tasks]
+    problems = [heldout_problem(cell.size, i) for i in numbers]
+    return [
+        [
+            encode(tokenizer, Task(cell.model, None, p.prompt, solution_text(p), p.answer))
+            for p in problems
+        ]
+    ]
+
+
+def run(cell: Cell) -> dict[str, float]:
+    """Its row, without the setting."""
+    forced, right, wrong, answers = _model(cell.model), 0, 0, 0
+    kind, params = VARIANTS[cell.variant]
+    policy = kind(kind.Params(interval=INTERVAL, **params))
+    for family in traces(cell):
+        mean_tokens = sum(len(ids) - prompt for ids, prompt in family) / len(family)
+        for ids, prompt in family:
+            keys = {"kv_budget": round(cell.percent / 100 * mean_tokens)}
+            found, full = forced.run(ids, prompt, keys, policy=policy), choices(forced.model, ids)
+            missed = sum(int(full[position - 1]) == ids[position] for position in found.wrong)
+            right, wrong, answers = right + (not missed), wrong + missed, answers + 1
+    return {"traces": answers, "right": right, "wrong_tokens": round(wrong / answers, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--problems", type=int, default=10, help="of each family, or level")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    arguments = parser.parse_args()
+    known = recorded("parts")
+    cells = [Cell(*place, name, arguments.problems) for place in PLACES for name in VARIANTS]
+    todo = [cell for cell in cells if not cell.is_in(known)]
+    with ExitStack() as stack:
+        each: Callable[..., Iterator[dict[str, float]]] = map
+        if arguments.workers > 1:
+            pool = ProcessPoolExecutor(arguments.workers, get_context("spawn"))
+            each = stack.enter_context(pool).map
+        for cell, row in zip(
+            todo, tqdm(each(run, todo), total=len(todo), unit="cell"), strict=True
+        ):
+            append_row("parts", {**asdict(cell), **row})
+
+
+if __name__ == "__main__":
+    main()
