@@ -101,7 +101,8 @@ VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
     "32 recent tokens": (Distinct, {"recent": 32}),
     "128 recent tokens": (Distinct, {"recent": 128}),
 }
-#: kind of trace, size or level, budget in percent of the mean trace
+MODELS = ("families", "reasoner")
+#: model, size or level, budget in percent of the mean trace
 PLACES = (
     *(("families", "short", 15), ("families", "short", 25), ("families", "middle", 15)),
     *(("families", "middle", 25), ("reasoner", "easy", 25), ("reasoner", "medium", 15)),
@@ -162,11 +163,15 @@ def run(cell: Cell) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=[*VARIANTS], default=[*VARIANTS])
     parser.add_argument("--problems", type=int, default=10, help="of each family, or level")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    known = recorded("parts")
-    cells = [Cell(*place, name, arguments.problems) for place in PLACES for name in VARIANTS]
+    known, places = recorded("parts"), [one for one in PLACES if one[0] in arguments.models]
+    cells = [
+        Cell(*place, name, arguments.problems) for place in places for name in arguments.variants
+    ]
     todo = [cell for cell in cells if not cell.is_in(known)]
     with ExitStack() as stack:
         each: Callable[..., Iterator[dict[str, float]]] = map

@@ -14,13 +14,13 @@ from tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.server
 
-OK = {"kv_budget": 64}
+OK = {"kv_budget": 64, "kv_policy": "skipkv"}
 # (field named in the message, keys)
 WRONG: list[tuple[str, dict[str, Any]]] = [
     *(("kv_budget", {"kv_budget": v}) for v in (True, False, "64", "", 0, -5, 1.5, 64.0, [64], {})),
     *(("kv_budget", {"kv_budget": v}) for v in (12, 10**18, 2**64, 10**40, [[1]], {"n": 1})),
     ("kv_budget", {"kv_policy": "rkv"}),
-    ("kv_budget", {"kv_params": {"tau": 0.9}}),
+    ("kv_budget", {"kv_params": {"power": 2}}),
     *(("kv_policy", {**OK, "kv_policy": v}) for v in ("", "SkipKV", "h3o", 7, True, ["rkv"], {})),
     *(("kv_params", {**OK, "kv_params": v}) for v in (1, "tau", [], [1], True)),
     ("kv_params.tua", {**OK, "kv_params": {"tua": 0.9}}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +32,8 @@ ALONE = {
     "accuracy.figure": "--out {out}",
     "accuracy.forced": "--model-path {reasoner} --families chains --sizes short --problems 1 "
     "--policies streaming rkv --shares 0.5 --workers 1",
+    "accuracy.heads": "--levels easy --problems 1 --workers 1",
+    "accuracy.parts": "--models reasoner --variants 'no endings' --problems 1 --workers 1",
     "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
     "accuracy.needed_tokens": "--problems 1",
     "conversation.figure": "--out {out}/conversation.svg",
@@ -108,7 +111,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             monkeypatch.delenv(record.FOLDER, raising=False)
         else:
             monkeypatch.setenv(record.FOLDER, str(tmp_path))
-        given = arguments.format(out=tmp_path / "out", **examples, **places).split()
+        given = shlex.split(arguments.format(out=tmp_path / "out", **examples, **places))
         monkeypatch.setattr(sys, "argv", [name, *given])
         try:
             runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)

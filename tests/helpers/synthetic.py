@@ -93,7 +93,9 @@ class SyntheticServer:
         **config: Any,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.config = ServerConfig(**{"check_ledger": True, "query_window": 16, **config})
+        self.config = ServerConfig(
+            **{"check_ledger": True, "query_window": 16, "kv_policy": "skipkv", **config}
+        )
         on = {"device": self.device}
         self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32, **on)
         self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)

@@ -73,9 +73,13 @@ WRONG_TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("kv_params.taus", {"kv_params": {"taus": 0.9}}),
     *(("kv_params.tau", {"kv_params": {"tau": value}}) for value in (2, math.nan, "0.9")),
     ("kv_params.tau", {"kv_policy": "rkv", "kv_params": {"tau": 0.9}}),
-    *(("kv_params.kernel", {"kv_params": {"kernel": value}}) for value in (4, 7.0)),
+    *(
+        ("kv_params.kernel", {"kv_policy": "skipkv", "kv_params": {"kernel": value}})
+        for value in (4, 7.0)
+    ),
+    ("kv_params.window", {"kv_policy": "skipkv", "kv_params": {"window": 17}}),
     ("kv_params.interval", {"kv_params": {"interval": 7}}),
-    *(("kv_params.window", {"kv_params": {"window": value}}) for value in (17, True)),
+    *(("kv_params.window", {"kv_params": {"window": value}}) for value in (1025, True)),
     ("kv_params.seed", {"kv_policy": "random", "kv_params": {"seed": -1}}),
     ("kv_params.delimiters", {"kv_params": {"delimiters": "lines"}}),
     ("kv_budget", {"kv_budget": 12}),
@@ -112,7 +116,8 @@ def test_unknown_setting_lists_the_known_ones(name: str) -> None:
         {"kv_policy": "full"},
         {"kv_budget": 128, "kv_budget_max": 128, "kv_interval": 8, "delimiters": "paper"},
         {"protect_prompt": False, "count_prompt": True, "query_window": 1024},
-        {"kv_params": {"tau": 1, "sigma": 0.5}},
+        {"kv_policy": "skipkv", "kv_params": {"tau": 1, "sigma": 0.5}},
+        {"kv_params": {"power": 2, "recent": 0}},
     ],
 )
 def test_right_settings_are_taken(values: dict[str, Any]) -> None:
@@ -123,7 +128,7 @@ def test_right_settings_are_taken(values: dict[str, Any]) -> None:
 
 def test_defaults_of_the_contract() -> None:
     config = ServerConfig()
-    assert (config.kv_budget, config.kv_policy, config.kv_interval) == (None, "skipkv", 128)
+    assert (config.kv_budget, config.kv_policy, config.kv_interval) == (None, "distinct", 128)
     assert (config.protect_prompt, config.count_prompt, config.delimiters) == (True, False, "math")
 
 

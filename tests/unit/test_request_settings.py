@@ -24,7 +24,7 @@ from sgl_skipkv.request.settings import (
 LIMIT = 4096
 SERVER = ServerConfig(kv_budget_max=LIMIT, query_window=16)
 LONG = "x" * 100_000
-ASKED = {"kv_budget": 256}  # what makes the other keys meaningful
+ASKED = {"kv_budget": 256, "kv_policy": "skipkv"}  # what makes the other keys meaningful
 
 # field of the message, the request's keys
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -95,7 +95,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("kv_budget", {"kv_budget": True, "kv_policy": "full"}),
     # parameters without a budget
     ("kv_budget", {"kv_policy": "rkv"}),
-    ("kv_budget", {"kv_params": {"tau": 0.9}}),
+    ("kv_budget", {"kv_params": {"power": 2}}),
     ("kv_budget", {"kv_params": {}}),
 ]
 
@@ -116,7 +116,7 @@ def test_wrong_key_is_refused_in_four_parts(field: str, keys: dict[str, Any]) ->
 
 def test_thoughts_are_dropped_where_a_history_is_left() -> None:
     """A server's default is for the requests with ``kv_reuse`` among all."""
-    server = ServerConfig(kv_params={"drop_thoughts": True})
+    server = ServerConfig(kv_policy="skipkv", kv_params={"drop_thoughts": True})
     for reuse, drops in ((None, False), (False, False), ("keep", True), ("budget", True)):
         keys = ASKED if reuse is None else {**ASKED, "kv_reuse": reuse}
         assert resolved(keys, server).drops_thoughts == drops
@@ -137,7 +137,7 @@ def test_the_corpus_is_large_and_covers_every_key() -> None:
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        ({"kv_budget": 12}, ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy skipkv"]),
+        ({"kv_budget": 12}, ["[13, 4096]", "sink 4 + window 8 + 1", "got 12", "policy distinct"]),
         ({"kv_budget": "128"}, ["an integer in [13, 4096]", "got '128'"]),
         ({**ASKED, "kv_policy": "h2"}, ["a policy name", "'h2'", ", ".join(names())]),
         ({**ASKED, "kv_params": {"taus": 1}}, ["a known name", "'taus'", "tau", "window"]),
@@ -164,9 +164,10 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
         {"kv_budget": 13},
         {"kv_budget": LIMIT},
         {"kv_budget": 5, "kv_params": {"sink": 0, "window": 4}},
+        {"kv_budget": 64, "kv_params": {"window": 17}},  # the default records no queries
         {"kv_budget": 1, "kv_policy": "full"},
         {"kv_budget": 13, "steering": False},
-        {"kv_budget": 64, "kv_params": {"tau": 1, "sigma": 0}},  # whole numbers are numbers
+        {"kv_budget": 64, "kv_params": {"power": 1}},  # whole numbers are numbers
         {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 17}},  # no queries
         {"kv_budget": 64, "kv_params": {"fraction": 1e-9, "coverage": 1e-9}},
         {"kv_budget": 64, "kv_policy": "rpc", "kv_params": {"fraction": 1}},
@@ -176,7 +177,7 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
 def test_right_keys_are_taken(keys: dict[str, Any]) -> None:
     settings = resolved(keys)
     assert settings.kv_budget == keys["kv_budget"]
-    assert settings.policy.name == keys.get("kv_policy", "skipkv")
+    assert settings.policy.name == keys.get("kv_policy", "distinct")
     for parameter, value in keys.get("kv_params", {}).items():
         assert getattr(settings.policy.params, parameter) == value
 
@@ -235,7 +236,7 @@ def test_false_and_zero_are_set() -> None:
 
 def test_server_default_budget_serves_requests_without_one() -> None:
     server = ServerConfig(kv_budget=100)
-    for keys, budget in (({}, 100), ({"kv_budget": 50}, 50), ({"kv_params": {"tau": 0.5}}, 100)):
+    for keys, budget in (({}, 100), ({"kv_budget": 50}, 50), ({"kv_params": {"power": 0.5}}, 100)):
         assert resolved(keys, server).kv_budget == budget
 
 

@@ -31,7 +31,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("expected", {}), ("expected", {"horizon": 3, "window": 3})),
     *(("triattention", {}), ("triattention", {"sink": 0, "window": 1})),
     *(("vase", {"window": 4}), ("vase", {"large": 0.5, "kernel": 31})),
-    *(("distinct", {}), ("distinct", {"ending": 2, "recent": 0.0})),
+    *(("distinct", {}), ("distinct", {"ending": 2, "recent": 0})),
 ]
 FUNCTIONS = {
     value.fn.__name__: value
