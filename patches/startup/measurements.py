@@ -68,7 +68,8 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)
     except NoRotation as error:
         refused |= {n: str(error) for n, c in classes.items() if c.needs_rotation}
-    ids = scheduler.tokenizer.encode(text)[: _most_tokens(scheduler)]
+    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
+    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
     reaching = len(ids) > FIRST_QUERY
     if not reaching:
         why = f"query_text of {len(ids)} tokens on this server, more than {FIRST_QUERY} are needed"
@@ -80,12 +81,6 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
     if reaching:
         reach = torch.stack([one for _, one in found if one is not None])
     return Measurements(centres, reach, refused)
-
-
-def _most_tokens(scheduler: Any) -> int:
-    """Of the text, that one prefill can take on this server."""
-    room = min(scheduler.max_total_num_tokens, scheduler.model_config.context_len) - 8
-    return int(min(MOST_TOKENS, room, scheduler.chunked_prefill_size or MOST_TOKENS))
 
 
 def _seen(

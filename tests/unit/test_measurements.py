@@ -131,15 +131,14 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A scheduler of one attention layer, whose prefill is that layer alone: (scheduler, side)."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    layer, chunk = torch.nn.Module(), 512
+    layer = torch.nn.Module()
     layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, 0), embedding()
     model = torch.nn.ModuleList([layer])
     scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
         tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text.split()))]),
-        max_total_num_tokens=4096,
+        max_total_num_tokens=520,
         model_config=SimpleNamespace(context_len=4096),
-        chunked_prefill_size=chunk,
     )
     recorder = SimpleNamespace(
         device=torch.device("cpu"), shape=SimpleNamespace(head_dim=16), current=None
@@ -160,7 +159,7 @@ def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path
     centres, reach, refused = measure(scheduler, side, ServerConfig())
     assert centres is not None and centres.mean.shape == (1, 2, 8) and refused == {}
     assert reach is not None and reach.shape == (1, 2)
-    assert scheduler.read == 512  # no more than a chunk of a prefill
+    assert scheduler.read == 512  # what the pool has room for
     text = tmp_path / "short.txt"
     text.write_text("word " * 64)
     centres, reach, refused = measure(scheduler, side, ServerConfig(query_text=str(text)))
