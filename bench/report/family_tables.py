@@ -63,6 +63,8 @@ def leaderboard() -> str:
             better = sum(share_right(here[other]) > own for other in policies)
             equal = sum(share_right(here[other]) == own for other in policies)
             ranks[name].append(better + (equal + 1) / 2)
+    launched = {row["policy"]: row["operations_16"] for row in recorded("launches")}
+    spent = {row["metric"].split()[3]: row["ratio_p50"] for row in recorded("compaction_cost")}
     lines = []
     for name in sorted(policies, key=lambda one: mean(ranks[one])):
         at = {s: [share_right(found[p][name]) for p in found if p[2] == s] for s in SHARES}
@@ -73,9 +75,12 @@ def leaderboard() -> str:
                 f"{mean(ranks[name]):.1f}",
                 *(f"{mean(at[one]):.0f}" for one in SHARES),
                 f"{share_right(found[worst][name]):.0f} (`{worst[0]}`, {worst[1]})",
+                launched[name],
+                spent.get(name, "1"),
             ]
         )
     header = ["policy", "mean rank", *(f"budget {one}%" for one in SHARES), "worst cell at 25%"]
+    header += ["operations per compaction", "time over `rkv`'s"]
     return table(header, lines, rows, "forced")
 
 
