@@ -34,7 +34,6 @@ from bench.reasoner.problems import heldout_problem, solution_text
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.distinct import Distinct, middle_layers
-from sgl_skipkv.policy.skipkv_plus import ending_bonus
 
 INTERVAL = 32
 Trace = tuple[list[int], int]
@@ -65,7 +64,7 @@ class Changed(Distinct):
         distance, size = distinct_values(
             layers, first, weights=reach / reach.sum(), compared=compared
         )
-        bonus = ending_bonus(inputs.positions, inputs.sentences, self.params.ending)
+        bonus = inputs.sentences.ending_bonus(inputs.positions, self.params.ending)
         return self._score(
             distance if self.by_distance else torch.ones_like(distance),
             size,

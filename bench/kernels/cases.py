@@ -31,7 +31,7 @@ from sgl_skipkv.kernels.window_attention import window_attention
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.policy.distinct import middle_layers
 from sgl_skipkv.policy.skipkv import sentence_penalty
-from sgl_skipkv.policy.skipkv_plus import SkipKVPlusParams, ending_bonus
+from sgl_skipkv.policy.skipkv_plus import SkipKVPlusParams
 
 Run = Callable[[], tuple[Tensor, ...]]
 POOL_WIDTH, THRESHOLD = 7, 0.5
@@ -237,7 +237,7 @@ def scores(cache: Cache) -> Case:
             rest = params.sigma * important[b] - (1 - params.sigma) * repeated[b, : -params.window]
             own = Sentences(starts[b], stops[b], similarity[b])
             penalty = sentence_penalty(positions[b], own, params.tau)
-            bonus = ending_bonus(positions[b], own, params.ending)
+            bonus = own.ending_bonus(positions[b], params.ending)
             found.append(F.pad(rest, (0, params.window)) - penalty + bonus)
         return (torch.cat(found),)
 

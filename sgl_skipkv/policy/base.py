@@ -88,6 +88,22 @@ class Sentences:
     stops: Tensor
     redundancy: Tensor
 
+    def ending_bonus(self, positions: Tensor, ending: int) -> Tensor:
+        """float32 [n]: how near each token stands to the delimiter that closes its sentence.
+
+        Args:
+            positions: int64 [n], logical, ascending.
+            ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1,
+                the delimiter itself and everything else 0.
+        """
+        if self.starts.shape[0] == 0:
+            return torch.zeros(positions.shape[0], device=positions.device)
+        owner = (torch.searchsorted(self.starts, positions, right=True) - 1).clamp_min(0)
+        # The delimiter is the token at stop - 1; after the end this is negative.
+        to_delimiter = self.stops[owner] - 1 - positions
+        inside = (positions >= self.starts[owner]) & (to_delimiter > 0)
+        return torch.where(inside, (ending + 1 - to_delimiter).clamp_min(0), 0).float()
+
 
 @dataclass(frozen=True)
 class PagedCache:

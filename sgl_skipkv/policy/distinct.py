@@ -40,7 +40,6 @@ from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import by_request, paged_values
-from sgl_skipkv.policy.skipkv_plus import ending_bonus
 
 #: between the positions of one request and the next, where their tokens are taken as one list
 _APART = 2**40
@@ -95,7 +94,7 @@ class Distinct(Policy):
             shift,
         )
         positions = torch.cat([one.positions for one in requests]) + owner
-        bonus = ending_bonus(positions, joined, self.params.ending)
+        bonus = joined.ending_bonus(positions, self.params.ending)
         return by_request(self._score(*found, bonus), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
@@ -104,7 +103,7 @@ class Distinct(Policy):
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
         found = distinct_values(layers, first, **_of_model(inputs))
-        bonus = ending_bonus(inputs.positions, sentences, self.params.ending)
+        bonus = sentences.ending_bonus(inputs.positions, self.params.ending)
         return self._score(*found, bonus)
 
     def _score(self, distance: Tensor, size: Tensor, bonus: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
+from sgl_skipkv.policy.base import PolicyParams, ScoreInput
 from sgl_skipkv.policy.skipkv import SkipKV, SkipKVParams
 
 
@@ -53,22 +52,6 @@ class SkipKVPlus(SkipKV):
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s + e`` of every cached token."""
         assert inputs.sentences is not None
-        return super().scores(inputs) + ending_bonus(
-            inputs.positions, inputs.sentences, self.params.ending
+        return super().scores(inputs) + inputs.sentences.ending_bonus(
+            inputs.positions, self.params.ending
         )
-
-
-def ending_bonus(positions: Tensor, sentences: Sentences, ending: int) -> Tensor:
-    """float32 [n], ``e`` of every cached token: how near its sentence's delimiter it stands.
-
-    Args:
-        positions: int64 [n], logical, ascending.
-        ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1.
-    """
-    if sentences.starts.shape[0] == 0:
-        return torch.zeros(positions.shape[0], device=positions.device)
-    owner = (torch.searchsorted(sentences.starts, positions, right=True) - 1).clamp_min(0)
-    # The delimiter is the token at stop - 1; after the end this is negative.
-    to_delimiter = sentences.stops[owner] - 1 - positions
-    inside = (positions >= sentences.starts[owner]) & (to_delimiter > 0)
-    return torch.where(inside, (ending + 1 - to_delimiter).clamp_min(0), 0).float()

@@ -11,7 +11,6 @@ from triton_tools import assert_as_close, device_fixture, forbid_launches
 from sgl_skipkv.kernels import sentence_scores as module
 from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.policy.skipkv import sentence_penalty
-from sgl_skipkv.policy.skipkv_plus import ending_bonus
 
 device = device_fixture(module)
 fixtures = (poisoned_memory,)  # for every test
@@ -58,7 +57,7 @@ def expected(one: Request, ending: int, dtype: torch.dtype) -> Tensor:
     z = SIGMA * importance.to(dtype) - (1.0 - SIGMA) * redundancy[:-WINDOW].to(dtype)
     z = torch.nn.functional.pad(z, (0, WINDOW))
     z = z - sentence_penalty(positions, sentences, TAU)
-    return z + ending_bonus(positions, sentences, ending)
+    return z + sentences.ending_bonus(positions, ending)
 
 
 MANY, NONE = [(300, 40), (6, 0), (257, 1), (WINDOW, 2), (33, 30)], [(20, 0), (20, 0)]
