@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--problem-file",
         type=Path,
         default=BUNDLED / "heldout.jsonl",
-        help="JSONL: prompt (or problem), answer, and perhaps id and level",
+        help="JSONL: prompt (or problem), answer, and perhaps id, family and level",
     )
     parser.add_argument("--suffix", default="", help="put after every prompt")
     parser.add_argument("--levels", nargs="+", help="of the problem file; default: all of them")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
-    """Problems by level, as prompts of the model's chat template.
+    """Problems by level, FAMILY-LEVEL where there are families, as prompts of the model's template.
 
     Raises:
         ValueError: a level that the file does not have.
@@ -58,6 +58,8 @@ def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     for number, line in enumerate(arguments.problem_file.read_text().splitlines()):
         record = json.loads(line)
         level = str(record.get("level", arguments.problem_file.stem))
+        if "family" in record:
+            level = f"{record['family']}-{level}"
         prompt = record.get("prompt") or record["problem"]
         text = prompt + arguments.suffix
         if tokenizer.chat_template:
