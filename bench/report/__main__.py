@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launches": system_tables.launches,
     "serve_latency": system_tables.serve_latency,
     "serve_pressure": system_tables.serve_pressure,
+    "compaction_cost": system_tables.compaction_cost,
     "serve_compaction": system_tables.serve_compaction,
     "compile": system_tables.compiled,
     "kernels": device_tables.kernels,

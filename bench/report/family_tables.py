@@ -1,10 +1,9 @@
-"""Tables of the five families: every policy on right traces under a budget."""
+"""Tables of the five families, and of what the default policy is made of."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
 from statistics import mean
 
 from bench.lib.policies import compared
@@ -12,32 +11,31 @@ from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
+from bench.report.accuracy_tables import right as accuracy
+from bench.report.accuracy_tables import share
 
 SHARES = (8, 15, 25, 35)
 #: of the table of single cells: the best of the first table, and the best of before
 SHOWN = ("distinct", "skipkv+")
-#: problems per cell of the two tables; budgets follow from the problems
-FEW, MANY = {"short": 10, "middle": 10}, {"short": 200, "middle": 200, "long": 20}
 PLAIN = '{"interval": 32}'
+#: problems per cell of the comparison of all policies; budgets follow from the problems
+COMPARED = "10"
 HEAD_SHARES = (15, 25, 35, 50)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
 SET_THEMSELVES, FIXED = "20", (20, 25, 30, 35, 40, 50)
 Place = tuple[str, str, int]
 
 
-def cells(problems: Mapping[str, int]) -> tuple[dict[Place, dict[str, Row]], list[Row]]:
-    """(family, size, share) -> policy -> its row; and all rows. Budgets of one family and size are
-    in the order of the shares.
-
-    Args:
-        problems: size -> how many of each family; the sizes of the table.
-    """
+def cells() -> tuple[dict[Place, dict[str, Row]], list[Row]]:
+    """(family, size, share) -> policy -> its row, of the comparison of all policies; and all rows.
+    Budgets of one family and size are in the order of the shares."""
     rows = [
         row
         for row in recorded("forced")
         if row["model"] == "families"
+        and row["size"] != "long"
         and row["kv_params"] == PLAIN
-        and int(row["problems"]) == problems.get(row["size"])
+        and row["problems"] == COMPARED
     ]
     budgets: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
@@ -56,7 +54,7 @@ def share_right(row: Row) -> float:
 
 def leaderboard() -> str:
     """Policies by their mean rank on short and middle traces; equal ones share a rank."""
-    found, rows = cells(FEW)
+    found, rows = cells()
     policies = [name for name in compared() if all(name in here for here in found.values())]
     ranks: defaultdict[str, list[float]] = defaultdict(list)
     for here in found.values():
@@ -65,6 +63,8 @@ def leaderboard() -> str:
             better = sum(share_right(here[other]) > own for other in policies)
             equal = sum(share_right(here[other]) == own for other in policies)
             ranks[name].append(better + (equal + 1) / 2)
+    launched = {row["policy"]: row["operations_16"] for row in recorded("launches")}
+    spent = {row["metric"].split()[3]: row["ratio_p50"] for row in recorded("compaction_cost")}
     lines = []
     for name in sorted(policies, key=lambda one: mean(ranks[one])):
         at = {s: [share_right(found[p][name]) for p in found if p[2] == s] for s in SHARES}
@@ -75,25 +75,40 @@ def leaderboard() -> str:
                 f"{mean(ranks[name]):.1f}",
                 *(f"{mean(at[one]):.0f}" for one in SHARES),
                 f"{share_right(found[worst][name]):.0f} (`{worst[0]}`, {worst[1]})",
+                launched[name],
+                spent.get(name, "1"),
             ]
         )
     header = ["policy", "mean rank", *(f"budget {one}%" for one in SHARES), "worst cell at 25%"]
+    header += ["operations per compaction", "time over `rkv`'s"]
     return table(header, lines, rows, "forced")
 
 
 def families() -> str:
-    """Single cells of a few policies, with intervals."""
-    found, rows = cells(MANY)
+    """Answers through the real server, of the families' model: family, size and policy down."""
+    rows = [
+        row
+        for row in recorded("accuracy")
+        if (row["model"], row["sampling"]) == ("families", "greedy")
+    ]
+    full = {row["level"]: row for row in rows if row["policy"] == "full"}
     lines = []
-    for family in FAMILIES:
-        for size in SIZES:
-            for name in SHOWN:
-                own = [found.get((family, size, one), {}).get(name) for one in SHARES]
-                if any(own):
-                    shown = ["-" if row is None else right(row) for row in own]
-                    lines.append([f"`{family}`", size, f"`{name}`", *shown])
-    header = ["family", "size", "policy", *(f"budget {one}%" for one in SHARES)]
-    return table(header, lines, rows, "forced")
+    for level in (f"{family}-{size}" for size in SIZES for family in FAMILIES):
+        if level not in full:
+            continue
+        name, _, size = level.rpartition("-")
+        start = [f"`{name}`", f"{size}, {float(full[level]['output_tokens']):,.0f} tokens"]
+        lines.append([*start, full[level]["problems"], "FullKV", accuracy(full[level]), "", ""])
+        for policy in SHOWN:
+            own = {
+                share(row, full[level]): accuracy(row)
+                for row in rows
+                if (row["level"], row["policy"]) == (level, policy)
+            }
+            if own:
+                lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in (15, 25, 35))])
+    header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in (15, 25, 35))]
+    return table(header, lines, rows, "accuracy")
 
 
 def parts() -> str:

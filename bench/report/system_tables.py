@@ -48,6 +48,21 @@ def serve_pressure() -> str:
     return table(header, lines, found, "serve_pressure")
 
 
+def compaction_cost() -> str:
+    found = recorded("compaction_cost")
+    lines = [
+        [
+            row["metric"],
+            row["ms_p50"],
+            row["base_ms_p50"],
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+        ]
+        for row in found
+    ]
+    header = ["paired", "ms, median", "ms of the other", "ratio, 95% interval"]
+    return table(header, lines, found, "compaction_cost")
+
+
 def serve_compaction() -> str:
     found = on_cpu("serve_compaction")
     header = ["commit", "calls in the batch", "compactions", "step, ms", "a compaction, ms"]

@@ -52,6 +52,7 @@ ALONE = {
     "--learn conversations",
     "report": "--check",
     "report.rooms": "--out {out}/rooms.svg",
+    "serving.compaction_cost": "--policies streaming tova --kv-budget 64 --rounds 2",
     "serving.figure": "--out {out}/serve.svg",
     "steering.figure": "--out {out}",
     "steering.without_checks": "--problems 1 --model-path {reasoner}",

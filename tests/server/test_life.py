@@ -201,7 +201,7 @@ def test_an_abort_of_a_waiting_request_reports_zeros(server: Server) -> None:
         server.post("/abort_request", {"abort_all": True})
     assert meta_info["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
     summary = meta_info["skipkv"]
-    assert summary.pop("policy") == "skipkv" and summary.pop("kv_budget") == 4000
+    assert summary.pop("policy") == "distinct" and summary.pop("kv_budget") == 4000
     assert summary.pop("steering_alpha") == 1.0
     assert set(summary.values()) == {0} and summary.keys() > {"kv_tokens", "peak_kv_tokens"}
     assert server.events("waits")[-1]["finish_reason"] == "abort"

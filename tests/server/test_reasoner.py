@@ -85,11 +85,15 @@ def reasoner(fleet: Fleet) -> Iterator[Server]:
 
 Replies = dict[str, list[dict[str, Any]]]
 
-# Sent all at once: full attention, a window that forgets, and this package's default.
+# Sent all at once: full attention, a window that forgets, the default, and the paper's policy.
 HARD_SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "window of 64": {"kv_budget": 64, "kv_policy": "streaming"},
-    "skipkv": {"kv_budget": 512, "kv_params": {"tau": 0.85, "interval": 32}},
+    "default": {"kv_budget": 256, "kv_params": {"interval": 32}},
+    "skipkv": {
+        **{"kv_budget": 512, "kv_policy": "skipkv"},
+        "kv_params": {"tau": 0.85, "interval": 32},
+    },
 }
 
 
@@ -148,6 +152,15 @@ def test_the_cache_matters(hard: Replies) -> None:
     assert right(hard["window of 64"]) <= 0.5
     for reply in hard["window of 64"]:
         assert reply["meta_info"]["skipkv"]["peak_kv_tokens"] <= 64 + 128 + 1
+
+
+@pytest.mark.server
+def test_the_default_keeps_the_answer_in_a_fifth_of_the_cache(hard: Replies) -> None:
+    assert right(hard["default"]) >= 0.75
+    for reply in hard["default"]:
+        report = reply["meta_info"]["skipkv"]
+        assert report["policy"] == "distinct" and report["peak_kv_tokens"] <= 256 + 32 + 1
+        assert report["full_kv_tokens"] > 1000
 
 
 @pytest.mark.server
