@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "leaderboard": family_tables.leaderboard,
     "families": family_tables.families,
     "parts": family_tables.parts,
+    "signals": family_tables.signals,
     "heads": family_tables.heads,
     "sizes": family_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,

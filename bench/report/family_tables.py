@@ -111,6 +111,19 @@ def families() -> str:
     return table(header, lines, rows, "accuracy")
 
 
+def signals() -> str:
+    """Signals down, families and the reasoner across."""
+    rows = recorded("signals")
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    found = {(row["signal"], row["kind"]): row["value"] for row in rows}
+    lines = [
+        [signal, *(found.get((signal, kind), "-") for kind in kinds)]
+        for signal in dict.fromkeys(row["signal"] for row in rows)
+    ]
+    lines = [["distance, " + name if name.startswith("layer") else name, *r] for name, *r in lines]
+    return table(["signal", *(f"`{kind}`" for kind in kinds)], lines, rows, "signals")
+
+
 def parts() -> str:
     """Right traces in percent, one part of the default changed at a time."""
     rows = recorded("parts")

@@ -33,6 +33,7 @@ ALONE = {
     "accuracy.forced": "--model-path {reasoner} --families chains --sizes short --problems 1 "
     "--policies streaming rkv --shares 0.5 --workers 1",
     "accuracy.heads": "--levels easy --problems 1 --workers 1",
+    "accuracy.signals": "--problems 1",
     "accuracy.parts": "--models reasoner --variants 'no endings' --problems 1 --workers 1",
     "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
     "accuracy.needed_tokens": "--problems 1",
