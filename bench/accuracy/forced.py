@@ -13,22 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
-from bench.lib.forced import ForcedModel
-from bench.lib.grading import wilson
+from bench.lib.cells import run_cells
+from bench.lib.forced import FAMILIES_MODEL, forced_model, outcome
 from bench.lib.policies import compared
-from bench.lib.record import append_row, recorded
-from bench.reasoner.check_families import FOLDER, choices, encode
+from bench.reasoner.check_families import encode
 from bench.reasoner.families.base import SIZES, Size
 from bench.reasoner.families.registry import FAMILIES, HELDOUT, heldout_task
 from sgl_skipkv import policy
@@ -49,20 +41,10 @@ class Cell:
     kv_params: str
     problems: int
 
-    def is_in(self, rows: list[dict[str, str]]) -> bool:
-        own = {name: str(value) for name, value in asdict(self).items()}
-        return any(own.items() <= row.items() for row in rows)
-
-
-@cache
-def _model(folder: Path) -> ForcedModel:
-    torch.set_num_threads(1)
-    return ForcedModel(folder)
-
 
 def run(folder: Path, cell: Cell) -> dict[str, float]:
     """Its row, without the setting."""
-    forced, right, wrong, held = _model(folder), 0, 0, 0.0
+    forced, right, wrong, held = forced_model(folder), 0, 0, 0.0
     keys = {
         "kv_budget": cell.kv_budget,
         "kv_policy": cell.policy,
@@ -71,22 +53,15 @@ def run(folder: Path, cell: Cell) -> dict[str, float]:
     for index in range(cell.problems):
         ids, prompt = encode(forced.tokenizer, heldout_task(cell.family, cell.size, index))
         found = forced.run(ids, prompt, keys)
-        full = choices(forced.model, ids)
-        missed = [position for position in found.wrong if int(full[position - 1]) == ids[position]]
-        right, wrong, held = right + (not missed), wrong + len(missed), held + found.mean_kv_tokens
-    low, high = wilson(right, cell.problems)
-    return {
-        "right": right,
-        "wilson_low": round(low, 4),
-        "wilson_high": round(high, 4),
-        "wrong_tokens": round(wrong / cell.problems, 2),
-        "mean_kv_tokens": round(held / cell.problems, 1),
-    }
+        missed = forced.missed(ids, found.wrong)
+        right, wrong, held = right + (not missed), wrong + missed, held + found.mean_kv_tokens
+    mean_kv_tokens = round(held / cell.problems, 1)
+    return {**outcome(right, wrong, cell.problems), "mean_kv_tokens": mean_kv_tokens}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model-path", type=Path, default=FOLDER)
+    parser.add_argument("--model-path", type=Path, default=FAMILIES_MODEL)
     parser.add_argument("--families", nargs="+", choices=[*FAMILIES], default=[*FAMILIES])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--policies", nargs="+", choices=policy.names(), default=list(compared()))
@@ -95,7 +70,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=HELDOUT, help="of each family and size")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    tokenizer, known = _model(arguments.model_path).tokenizer, recorded("forced")
+    tokenizer = forced_model(arguments.model_path).tokenizer
     params = json.dumps({"interval": INTERVAL, **arguments.kv_params}, sort_keys=True)
     cells = []
     for family in arguments.families:
@@ -111,15 +86,7 @@ def main() -> None:
                 for share in arguments.shares
                 for name in arguments.policies
             ]
-    todo = [cell for cell in cells if not cell.is_in(known)]
-    with ExitStack() as stack:
-        each: Callable[..., Iterator[dict[str, float]]] = map
-        if arguments.workers > 1:
-            pool = ProcessPoolExecutor(arguments.workers, get_context("spawn"))
-            each = stack.enter_context(pool).map
-        found = each(run, [arguments.model_path] * len(todo), todo)
-        for cell, row in zip(todo, tqdm(found, total=len(todo), unit="cell"), strict=True):
-            append_row("forced", {**asdict(cell), **row})
+    run_cells("forced", cells, partial(run, arguments.model_path), arguments.workers)
 
 
 if __name__ == "__main__":

@@ -16,29 +16,25 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from bench.lib.forced import ForcedModel
-from bench.lib.grading import wilson
-from bench.lib.record import append_row, recorded
-from bench.reasoner.check_families import FOLDER, choices, encode
-from bench.reasoner.families.base import Task
+from bench.lib.cells import run_cells
+from bench.lib.forced import (
+    REASONER_MODEL,
+    forced_model,
+    outcome,
+    reasoner_task,
+    reasoner_trace,
+)
 from bench.reasoner.model import Block
-from bench.reasoner.problems import LEVELS, heldout_problem, solution_text
+from bench.reasoner.problems import LEVELS
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.rkv import RKVParams
 
-MODEL = FOLDER.with_name("reasoner")
 INTERVAL, WINDOW, SINK = 32, 8, 4
 SHARES = (0.15, 0.25, 0.35, 0.5)
 
@@ -53,16 +49,6 @@ class Cell:
     kv_budget: int
     problems: int
 
-    def is_in(self, rows: list[dict[str, str]]) -> bool:
-        own = {name: str(value) for name, value in asdict(self).items()}
-        return any(own.items() <= row.items() for row in rows)
-
-
-@cache
-def _model() -> ForcedModel:
-    torch.set_num_threads(1)
-    return ForcedModel(MODEL)
-
 
 class Trace:
     """One right trace, of which every KV head sees its own tokens.
@@ -73,7 +59,7 @@ class Trace:
     """
 
     def __init__(self, ids: list[int], prompt_tokens: int, seed: int) -> None:
-        shape = _model().model.shape
+        shape = forced_model(REASONER_MODEL).model.shape
         self.ids, self.prompt_tokens, self.done = ids, prompt_tokens, 0
         size = (shape.layers, len(ids), shape.kv_heads, shape.head_dim)
         self.keys, self.values = torch.zeros(size), torch.zeros(size)
@@ -84,7 +70,7 @@ class Trace:
 
     def feed(self, stop: int) -> None:
         """Compute the tokens up to this one over what each head has."""
-        forced, start = _model(), self.done
+        forced, start = forced_model(REASONER_MODEL), self.done
         model, cos, sin = forced.model, forced.cos[start:stop], forced.sin[start:stop]
         causal = torch.arange(stop) <= torch.arange(start, stop)[:, None]
         x = model.embed(torch.tensor([self.ids[start:stop]]))
@@ -146,28 +132,18 @@ class Trace:
 @torch.inference_mode()
 def run(cell: Cell) -> dict[str, float]:
     """Its row, without the setting."""
-    forced, right, wrong = _model(), 0, 0
+    forced, right, wrong = forced_model(REASONER_MODEL), 0, 0
     for index in range(cell.problems):
-        problem = heldout_problem(cell.level, index)
-        task = Task("reasoner", None, problem.prompt, solution_text(problem), problem.answer)
-        ids, prompt = encode(forced.tokenizer, task)
+        ids, prompt = reasoner_trace(forced, cell.level, index)
         trace = Trace(ids, prompt, index)
         trace.feed(min(prompt + cell.kv_budget + INTERVAL, len(ids) - 1))
         while trace.done < len(ids) - 1:
             trace.evict(cell)
             trace.feed(min(trace.done + INTERVAL, len(ids) - 1))
-        full = choices(forced.model, ids)
-        missed = sum(
-            trace.choices[at - 1] != ids[at] == int(full[at - 1]) for at in range(prompt, len(ids))
-        )
+        others = (at for at in range(prompt, len(ids)) if trace.choices[at - 1] != ids[at])
+        missed = forced.missed(ids, others)
         right, wrong = right + (not missed), wrong + missed
-    low, high = wilson(right, cell.problems)
-    return {
-        "right": right,
-        "wilson_low": round(low, 4),
-        "wilson_high": round(high, 4),
-        "wrong_tokens": round(wrong / cell.problems, 2),
-    }
+    return outcome(right, wrong, cell.problems)
 
 
 def main() -> None:
@@ -176,27 +152,17 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=40, help="of each level")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    known, cells = recorded("heads"), []
+    forced, cells, count = forced_model(REASONER_MODEL), [], arguments.problems
     for level in arguments.levels:
-        problems = [heldout_problem(level, i) for i in range(arguments.problems)]
-        tokenizer = _model().tokenizer
-        lengths = [len(tokenizer.encode(solution_text(problem)).ids) for problem in problems]
+        solutions = [reasoner_task(level, i).solution for i in range(count)]
+        trace_tokens = sum(len(forced.tokenizer.encode(one).ids) for one in solutions) / count
         cells += [
-            Cell(level, policy, per_head, round(share * sum(lengths) / len(lengths)), len(problems))
+            Cell(level, policy, per_head, round(share * trace_tokens), count)
             for share in SHARES
             for policy in ("random", "rkv")
             for per_head in (False, True)
         ]
-    todo = [cell for cell in cells if not cell.is_in(known)]
-    with ExitStack() as stack:
-        each: Callable[..., Iterator[dict[str, float]]] = map
-        if arguments.workers > 1:
-            pool = ProcessPoolExecutor(arguments.workers, get_context("spawn"))
-            each = stack.enter_context(pool).map
-        for cell, row in zip(
-            todo, tqdm(each(run, todo), total=len(todo), unit="cell"), strict=True
-        ):
-            append_row("heads", {**asdict(cell), **row})
+    run_cells("heads", cells, run, arguments.workers)
 
 
 if __name__ == "__main__":

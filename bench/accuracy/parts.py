@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from bench.lib.forced import ForcedModel
-from bench.lib.record import append_row, recorded
-from bench.reasoner.check_families import FOLDER as FAMILIES_MODEL
-from bench.reasoner.check_families import choices, encode
-from bench.reasoner.families.base import Task
+from bench.lib.cells import run_cells
+from bench.lib.forced import (
+    FAMILIES_MODEL,
+    REASONER_MODEL,
+    ForcedModel,
+    forced_model,
+    reasoner_trace,
+)
+from bench.reasoner.check_families import encode
 from bench.reasoner.families.registry import FAMILIES, heldout_task
-from bench.reasoner.problems import heldout_problem, solution_text
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.distinct import Distinct, middle_layers
@@ -100,7 +98,7 @@ VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
     "32 recent tokens": (Distinct, {"recent": 32}),
     "128 recent tokens": (Distinct, {"recent": 128}),
 }
-MODELS = ("families", "reasoner")
+MODELS = {"families": FAMILIES_MODEL, "reasoner": REASONER_MODEL}
 #: model, size or level, budget in percent of the mean trace
 PLACES = (
     *(("families", "short", 15), ("families", "short", 25), ("families", "middle", 15)),
@@ -119,45 +117,28 @@ class Cell:
     variant: str
     problems: int
 
-    def is_in(self, rows: list[dict[str, str]]) -> bool:
-        own = {name: str(value) for name, value in asdict(self).items()}
-        return any(own.items() <= row.items() for row in rows)
 
-
-@cache
-def _model(name: str) -> ForcedModel:
-    torch.set_num_threads(1)
-    return ForcedModel(FAMILIES_MODEL.with_name(name))
-
-
-def traces(cell: Cell) -> list[list[Trace]]:
+def traces(model: ForcedModel, cell: Cell) -> list[list[Trace]]:
     """Ids and where the trace starts, of each family of the cell, or of its level."""
-    tokenizer, numbers = _model(cell.model).tokenizer, range(cell.problems)
-    if cell.model == "families":
-        tasks = [[heldout_task(family, cell.size, i) for i in numbers] for family in FAMILIES]
-        return [[encode(tokenizer, task) for task in own] for own in tasks]
-    problems = [heldout_problem(cell.size, i) for i in numbers]
-    return [
-        [
-            encode(tokenizer, Task(cell.model, None, p.prompt, solution_text(p), p.answer))
-            for p in problems
-        ]
-    ]
+    numbers = range(cell.problems)
+    if cell.model == "reasoner":
+        return [[reasoner_trace(model, cell.size, i) for i in numbers]]
+    tasks = [[heldout_task(family, cell.size, i) for i in numbers] for family in FAMILIES]
+    return [[encode(model.tokenizer, task) for task in own] for own in tasks]
 
 
 def run(cell: Cell) -> dict[str, float]:
     """Its row, without the setting."""
-    forced, right, wrong, answers = _model(cell.model), 0, 0, 0
+    forced, right, wrong, count = forced_model(MODELS[cell.model]), 0, 0, 0
     kind, params = VARIANTS[cell.variant]
     policy = kind(kind.Params(interval=INTERVAL, **params))
-    for family in traces(cell):
+    for family in traces(forced, cell):
         mean_tokens = sum(len(ids) - prompt for ids, prompt in family) / len(family)
+        keys = {"kv_budget": round(cell.percent / 100 * mean_tokens)}
         for ids, prompt in family:
-            keys = {"kv_budget": round(cell.percent / 100 * mean_tokens)}
-            found, full = forced.run(ids, prompt, keys, policy=policy), choices(forced.model, ids)
-            missed = sum(int(full[position - 1]) == ids[position] for position in found.wrong)
-            right, wrong, answers = right + (not missed), wrong + missed, answers + 1
-    return {"traces": answers, "right": right, "wrong_tokens": round(wrong / answers, 2)}
+            missed = forced.missed(ids, forced.run(ids, prompt, keys, policy=policy).wrong)
+            right, wrong, count = right + (not missed), wrong + missed, count + 1
+    return {"traces": count, "right": right, "wrong_tokens": round(wrong / count, 2)}
 
 
 def main() -> None:
@@ -167,20 +148,11 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=10, help="of each family, or level")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    known, places = recorded("parts"), [one for one in PLACES if one[0] in arguments.models]
+    places = [one for one in PLACES if one[0] in arguments.models]
     cells = [
         Cell(*place, name, arguments.problems) for place in places for name in arguments.variants
     ]
-    todo = [cell for cell in cells if not cell.is_in(known)]
-    with ExitStack() as stack:
-        each: Callable[..., Iterator[dict[str, float]]] = map
-        if arguments.workers > 1:
-            pool = ProcessPoolExecutor(arguments.workers, get_context("spawn"))
-            each = stack.enter_context(pool).map
-        for cell, row in zip(
-            todo, tqdm(each(run, todo), total=len(todo), unit="cell"), strict=True
-        ):
-            append_row("parts", {**asdict(cell), **row})
+    run_cells("parts", cells, run, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,19 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from bench.lib.forced import ForcedModel
+from bench.lib.forced import (
+    FAMILIES_MODEL,
+    REASONER_MODEL,
+    ForcedModel,
+    forced_model,
+    reasoner_task,
+)
 from bench.lib.record import append_row
-from bench.reasoner.check_families import FOLDER, encode
+from bench.reasoner.check_families import encode
 from bench.reasoner.families.base import Task
 from bench.reasoner.families.needed import Rule, first_ends
 from bench.reasoner.families.registry import FAMILIES, heldout_task
 from bench.reasoner.model import Block
-from bench.reasoner.problems import heldout_problem, solution_text
 
 AWAY = 48
 _MENTION = re.compile(r"^ ?(=|has|is)$")
@@ -112,22 +117,17 @@ def apart(seen: Seen) -> Iterator[tuple[int, bool, float]]:
                 yield layer, texts[one - 2] == texts[other - 2], gap
 
 
-def reasoner_task(index: int) -> Task:
-    problem = heldout_problem("medium", index)
-    return Task("reasoner", None, problem.prompt, solution_text(problem), problem.answer)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=4, help="of each family")
     arguments = parser.parse_args()
     numbers = range(arguments.problems)
-    families, reasoner = ForcedModel(FOLDER), ForcedModel(FOLDER.with_name("reasoner"))
+    families, reasoner = forced_model(FAMILIES_MODEL), forced_model(REASONER_MODEL)
     kinds = [
         (name, families, family.needed, [heldout_task(name, "middle", i) for i in numbers])
         for name, family in FAMILIES.items()
     ]
-    kinds.append(("reasoner", reasoner, first_ends, [reasoner_task(i) for i in numbers]))
+    kinds.append(("reasoner", reasoner, first_ends, [reasoner_task("medium", i) for i in numbers]))
     for kind, forced, rule, tasks in kinds:
         found, gaps = defaultdict(list), defaultdict(list)
         for task in tasks:

@@ -11,9 +11,10 @@ What it cannot say: whether an answer that deviates is right all the same, and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.lib.grading import wilson
+from bench.reasoner.check_families import FOLDER, choices, encode
 from bench.reasoner.export import load_model
+from bench.reasoner.families.base import Task
 from bench.reasoner.model import Block, rope_table
+from bench.reasoner.problems import heldout_problem, solution_text
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
@@ -36,6 +41,8 @@ from sgl_skipkv.request.settings import RequestSettings, resolve_request
 from sgl_skipkv.request.state import RequestState
 
 ROW = 1
+#: the two bundled models
+FAMILIES_MODEL, REASONER_MODEL = FOLDER, FOLDER.with_name("reasoner")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Forced:
 
     Attributes:
         wrong: positions of trace tokens that the model would not have written.
+        compaction_s: seconds in ``Runtime.compact``.
         kept: logical positions in the row after each compaction.
         mean_kv_tokens: that the request held of its own, over all steps.
     """
@@ -51,6 +59,7 @@ class Forced:
     wrong: list[int]
     kept: list[list[int]]
     mean_kv_tokens: float
+    compaction_s: float
 
 
 class ForcedModel:
@@ -87,6 +96,11 @@ class ForcedModel:
         rotation = Rotation.of(frequencies, shape.head_dim)
         return QueryCentres.measured(rotation, queries), torch.stack(reach)
 
+    def missed(self, ids: list[int], wrong: Iterable[int]) -> int:
+        """How many tokens at these positions it writes rightly with a full cache."""
+        full = choices(self.model, ids)
+        return sum(int(full[position - 1]) == ids[position] for position in wrong)
+
     @torch.inference_mode()
     def run(
         self,
@@ -107,6 +121,35 @@ class ForcedModel:
         if policy is not None:
             settings = replace(settings, policy=policy)
         return _Run(self, config, ids, prompt_tokens, settings).result()
+
+
+@cache
+def forced_model(folder: Path) -> ForcedModel:
+    """One of each model in a process, on one thread: others run beside it."""
+    torch.set_num_threads(1)
+    return ForcedModel(folder)
+
+
+def reasoner_task(level: str, index: int) -> Task:
+    """A held-out problem of ``examples/reasoner`` and its right trace."""
+    problem = heldout_problem(level, index)
+    return Task("reasoner", None, problem.prompt, solution_text(problem), problem.answer)
+
+
+def reasoner_trace(model: ForcedModel, level: str, index: int) -> tuple[list[int], int]:
+    """Its ids, and where the trace starts."""
+    return encode(model.tokenizer, reasoner_task(level, index))
+
+
+def outcome(right: int, wrong_tokens: int, traces: int) -> dict[str, float]:
+    """Columns of a row: right traces with their Wilson interval, wrong tokens of a trace."""
+    low, high = wilson(right, traces)
+    return {
+        "right": right,
+        "wilson_low": round(low, 4),
+        "wilson_high": round(high, 4),
+        "wrong_tokens": round(wrong_tokens / traces, 2),
+    }
 
 
 class _Run:
@@ -148,6 +191,7 @@ class _Run:
         self.row_tokens = self.kv_steps = 0
         self.kept: list[list[int]] = []
         self.wrong: list[int] = []
+        self.compaction_s = 0.0
 
     def result(self) -> Forced:
         self._forward(self.prompt_tokens)
@@ -161,7 +205,7 @@ class _Run:
             self.kv_steps += sum(range(start + 1, start + steps + 1)) - steps * self.prompt_tokens
             self._forward(steps)
         generated = last - self.prompt_tokens
-        return Forced(self.wrong, self.kept, self.kv_steps / generated)
+        return Forced(self.wrong, self.kept, self.kv_steps / generated, self.compaction_s)
 
     @property
     def logical_tokens(self) -> int:
@@ -180,7 +224,9 @@ class _Run:
         """As ``compact_due_requests`` in ``patches/engine/batch.py``."""
         state, due = self.state, self._due()
         if self.runtime.due(state, self.row_tokens):
+            start = time.perf_counter()
             (done,) = self.runtime.compact([due], self.req_to_token)
+            self.compaction_s += time.perf_counter() - start
             (plan,) = done.plans
             self.row_tokens -= plan.evicted_tokens
             assert state.kv.last is not None

@@ -52,14 +52,15 @@ def compaction_cost() -> str:
     found = recorded("compaction_cost")
     lines = [
         [
-            row["metric"],
+            f"`{row['policy']}`",
             row["ms_p50"],
-            row["base_ms_p50"],
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
         ]
         for row in found
     ]
-    header = ["paired", "ms, median", "ms of the other", "ratio, 95% interval"]
+    base = found[-1]
+    header = ["policy", "ms, median"]
+    header.append(f"over `{base['base']}` ({base['base_ms_p50']} ms), 95% interval")
     return table(header, lines, found, "compaction_cost")
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 from bench.accuracy import heads
-from bench.lib.forced import ForcedModel
-from bench.reasoner.check_families import encode
-from bench.reasoner.families.base import Task
-from bench.reasoner.problems import heldout_problem, solution_text
+from bench.lib.forced import REASONER_MODEL, ForcedModel, forced_model, reasoner_trace
 
 
 def traced(cell: heads.Cell) -> tuple[ForcedModel, heads.Trace, list[int], int]:
-    forced, problem = heads._model(), heldout_problem(cell.level, 0)
-    task = Task("reasoner", None, problem.prompt, solution_text(problem), problem.answer)
-    ids, prompt = encode(forced.tokenizer, task)
+    forced = forced_model(REASONER_MODEL)
+    ids, prompt = reasoner_trace(forced, cell.level, 0)
     return forced, heads.Trace(ids, prompt, 0), ids, prompt
 
 
