@@ -38,12 +38,12 @@ class Measurements(NamedTuple):
     Attributes:
         centres: of its queries, and their rotation; None where it does not follow from the
             position.
-        reach: float32 [layers, Hkv], how far its heads look; None if the text is too short.
-        refused: policies that would need what there is not: name -> why.
+        reach: float32 [layers, Hkv], how far its heads look.
+        refused: policies that need centres where there are none: name -> why.
     """
 
     centres: QueryCentres | None
-    reach: Tensor | None
+    reach: Tensor
     refused: dict[str, str]
 
 
@@ -53,7 +53,7 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
     Runs when pools and model exist and no request has come: all memory is free, and is again.
 
     Raises:
-        SettingError: ``query_text`` is no readable file.
+        SettingError: ``query_text`` is no readable file, or too short.
     """
     try:
         text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
@@ -61,40 +61,36 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
         expected = "a readable text file"
         choices = "a text like those that the model will write"
         raise SettingError("query_text", expected, f"{error}", choices) from error
-    classes = {name: policy_class(name) for name in names()}
-    refused: dict[str, str] = {}
-    rotation: Rotation | None = None
+    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
+    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
+    if len(ids) <= FIRST_QUERY:
+        expected = f"more than {FIRST_QUERY} tokens that this server has room for"
+        raise SettingError("query_text", expected, len(ids), "a longer text, or a larger pool")
+    rotation, refused = None, dict[str, str]()
     try:
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)
     except NoRotation as error:
-        refused |= {n: str(error) for n, c in classes.items() if c.needs_rotation}
-    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
-    reaching = len(ids) > FIRST_QUERY
-    if not reaching:
-        why = f"query_text of {len(ids)} tokens on this server, more than {FIRST_QUERY} are needed"
-        refused |= {n: why for n, c in classes.items() if c.needs_reach}
-    found = _seen(scheduler, side, rotation, ids, reaching=reaching)
-    centres = reach = None
-    if rotation is not None:
-        centres = QueryCentres.of_means(rotation, [one for one, _ in found if one is not None])
-    if reaching:
-        reach = torch.stack([one for _, one in found if one is not None])
-    return Measurements(centres, reach, refused)
+        refused = {name: str(error) for name in names() if policy_class(name).needs_rotation}
+    centres, reach = _seen(scheduler, side, rotation, ids)
+    return Measurements(
+        None if rotation is None else QueryCentres.of_means(rotation, centres),
+        torch.stack(reach),
+        refused,
+    )
 
 
 def _seen(
-    scheduler: Any, side: ModelSide, rotation: Rotation | None, ids: list[int], *, reaching: bool
-) -> list[tuple[Means | None, Tensor | None]]:
-    """Of every layer the mean queries and the reach of its heads, those that are wanted."""
-    runner, shape = scheduler.tp_worker.model_runner, side.recorder.shape
-    seen: dict[int, tuple[Means | None, Tensor | None]] = {}
+    scheduler: Any, side: ModelSide, rotation: Rotation | None, ids: list[int]
+) -> tuple[list[Means], list[Tensor]]:
+    """Of every layer the mean queries, if their rotation is known, and the reach of its heads."""
+    runner, head_dim = scheduler.tp_worker.model_runner, side.recorder.shape.head_dim
+    centres, reach = dict[int, Means](), dict[int, Tensor]()
 
     def remember(layer: Any, args: tuple[Any, ...]) -> None:
-        queries, keys = (part.detach().view(len(ids), -1, shape.head_dim) for part in args[:2])
-        centre = None if rotation is None else means(rotation, queries)
-        looks = head_reach(queries, keys, side.scale) if reaching else None
-        seen[layer.layer_id] = centre, looks
+        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in args[:2])
+        reach[layer.layer_id] = head_reach(queries, keys, side.scale)
+        if rotation is not None:
+            centres[layer.layer_id] = means(rotation, queries)
 
     layers = attention_layers(runner.model)
     hooks = [layer.register_forward_pre_hook(remember) for layer in layers]
@@ -106,7 +102,8 @@ def _seen(
         side.recorder.current = None
         for hook in hooks:
             hook.remove()
-    return [seen[layer.layer_id] for layer in layers]
+    order = [layer.layer_id for layer in layers]
+    return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
 def _prefill(scheduler: Any, ids: list[int]) -> None:

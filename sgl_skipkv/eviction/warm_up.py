@@ -88,10 +88,8 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
     paged = paged_at(locations, [tokens] * _REQUESTS)
     key_redundancy(paged[0], thresholds)
     if cache.v_ptrs is not None:
-        values, weights = (
-            replace(paged[0], k_ptrs=cache.v_ptrs),
-            torch.ones(cache.heads, device=device),
-        )
+        values = replace(paged[0], k_ptrs=cache.v_ptrs)
+        weights = torch.ones(cache.heads, device=device)
         distinct_values(values, scratch, weights=weights, compared=range(1))
     for over in OVER:
         step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0, over=over)

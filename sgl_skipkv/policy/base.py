@@ -273,10 +273,8 @@ class Policy:
     source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     needs_queries: ClassVar[bool] = False
-    #: whether it is told how queries and keys are rotated
+    #: whether it is told how queries and keys are rotated, and what the model asks on average
     needs_rotation: ClassVar[bool] = False
-    #: whether it is told what the model's queries are on average as well
-    needs_centres: ClassVar[bool] = False
     #: whether it is told how far the model's heads look
     needs_reach: ClassVar[bool] = False
     #: whether it reads cached values, in place: nothing is recorded or carried for it

@@ -1,9 +1,9 @@
 """What the queries of a model are on average before they are rotated: the same for all requests.
 
 Measured once, when a server starts, by one forward pass over ``plain_text.txt`` beside this file,
-or the operator's ``query_text``. Policies with ``needs_centres`` ask what future queries will look
-for. In models that know many kinds of text a head's centre hardly depends on the text; in one that
-knows a single kind it does.
+or the operator's ``query_text``. Policies with ``needs_rotation`` may ask what future queries will
+look for. In models that know many kinds of text a head's centre hardly depends on the text; in one
+that knows a single kind it does.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TriAttention(Policy):
     name = "triattention"
     keeps = "what any head's mean query will look for"
     source = "TriAttention, arXiv 2604.04921"
-    needs_rotation = needs_centres = True
+    needs_rotation = True
     joins_layers = 1
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
