@@ -9,9 +9,8 @@ from __future__ import annotations
 import zlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.eviction.in_parts import attempted, in_parts
 from sgl_skipkv.eviction.planner import Planner
+from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
-from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.query_centres import QueryCentres
@@ -38,8 +37,6 @@ from sgl_skipkv.reuse.histories import Found, Histories
 from sgl_skipkv.reuse.history import History
 from sgl_skipkv.reuse.thoughts import ThoughtTokens
 from sgl_skipkv.steering.steerer import Steerer
-
-T = TypeVar("T")
 
 
 class Runtime:
@@ -75,7 +72,7 @@ class Runtime:
         self.pool_tokens = pool_tokens
         self._trace = trace
         self.planner = Planner(recorder, scale=scale, centres=centres, reach=reach)
-        self._scale = scale
+        self._scale, self._work_bytes = scale, config.compaction_work_bytes
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
@@ -204,7 +201,7 @@ class Runtime:
 
     def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
         replay = partial(work, recorder=self.recorder, scale=self._scale)
-        list(self._in_parts(due, replay, steps=self.config.query_window))
+        list(in_parts(due, replay, self._work_bytes, steps=self.config.query_window))
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
@@ -219,24 +216,16 @@ class Runtime:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
             key_numbers = layers * cache.layer[0].numel()
         done = []
-        for compaction in self._in_parts(due, prepare, heads=heads, key_numbers=key_numbers):
+        sizes = {"heads": heads, "key_numbers": key_numbers}
+        for compaction in in_parts(due, prepare, self._work_bytes, **sizes):
             compaction.apply()
             done.append(compaction)
         return done
 
-    def _in_parts(
-        self, due: Sequence[Due], work: Callable[[Sequence[Due]], T], **sizes: int
-    ) -> Iterator[T]:
-        """``work`` on the requests, in parts that fit the workspace, each when it is asked for. The
-        sizes of temporary tensors are those of ``split_to_fit``."""
-        row_tokens, limit = [one.row_tokens for one in due], self.config.compaction_work_bytes
-        for part in split_to_fit(row_tokens, limit, **sizes):
-            yield from _attempted([due[i] for i in part], work)
-
     def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
-            self._read_back(request.state)
+            read_back(request.state, self._trace)
         return self._compaction(self.planner.plan(due), req_to_token)
 
     def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
@@ -285,7 +274,7 @@ class Runtime:
 
     def retract(self, state: RequestState, generated: int) -> None:
         """Release a request that lost its row. Without a backup it will be recomputed."""
-        self._read_back(state)
+        read_back(state, self._trace)
         self._release(state)
         state.offloaded.waiting_with = generated
         if state.offloaded.backup is None:
@@ -301,7 +290,7 @@ class Runtime:
         """
         peak_tokens = max(state.report.peak_budgeted_tokens, state.budgeted_tokens(row_tokens))
         state.report.peak_budgeted_tokens = peak_tokens
-        self._read_back(state)
+        read_back(state, self._trace)
         self._release(state)
         earlier_tokens = state.prompt.tokens - state.prompt.uncounted_tokens
         generated = earlier_tokens + max(len(output_ids) - 1, 0)  # the last token has no KV
@@ -338,7 +327,7 @@ class Runtime:
         """
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
-        prepared = next(_attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
+        prepared = next(attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
         if prepared is None:
             return None
         compaction, kept, statistics = prepared
@@ -347,7 +336,7 @@ class Runtime:
         assert kv.last is not None
         # Known without waiting for the device.
         kv.last = kv.last._replace(kept=kept, finite=torch.tensor(True), copied=None)
-        self._read_back(due.state)
+        read_back(due.state, self._trace)
         kv.last = kv.last.cut_back(contiguous_from)
         return compaction
 
@@ -357,7 +346,7 @@ class Runtime:
         """The compaction, the logical positions that it keeps, and their statistics."""
         (one,) = due
         state, statistics = one.state, dict[str, Tensor]()
-        self._read_back(state)
+        read_back(state, self._trace)
         positions = state.row_positions(one.row_tokens)
         first, stop = (bisect_left(positions, bound) for bound in span)
         plan = self.planner.plan_without(one, first, stop)
@@ -370,7 +359,7 @@ class Runtime:
 
     def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
-        self._read_back(state)
+        read_back(state, self._trace)
         last, tokens = state.kv.last, left.tokens
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
             return None
@@ -398,32 +387,6 @@ class Runtime:
         state.prompt.uncounted_tokens, state.prompt.earlier_compactions = state.prompt.tokens, 0
         state.reuse.continued = None
 
-    def _read_back(self, state: RequestState) -> None:
-        """Read back the last compaction: count evicted sentences, write the trace line."""
-        last, sentences = state.kv.last, state.sentences
-        if last is None or state.kv.last_is_read:
-            return
-        kept, finite = last.read()
-        state.kv.last_is_read = True
-        if not finite:
-            state.failure = "a score was not finite, so the kept tokens are arbitrary"
-        spans = {i: state.span(i) for i in sentences.live}
-        evicted = [span for span in spans.values() if not _has_kept(span, kept)]
-        sentences.live = [i for i, span in spans.items() if _has_kept(span, kept)]
-        state.report.evicted_sentences += len(evicted)
-        if self._trace is not None:
-            self._trace.write(
-                "compact",
-                rid=state.rid,
-                policy=state.settings.policy.name,
-                prompt_tokens=state.prompt.tokens,
-                generated=last.logical_tokens - state.prompt.tokens,
-                before=last.row_tokens,
-                after=len(kept),
-                kept=kept,
-                evicted_sentences=evicted,
-            )
-
     def _release(self, state: RequestState) -> None:
         row, track_id = state.held.row, state.held.track_id
         if track_id:
@@ -436,23 +399,3 @@ class Runtime:
             self.steerer.steered_requests -= 1
         state.held = Held()
         self.open_requests -= row is not None
-
-
-def _attempted(due: Sequence[Due], work: Callable[[Sequence[Due]], T]) -> Iterator[T]:
-    """``work`` on all requests at once. If that raises, on each alone; a request for which it
-    raises again has its ``failure`` set."""
-    what = ", ".join(f"kv_budget request {one.state.rid}" for one in due)
-    done, error = attempt(what, lambda: [work(due)])
-    if done is not None:
-        yield from done
-    elif len(due) > 1:
-        for one in due:
-            yield from _attempted([one], work)
-    else:
-        due[0].state.failure = error
-
-
-def _has_kept(span: tuple[int, int], kept: Sequence[int]) -> bool:
-    """Whether an ascending list of kept positions has one in the span."""
-    at = bisect_left(kept, span[0])
-    return at < len(kept) and kept[at] < span[1]

@@ -19,6 +19,7 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.due import Due
+from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
@@ -228,7 +229,7 @@ class SyntheticServer:
     def read_back(self, calls: Sequence[Call]) -> None:
         """What the last compactions kept has arrived."""
         for call in calls:
-            self.runtime._read_back(call.state)
+            read_back(call.state, self.runtime._trace)
 
     def compact(self, calls: Sequence[Call]) -> list[Plan]:
         """Compact these requests together, as a server does."""

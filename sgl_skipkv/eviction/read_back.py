@@ -1,0 +1,43 @@
+"""What the CPU learns of a compaction, many steps later: what stayed, and which sentences went."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from sgl_skipkv.request.state import RequestState
+from sgl_skipkv.request.trace import TraceWriter
+
+
+def read_back(state: RequestState, trace: TraceWriter | None) -> None:
+    """Read back the request's last compaction, if that has not been done: count evicted sentences,
+    write the trace line."""
+    last, sentences = state.kv.last, state.sentences
+    if last is None or state.kv.last_is_read:
+        return
+    kept, finite = last.read()
+    state.kv.last_is_read = True
+    if not finite:
+        state.failure = "a score was not finite, so the kept tokens are arbitrary"
+    spans = {i: state.span(i) for i in sentences.live}
+    evicted = [span for span in spans.values() if not _has_kept(span, kept)]
+    sentences.live = [i for i, span in spans.items() if _has_kept(span, kept)]
+    state.report.evicted_sentences += len(evicted)
+    if trace is not None:
+        trace.write(
+            "compact",
+            rid=state.rid,
+            policy=state.settings.policy.name,
+            prompt_tokens=state.prompt.tokens,
+            generated=last.logical_tokens - state.prompt.tokens,
+            before=last.row_tokens,
+            after=len(kept),
+            kept=kept,
+            evicted_sentences=evicted,
+        )
+
+
+def _has_kept(span: tuple[int, int], kept: Sequence[int]) -> bool:
+    """Whether an ascending list of kept positions has one in the span."""
+    at = bisect_left(kept, span[0])
+    return at < len(kept) and kept[at] < span[1]
