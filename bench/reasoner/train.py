@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Classifier, FamilyClassifier, Kind
+from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Kind
+from bench.reasoner.classifier import Classifier, FamilyClassifier
 from bench.reasoner.copying import start_copying
 from bench.reasoner.export import save_model, start_model, write_heldout
 from bench.reasoner.families.registry import pieces

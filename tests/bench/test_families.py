@@ -10,8 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bench.reasoner.batches import IGNORE, BatchMaker, FamilyClassifier
+from bench.reasoner.batches import IGNORE, BatchMaker
 from bench.reasoner.check_families import FOLDER, choices, encode
+from bench.reasoner.classifier import FamilyClassifier
 from bench.reasoner.copying import start_copying
 from bench.reasoner.export import load_model
 from bench.reasoner.families import needed

@@ -8,7 +8,6 @@ nothing of the package's recording or scoring is used.
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from budgets import budget_at, least_budget
 from oracle import Event, visible_keys
+from score_formulas import attention_rows, carried, distinct, drawn, scores_of
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -109,7 +108,7 @@ class ScoreOracle:
         fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
         visible = visible_keys(prompt, len(fed), [*earlier, *events])
         queries, keys, values, hidden = self._forward(fed, visible)
-        rows = _rows(queries, keys, visible)
+        rows = attention_rows(queries, keys, visible)
         for start, stop in uncounted:
             rows[:, :, start:stop] = 0.0
         attended: dict[int, float] = {}  # by position, of gkv
@@ -138,7 +137,7 @@ class ScoreOracle:
                 # Not further back than the turn's first own query.
                 fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
                 since = max([prompt, window[0], *fed_in]) - prompt
-                scores = _carried(params, row, steps[:, :, since:], row_keys, attended)
+                scores = carried(params, row, steps[:, :, since:], row_keys, attended)
             elif policy.name == "triattention":
                 first = max(held, params.sink)
                 free = positions[first : len(row) - params.window]
@@ -154,14 +153,14 @@ class ScoreOracle:
                 scores = F.pad(scores, (first, params.window))
             elif policy.name == "distinct":
                 first = max(held, params.sink)
-                scores = _distinct(params.power, first, values[:, positions], self.reach)
+                scores = distinct(params.power, first, values[:, positions], self.reach)
             elif policy.name == "vase":
                 asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
                 seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
                 at = max(held, params.sink), event["after"], zlib.crc32(seed)
-                scores = _drawn(params, *at, queries[:, window], row_keys, values[:, positions])
+                scores = drawn(params, *at, queries[:, window], row_keys, values[:, positions])
             else:
-                scores = _scores(
+                scores = scores_of(
                     policy.name, params, prompt, held, row, queries[:, window], row_keys, steps
                 )
             tail = params.window
@@ -220,7 +219,7 @@ class ScoreOracle:
         """[L, Hkv]: the most attention to one far token of the text, mean over queries."""
         queries, keys = self._of_text
         causal = torch.ones(queries.shape[1], queries.shape[1], dtype=torch.bool).tril()
-        looks = _rows(queries, keys, causal)[:, :, 64:]
+        looks = attention_rows(queries, keys, causal)[:, :, 64:]
         looks[..., :4] = 0.0
         for i, query in enumerate(range(64, queries.shape[1])):
             looks[:, :, i, query - 8 :] = 0.0
@@ -313,158 +312,6 @@ def _attend(
     return (weights @ v).transpose(1, 2).contiguous(), None
 
 
-def _rows(queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor:
-    """What each query gave each token: [L, Hq, queries, keys]."""
-    groups = queries.shape[2] // keys.shape[2]
-    logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
-    logits = logits / queries.shape[3] ** 0.5
-    if visible is not None:
-        logits = logits.masked_fill(~visible, -torch.inf)
-    return logits.softmax(dim=-1)
-
-
-def _carried(
-    params: Any, row: Sequence[int], seen: Tensor, keys: Tensor, attended: dict[int, float]
-) -> Tensor:
-    """G-KV: attention of this and earlier compactions against redundancy.
-
-    Args:
-        seen: [L, Hq, steps, n]. keys: [L, n, Hkv, d]. attended: by position (changed in place).
-    """
-    of_heads = seen.unflatten(1, (keys.shape[2], -1)).amax(dim=2)
-    recent = of_heads.mean(dim=(0, 1, 2))
-    for position, value in zip(row, (recent / recent.max()).tolist(), strict=True):
-        attended[position] = max(params.decay * attended.get(position, 0.0), value)
-    carried = torch.tensor([attended[one] for one in row], dtype=torch.float64)
-    repeats = _repeats(keys, params.threshold)
-    return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats.max()
-
-
-def _scores(
-    name: str,
-    params: Any,
-    prompt: int,
-    held: int,
-    row: Sequence[int],
-    queries: Tensor,
-    keys: Tensor,
-    steps: Tensor,
-) -> Tensor:
-    """Scores of one row.
-
-    Args:
-        held: row entries of the prompt.
-        queries: [L, W, Hq, d] of the window. keys: [L, n, Hkv, d] of the row. steps:
-            [L, Hq, T, n], attention of every decode step to the row; 0 for what came later.
-    """
-    if name in ("skipkv", "skipkv+", "rkv"):
-        repeats = _repeats(keys, params.threshold)
-        return params.sigma * _importance(queries, keys, params) - (1.0 - params.sigma) * repeats
-    if name == "snapkv":
-        return _importance(queries, keys, params)
-    if name == "rpc":
-        return _selected(queries, keys, held, params.kernel)
-    if name == "keydiff":  # minus the cosine to the head's mean unit key
-        mean = F.normalize(keys, dim=3).mean(dim=1, keepdim=True)
-        return -F.cosine_similarity(keys, mean, dim=3).mean(dim=(0, 2))
-    if name == "crystal":
-        return _looked_at(params, steps.amax(dim=(0, 1)))
-    received = steps.mean(dim=(0, 1))
-    if name == "tova":
-        return received[-1]
-    if name == "h2o":
-        return received.sum(dim=0)
-    return _recurrence(name, params, prompt, row, received)
-
-
-def _looked_at(params: Any, highest: Tensor) -> Tensor:
-    """After Crystal-KV, look by look. highest: [steps, n], of all heads."""
-    found = []
-    for column in highest.unbind(dim=1):
-        credit, last = 0.0, 0
-        for look in (column > params.alpha).nonzero().flatten().tolist():
-            credit = 1.0 + params.decay ** (look - last) * credit
-            last = look
-        age = len(highest) - 1 - last
-        found.append(math.log(credit) + age * math.log(params.decay) if credit else -1e30)
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _drawn(
-    params: Any, first: int, keep: int, seed: int, queries: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """VaSE: values of a large range, then a draw in proportion to attention.
-
-    Args:
-        first: row entry of the first candidate. keep: tokens of the row that stay.
-        queries: [L, W, Hq, d]. keys, values: [L, n, Hkv, d].
-    """
-    (layers, window, heads, size), n = queries.shape, keys.shape[1]
-    stop = n - window
-    ranges = values[:, first:stop].amax(dim=3) - values[:, first:stop].amin(dim=3)
-    steps = (2048 * ranges / ranges.mean(dim=1, keepdim=True)).floor()
-    order = steps.amax(dim=(0, 2)).argsort(stable=True)
-    received = torch.zeros(stop - first, dtype=torch.float64)
-    for layer, head in itertools.product(range(layers), range(heads)):
-        k = keys[layer, first:stop, head * keys.shape[2] // heads]
-        received += (queries[layer, :, head] @ k.T / size**0.5).softmax(dim=1).mean(dim=0)
-    reach = params.kernel // 2
-    pooled = F.pad(received / (layers * heads), (reach, reach)).unfold(0, params.kernel, 1)
-    draws = torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(stop - first))
-    scores = pooled.mean(dim=1).log() - (-draws.log()).log()
-    scores[order[stop - first - int(params.large * (keep - first - window)) :]] += 1e3
-    return F.pad(scores, (first, window))
-
-
-def _distinct(power: float, first: int, values: Tensor, reach: Tensor) -> Tensor:
-    """Size and distance to the nearest later value. values: [L, n, Hkv, d]."""
-    unit = values / values.norm(dim=3, keepdim=True)[:, first:].mean(dim=1, keepdim=True)
-    quarter = len(values) // 4
-    middle = unit[quarter : max(quarter + 1, len(values) - quarter)].permute(1, 0, 2, 3)
-    squares = torch.cdist(*[middle.flatten(1)] * 2, compute_mode="donot_use_mm_for_euclid_dist")
-    both = middle.flatten(1).square().sum(dim=1)
-    squares = squares.where(squares.square() > (both[:, None] + both) / 4096, 0.0)
-    later = torch.ones(len(middle), len(middle)).triu(1).bool()
-    nearest = squares.masked_fill(~later, torch.inf).amin(dim=1) / middle[0, ..., 0].numel() ** 0.5
-    nearest[-1] = 0.0
-    size = torch.einsum("lnh,lh->n", unit.norm(dim=3), reach) / reach.sum()
-    return nearest * size**power
-
-
-def _recurrence(name: str, params: Any, prompt: int, row: Sequence[int], steps: Tensor) -> Tensor:
-    """The last activation (raas), or whether the next one is overdue (lazy), token by token."""
-    found = []
-    now = prompt + len(steps) - 1
-    for position, column in zip(row, steps.T.tolist(), strict=True):
-        looks = (at for at, share in enumerate(column, start=prompt) if share > params.alpha)
-        times = [position, *(at for at in looks if at > position)]
-        if name == "raas":
-            found.append(float(times[-1]))
-            continue
-        gap = max([b - a for a, b in itertools.pairwise(times)], default=0)
-        likely = 2 / (1 + math.exp((now - times[-1]) / max(gap, 1)))
-        found.append(likely + (2 / (1 + math.exp(gap / params.interval)) if gap else 0.0))
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _selected(queries: Tensor, keys: Tensor, held: int, kernel: int) -> Tensor:
-    """RPC: attention among generated tokens before the window, summed, averaged over neighbours."""
-    window = queries.shape[1]
-    received = _rows(queries, keys[:, held:-window]).mean(dim=1).sum(dim=1)
-    near = F.avg_pool1d(received, kernel, stride=1, padding=kernel // 2)
-    return F.pad(near.mean(dim=0), (held, window))
-
-
-def _importance(queries: Tensor, keys: Tensor, params: Any) -> Tensor:
-    """Pooled attention of the window, best of each group; mean over KV heads and layers."""
-    window = queries.shape[1]
-    grouped = queries.unflatten(2, (keys.shape[2], -1))
-    logits = torch.einsum("lwhgd,lnhd->lhwgn", grouped, keys[:, :-window]) / keys.shape[3] ** 0.5
-    attention = logits.amax(dim=3).softmax(dim=3).mean(dim=2)
-    pooled = F.max_pool1d(attention, params.kernel, stride=1, padding=params.kernel // 2)
-    return F.pad(pooled.mean(dim=(0, 1)), (0, window))
-
-
 def _measured_at(policy: Any, prompt: int, now: int, compacted_at: int) -> int | None:
     """When the demand was measured that a compaction reads: four steps before ``interval`` tokens
     were there since the last one, or a multiple of that later; None: no demand was there yet."""
@@ -478,7 +325,7 @@ def _received(queries: Tensor, keys: Tensor) -> Tensor:
     """What each token of a row received from its last queries, mean over heads and layers: [n]."""
     window, n = queries.shape[1], keys.shape[1]
     visible = torch.ones(window, n, dtype=torch.bool).tril(n - window)
-    return _rows(queries, keys, visible).mean(dim=(0, 1)).sum(dim=0)
+    return attention_rows(queries, keys, visible).mean(dim=(0, 1)).sum(dim=0)
 
 
 def _check_demand(received: Tensor, policy: Any, budget: int, most: int) -> None:
@@ -489,19 +336,6 @@ def _check_demand(received: Tensor, policy: Any, budget: int, most: int) -> None
     assert min(least, most) <= budget <= most, "another budget"
     assert budget == most or reached[budget] > wanted - DEMAND_TOLERANCE, "too few"
     assert budget <= least or reached[budget - 1] < wanted + DEMAND_TOLERANCE, "too many"
-
-
-def _repeats(keys: Tensor, threshold: float) -> Tensor:
-    """R-KV's redundancy, mean over KV heads and layers: [n]. keys: [L, n, Hkv, d]."""
-    found = []
-    for k in keys.transpose(1, 2).flatten(end_dim=1):
-        cosine = F.cosine_similarity(k[:, None], k[None], dim=2).fill_diagonal_(0.0)
-        for row in cosine:
-            similar = (row > threshold).nonzero().flatten()
-            if len(similar):
-                row[similar[-1]] = 0.0
-        found.append(cosine.mean(dim=0).softmax(dim=0))
-    return torch.stack(found).mean(dim=0)
 
 
 def _sentences(is_delimiter: Sequence[bool], offset: int, turns: Sequence[int]) -> list[Span]:

@@ -38,7 +38,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("vase", {"large": 0.0, "kernel": 31, "window": 1, "sink": 0}),
 ]
 #: files whose tests derive scores anew
-FORMULAS = ("policy_scores", "attention_statistics")
+FORMULAS = ("policy_scores", "value_scores", "attention_statistics")
 EVICTING = [case for case in POLICIES if policy_class(case[0]).evicts]
 
 

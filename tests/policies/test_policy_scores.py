@@ -1,23 +1,22 @@
-"""The scores of each policy against its formula, written once more as loops over floats."""
+"""Scores of policies against their formulas, written once more as loops over floats.
+
+Those that ask keys and values are in ``test_value_scores.py``.
+"""
 
 from __future__ import annotations
 
-import cmath
 import dataclasses
 import itertools
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from loops import TOLERANCE, assert_near, attention, dot, redundancy, rkv_scores
-from score_inputs import all_keys, all_values, score_input, some_sentences
-from torch import Tensor
+from loops import TOLERANCE, assert_near, attention, redundancy, rkv_scores
+from score_inputs import all_keys, score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput, Steps
-from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
 
@@ -193,229 +192,6 @@ def test_crystal_scores() -> None:
         found = policy.scores(dataclasses.replace(inputs, statistics=statistics))
         assert found.tolist() == pytest.approx(exact, rel=1e-5, abs=1e-5)
     assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))
-
-
-@pytest.mark.parametrize(("power", "layers"), [(4.0, 3), (1.0, 4), (0.0, 1)])
-def test_distinct_scores(power: float, layers: int) -> None:
-    """Token by token in float64: all of three layers are compared, the second and third of four."""
-    first = int(score_input(seed=5).positions[20])
-    closed = some_sentences((first, first + 30, -1.0))
-    inputs = score_input(seed=5, layers=layers, sentences=closed)
-    policy = make_policy("distinct", power=power, ending=8, window=8)
-    v = all_values(inputs).double()
-    _, n, heads, _ = v.shape
-    units = v / v.norm(dim=3)[:, inputs.prompt_tokens :].mean(dim=1)[:, None, :, None]
-    assert inputs.reach is not None
-    reach, compared = inputs.reach.double(), units[1:3] if layers == 4 else units
-    expected = []
-    for i, position in enumerate(inputs.positions.tolist()):
-        gaps = [(compared[:, i] - compared[:, j]).square().sum().item() for j in range(i + 1, n)]
-        distance = math.sqrt(min(gaps, default=0.0) / (len(compared) * heads))
-        size = sum(
-            float(reach[m, h]) * units[m, i, h].norm().item()
-            for m in range(layers)
-            for h in range(heads)
-        )
-        back = first + 29 - position  # from the delimiter
-        near = 2 - (back - 1) / 8 if 1 <= back <= 8 else 1.0
-        expected.append(distance * (size / float(reach.sum())) ** power * near)
-    truth = torch.tensor(expected, dtype=torch.float64)
-    assert torch.allclose(policy.scores(inputs).double(), truth, rtol=1e-5)
-    assert any(1 <= first + 29 - position <= 8 for position in inputs.positions.tolist())
-
-
-def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() -> None:
-    inputs = score_input(seed=5)
-    values = all_values(inputs).clone()
-    values[:, 40], values[:, 30] = values[:, 20], 2 * values[:, 31]
-    scores = make_policy("distinct").scores(
-        dataclasses.replace(inputs, values=lambda layer: values[layer])
-    )
-    assert scores[20] < 1e-2 < scores[40] and scores[30] > scores[31]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_keydiff_scores(seed: int) -> None:
-    """Minus the cosine to the mean unit key; 0 where all keys are 0, -1 where all are the same."""
-    inputs = score_input(seed)
-    n, exact = len(inputs.positions), [0.0] * len(inputs.positions)
-    for layer in range(inputs.layers):
-        keys = inputs.keys(layer).double().tolist()
-        heads = len(keys[0])
-        for head in range(heads):
-            units = [[x / math.sqrt(dot(key[head], key[head])) for x in key[head]] for key in keys]
-            mean = [math.fsum(column) / n for column in zip(*units, strict=True)]
-            length = math.sqrt(dot(mean, mean))
-            for i, unit in enumerate(units):
-                exact[i] -= dot(unit, mean) / length / heads / inputs.layers
-    policy = make_policy("keydiff")
-    assert_near(policy.scores(inputs), exact)
-    for value, expected in ((0.0, 0.0), (3.0, -1.0)):
-        same = dataclasses.replace(inputs, keys=lambda _, x=value: torch.full((n, 2, 8), x))
-        assert policy.scores(same).tolist() == pytest.approx([expected] * n, abs=1e-6)
-
-
-def vase_attention(inputs: ScoreInput, first: int, kernel: int) -> list[float]:
-    """Of each token in ``[first, n - W)``, mean over all queries, heads and layers."""
-    assert inputs.queries is not None
-    n, (window, heads) = len(inputs.positions), inputs.queries.shape[1:3]
-    received = [0.0] * (n - window - first)
-    for layer in range(inputs.layers):
-        keys = inputs.keys(layer).double()
-        for w in range(window):
-            for head in range(heads):
-                query = inputs.queries[layer, w, head].double().tolist()
-                columns = keys[first : n - window, head * keys.shape[1] // heads].tolist()
-                for i, got in enumerate(attention(query, columns, inputs.scale)):
-                    received[i] += got / heads / window / inputs.layers
-    reach = kernel // 2
-    return [
-        math.fsum(received[max(i - reach, 0) : i + reach + 1]) / kernel
-        for i in range(len(received))
-    ]
-
-
-@pytest.mark.parametrize("protect_prompt", [True, False])
-@pytest.mark.parametrize(("large", "kernel"), [(0.25, 5), (0.0, 1), (1.0, 5)])
-def test_vase_scores(protect_prompt: bool, large: float, kernel: int) -> None:
-    """The largest ranges first; ``log a`` and Gumbel's noise, up to a constant of the request."""
-    inputs = score_input(6)
-    assert inputs.values is not None
-    first, last = 10 if protect_prompt else 4, 60 - 8
-    ranges = [0] * (last - first)
-    for layer in range(inputs.layers):
-        for head in inputs.values(layer)[first:last].double().unbind(dim=1):
-            spread = [max(one) - min(one) for one in head.tolist()]
-            mean = math.fsum(spread) / len(spread)
-            steps = [math.floor(2048 * one / mean) for one in spread]
-            ranges = [max(pair) for pair in zip(ranges, steps, strict=True)]
-    count = int(large * (38 - first - 8))
-    largest = set(sorted(range(last - first), key=ranges.__getitem__)[last - first - count :])
-    draws = np.random.Generator(np.random.PCG64(inputs.seed)).random(last - first)
-    exact = [
-        math.log(a) - math.log(-math.log(u)) + (1000.0 if i in largest else 0.0)
-        for i, (a, u) in enumerate(zip(vase_attention(inputs, first, kernel), draws, strict=True))
-    ]
-    found = make_policy("vase", protect_prompt=protect_prompt, large=large, kernel=kernel)
-    scores = found.scores(inputs).double()
-    assert not scores[:first].any() and not scores[last:].any()
-    shift = scores[first:last] - torch.tensor(exact, dtype=torch.float64)
-    assert (shift - math.log(8)).abs().max() <= 2e-4  # of numbers around 1000
-
-
-def test_vase_draws_in_proportion_to_attention() -> None:
-    """One token of ten, drawn four thousand times; and the second of a draw of two."""
-    inputs = dataclasses.replace(score_input(3, n=15, window=1), prompt_tokens=4)
-    policy = make_policy("vase", window=1, large=0.0, kernel=1)
-    weights = vase_attention(inputs, 4, 1)
-    total, draws, hits = math.fsum(weights), 4000, [[0] * 10 for _ in range(2)]
-    for seed in range(draws):
-        order = policy.scores(dataclasses.replace(inputs, seed=seed))[4:14].argsort()
-        for place in range(2):
-            hits[place][int(order[-1 - place])] += 1
-    likely = [one / total for one in weights]
-    second = [
-        math.fsum(p * q / (1 - p) for j, p in enumerate(likely) if j != i)
-        for i, q in enumerate(likely)
-    ]
-    for counted, expected in zip(hits, (likely, second), strict=True):
-        for hit, share in zip(counted, expected, strict=True):
-            assert abs(hit / draws - share) < 4 * math.sqrt(share * (1 - share) / draws) + 1e-3
-
-
-#: which coordinates are one band, what both are multiplied with, and how many are rotated
-LAYOUTS = [(True, 1.0, 8), (False, 1.0, 8), (True, 1.3, 4), (False, 1.0, 4)]
-
-
-@pytest.mark.parametrize(("halves", "scale", "rotated"), LAYOUTS)
-def test_triattention_scores(halves: bool, scale: float, rotated: int) -> None:
-    """The definition: cosines of un-rotated keys, offset by offset, band by band."""
-    frequencies = 100.0 ** (-torch.arange(rotated // 2) / (rotated // 2))
-    rotation = Rotation.of(frequencies, 8, scale=scale, halves=halves)
-    draw = torch.Generator().manual_seed(4)
-    queries = torch.randn(3, 20, 4, 8, generator=draw) + torch.randn(3, 1, 4, 8, generator=draw)
-    centres = QueryCentres.measured(rotation, queries)
-    inputs = dataclasses.replace(score_input(5), centres=centres)
-    angle = [*(float(w) for w in frequencies), *[0.0] * (4 - rotated // 2)]
-    pairs = [(f, f + rotated // 2) if halves else (2 * f, 2 * f + 1) for f in range(rotated // 2)]
-    rest = (8 - rotated) // 2
-    pairs += [(rotated + f, rotated + rest + f) for f in range(rest)]
-
-    def plain(vector: list[float], position: int) -> list[complex]:
-        """Band by band, un-rotated."""
-        return [
-            complex(vector[x], vector[y]) * cmath.exp(-1j * position * w) / scale
-            for (x, y), w in zip(pairs, angle, strict=True)
-        ]
-
-    first, last, now = 10, 60 - 8, inputs.logical_tokens
-    best = [-math.inf] * (last - first)
-    for layer, head in itertools.product(range(3), range(4)):
-        asked = [plain(q, p) for p, q in enumerate(queries[layer, :, head].double().tolist())]
-        centre = [sum(column) / 20 for column in zip(*asked, strict=True)]
-        size = [math.fsum(map(abs, column)) / 20 for column in zip(*asked, strict=True)]
-        row = []
-        keys = inputs.keys(layer)[first:last, head // 2].double().tolist()
-        for p, key in zip(inputs.positions[first:last].tolist(), keys, strict=True):
-            k, score = plain(key, p), 0.0
-            for c, a, band, w in zip(centre, size, k, angle, strict=True):
-                score += (a - abs(c)) * abs(band)
-                turned = cmath.phase(c * band.conjugate())
-                for power in range(17):
-                    wave = math.cos((now + 2**power - p) * w + turned)
-                    score += abs(c) * abs(band) * wave / 17
-            row.append(score * scale**2)
-        mean = math.fsum(row) / len(row)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in row) / len(row))
-        best = [max(b, (x - mean) / deviation) for b, x in zip(best, row, strict=True)]
-    scores = make_policy("triattention").scores(inputs).double()
-    assert not scores[:first].any() and not scores[last:].any()
-    assert (scores[first:last] - torch.tensor(best, dtype=torch.float64)).abs().max() <= 1e-4
-
-
-@pytest.mark.parametrize(("halves", "scale", "rotated"), LAYOUTS)
-def test_expected_scores(halves: bool, scale: float, rotated: int) -> None:
-    """Mean and covariance of un-rotated queries, turned by the mean rotation of what is to come, as
-    matrices."""
-    frequencies = 100.0 ** (-torch.arange(rotated // 2) / (rotated // 2))
-    rotation = Rotation.of(frequencies, 8, scale=scale, halves=halves)
-    centres = QueryCentres.measured(rotation, torch.ones(3, 1, 4, 8))
-    inputs = dataclasses.replace(score_input(5), centres=centres)
-    assert inputs.queries is not None and inputs.values is not None
-    pairs = [(f, f + rotated // 2) if halves else (2 * f, 2 * f + 1) for f in range(rotated // 2)]
-
-    def turn(position: int) -> Tensor:
-        """float64 [8, 8], without the factor of the embedding."""
-        matrix = torch.eye(8, dtype=torch.float64)
-        for (x, y), w in zip(pairs, frequencies.double().tolist(), strict=True):
-            cosine, sine = math.cos(position * w), math.sin(position * w)
-            matrix[x, x] = matrix[y, y] = cosine
-            matrix[y, x], matrix[x, y] = sine, -sine
-        return matrix
-
-    now, first, last = inputs.logical_tokens, 10, 60 - 8
-    horizon = 40
-    ahead = torch.stack([turn(now + j) for j in range(horizon)]).mean(dim=0)
-    exact = torch.zeros(last - first, dtype=torch.float64)
-    for layer, head in itertools.product(range(3), range(2)):
-        k, attended = inputs.keys(layer)[first:last, head].double(), torch.zeros(last - first)
-        for query_head in (2 * head, 2 * head + 1):
-            recent = inputs.queries[layer, :, query_head].double()
-            plain = torch.stack([turn(now - 1 - i).T @ q for i, q in enumerate(recent)])
-            mean = ahead @ plain.mean(dim=0)
-            spread = ahead @ (plain - plain.mean(dim=0)).T.cov(correction=0) @ ahead.T
-            logits = inputs.scale * (k @ mean)
-            logits += inputs.scale**2 * torch.einsum("ni,ij,nj->n", k, spread, k) / 2
-            attended = attended + logits.softmax(dim=0) / 2
-        exact += attended * inputs.values(layer)[first:last, head].double().norm(dim=1) / 6
-    scores = make_policy("expected", horizon=horizon).scores(inputs).double()
-    assert not scores[:first].any() and not scores[last:].any()
-    assert (scores[first:last] - exact).abs().max() <= TOLERANCE
-
-
-def test_triattention_of_equal_keys_is_0() -> None:
-    inputs = dataclasses.replace(score_input(1), keys=lambda _: torch.full((60, 2, 8), 0.7))
-    assert make_policy("triattention").scores(inputs).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("protect_prompt", [True, False])
