@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
-from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -13,25 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_cpu import as_one_each, on_triton
 from planted_bugs import plant
+from pool_calls import asks, long_calls, same_draws, turn
 from pool_content import POOL, TRACKED
-from pool_machine import MACHINE, PARAMETERS, PROMPT, own_draws
+from pool_machine import MACHINE, PARAMETERS, PROMPT
 from pool_world import World
 
 from sgl_skipkv import policy
-from sgl_skipkv.eviction.page_table import LedgerError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine import admission, backup, reuse
-from sgl_skipkv.policy.base import ScoreInput
-from sgl_skipkv.policy.rkv import RKV
 from sgl_skipkv.request.state import RequestState
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
-
-
-@pytest.fixture(autouse=True)
-def same_draws() -> Iterator[None]:
-    with own_draws():
-        yield
+fixtures = (same_draws,)  # for every test
 
 
 @settings(MACHINE, max_examples=7)
@@ -65,28 +56,6 @@ def test_admission_of_budgeted_calls_never_overbooks(
         peak = req.skipkv.report.summary["peak_kv_tokens"]
         assert peak <= req.skipkv.settings.peak_budgeted_tokens()
     assert together > 1
-
-
-def turn(world: World, steps: int) -> None:
-    for _ in range(steps):
-        world.step()
-        world.check()
-
-
-def asks(kv_budget: int, kv_policy: str) -> dict[str, Any]:
-    return {"kv_budget": kv_budget, "kv_policy": kv_policy, "kv_params": PARAMETERS}
-
-
-def long_calls(world: World, *lengths: int) -> list[Any]:
-    """Budgeted requests that have generated this much, all running."""
-    calls = []
-    for i, start in enumerate(sorted(lengths, reverse=True)):
-        while calls and len(calls[0].output_ids) < lengths[0] - start:
-            world.step()
-        calls.append(world.arrive([5, 6, 7, 20 + i], 3 * POOL, **asks(8, "streaming")))
-    while len(calls[0].output_ids) < lengths[0]:
-        world.step()
-    return calls
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -353,19 +322,6 @@ def test_prompts_of_embeddings_are_not_backed_up() -> None:
     world.drain()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_who_cannot_come_back_ends_with_an_answer(overlap: bool) -> None:
-    """Both traces are longer than the pool: one has to go, and must not wait for ever."""
-    world = World(overlap=overlap)
-    calls = long_calls(world, POOL + 20, POOL + 10)
-    world.retract_now = True
-    turn(world, 3)
-    (refused,) = world.aborted
-    assert refused in calls and not world.waiting_queue
-    assert refused.skipkv.report.summary["compactions"] > 0 and world.runtime.open_requests == 1
-    world.drain()
-
-
 def test_who_needs_no_track_waits_for_none() -> None:
     world = World()
     slotted = [world.arrive([5, 6, 7, 20 + i], 90, **asks(8, "skipkv")) for i in range(TRACKED + 1)]
@@ -374,112 +330,4 @@ def test_who_needs_no_track_waits_for_none() -> None:
     plain = world.arrive([5, 6, 8, 20], 10)
     world.step()
     assert plain in world.owners() and world.waiting_queue == [slotted[-1]]
-    world.drain()
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_call_that_cannot_be_served_ends_alone(overlap: bool) -> None:
-    """With 500 and the reason; its track and KV come back, its neighbour never notices."""
-    world = World(overlap=overlap)
-    failing, sound = (
-        world.arrive([5, 6, 7, 20 + i], 60, ignore_eos=True, **asks(8, "rkv")) for i in range(2)
-    )
-    while len(failing.output_ids) < 20:
-        world.step()
-    failing.skipkv.failure = "a score was not finite"
-    before = len(failing.output_ids)
-    while world.owners():
-        world.step()
-    assert len(sound.output_ids) == 60 and sound.finished_reason.to_json()["type"] == "length"
-    ended = failing.finished_reason.to_json()
-    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
-    assert ended["message"].startswith(f"kv_budget request {failing.rid}: a score was not finite")
-    assert before <= len(failing.output_ids) <= before + 3
-    done = [one.skipkv.report.summary["compactions"] for one in (failing, sound)]
-    assert done[0] == 1 and done[1] > 4
-
-
-def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests are due in the same step and planned together; one of them cannot be scored."""
-    right, outputs = RKV.scores, []
-
-    def wrong(policy: RKV, inputs: ScoreInput) -> Any:
-        return right(policy, inputs) if inputs.prompt_tokens == 4 else [][inputs.prompt_tokens]
-
-    for scores in (right, wrong):
-        monkeypatch.setattr(RKV, "scores", scores)
-        world = World()
-        failing, sound = (world.arrive([5, 6, 7, 20, 21][:n], 60, **asks(8, "rkv")) for n in (5, 4))
-        while world.owners() or world.waiting_queue:
-            world.step()
-        outputs.append(list(sound.output_ids))
-    ended = failing.finished_reason.to_json()
-    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
-    assert "an error of the plugin, IndexError" in ended["message"]
-    assert outputs[0] == outputs[1] and len(outputs[0]) == 60
-    done = [one.skipkv.report.summary["compactions"] for one in (failing, sound)]
-    assert done[0] == 0 and done[1] > 4
-    world.drain()
-
-
-def test_a_call_that_cannot_be_opened_ends_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    monkeypatch.setattr(type(world.runtime), "open", lambda *_: {}["planted"])
-    req = world.arrive([5, 6, 7], 10, kv_budget=80, kv_policy="streaming")
-    assert req.to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-    assert "an error of the plugin, KeyError" in req.to_finish.message
-
-
-def test_proof_of_corruption_stops_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that a row names twice: nothing that this process serves can be trusted."""
-    world = World()
-    req = world.arrive([5, 6, 7], 60, kv_budget=8, kv_policy="streaming", kv_params=PARAMETERS)
-    while len(req.output_ids) < 12:
-        world.step()
-    row = world.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-    row[5] = row[6]
-    with pytest.raises(LedgerError, match="the same slot twice"):
-        for _ in range(20):
-            world.step()
-
-
-def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang finds too little, and lets a request that is about to finish end first. Found by
-    fuzzing (seed 102501)."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
-    world = World(overlap=True)
-    call = world.arrive([5, 6, 7, 20], 60, ignore_eos=True, **asks(8, "rkv"))
-    ending = world.arrive([5, 6, 7, 21], 25, ignore_eos=True)
-    look = ScheduleBatch.check_decode_mem
-
-    def scarce(batch: Any, selected_indices: Any = None) -> bool:
-        enough = look(batch, selected_indices)
-        last = ending not in batch.reqs and ending.next_output_finishes_by_length()
-        return enough and not (last and selected_indices is None)
-
-    monkeypatch.setattr(ScheduleBatch, "check_decode_mem", scarce)
-    world.run_dry()
-    assert world.count["decode steps that waited for memory"] == 1
-    assert len(call.output_ids) == 60 and call.skipkv.report.summary["compactions"] > 4
-
-
-def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
-    """One request waits with a backup, and its trace is longer than the pool: a pause that takes
-    the backup ends it, or it and everybody behind it would never be admitted."""
-    world = World(overlap=True, backup_bytes=1 << 20)
-    calls = [
-        world.arrive([5, 6, 7, 21, 22, first], 300, **asks(6, "streaming")) for first in (23, 24)
-    ]
-    while min(len(call.output_ids) for call in calls) < POOL + 10:
-        world.step()
-    world.retract_now = True
-    world.step()
-    (waiting,) = world.waiting_queue
-    assert waiting.skipkv.offloaded.backup is not None
-    world.pause()
-    assert {id(call) for call in calls} == {id(call) for call in world.aborted}
-    late = world.arrive([9, 9, 8], 4)
-    turn(world, 20)
-    assert len(late.output_ids) == 4 and not world.waiting_queue
     world.drain()
