@@ -47,7 +47,7 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv.eviction import page_table, planner, runtime
+    from sgl_skipkv.eviction import in_parts, page_table, planner, runtime
     from sgl_skipkv.patches.engine import (
         admission,
         backup,
@@ -105,7 +105,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
             "device lengths stay": ("batch.seq_lens = ", "_ = "),
         },
-        life._in_parts: {
+        in_parts.in_parts: {
             "all but one request of a part are left out": (
                 "[due[i] for i in part]",
                 "[due[i] for i in part[:1]]",
