@@ -170,6 +170,8 @@ class Recorder:
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the pass, Hq * d] or [tokens of the pass, Hq, d]."""
+        if recording.tokens is not None and recording.tokens.shape[0] == 0:
+            return  # and nothing is allocated for it
         heads, head_dim = self.queries.data.shape[-2:]
         q = q.view(-1, heads, head_dim)
         if recording.tokens is not None:

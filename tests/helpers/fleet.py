@@ -99,6 +99,8 @@ SPECS: dict[str, Spec] = {
         REASONER,
         ("--max-total-tokens", "40960", *ONE_BATCH),
     ),
+    # As most people start one, without a flag of this package: buffers come with the first request.
+    "no flags": Spec(("states",), "qwen2", options={"trace": False}),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
         ("commands", "reasoner"),

@@ -15,6 +15,9 @@ from fleet import Fleet
 from hostile_bodies import OLLAMA, OPENAI, plain_body
 from hostile_client import refusal
 from servers import HTTPFailure
+from tiny_models import prompt_ids
+
+from sgl_skipkv import policy
 
 pytestmark = pytest.mark.server
 
@@ -28,6 +31,18 @@ def test_refused_when_asked(fleet: Fleet) -> None:
     assert "page size 16" in last and "allocator" in last and "streaming sessions" in last
     assert "fired up" not in refused.log
     assert refused.wait_gone(20)
+
+
+def test_ready_without_a_flag(fleet: Fleet) -> None:
+    """Every policy: what it needs is allocated by the first request that asks for it."""
+    server = fleet.ready("no flags")
+    for name in policy.names():
+        keys = {"kv_budget": 128, "kv_policy": name, "kv_params": {"interval": 16}}
+        answer = server.generate(prompt_ids(1, 20), 200, **keys)
+        evicts = policy.policy_class(name).evicts
+        assert (answer["meta_info"]["skipkv"]["evicted_tokens"] > 0) == evicts, name
+    server.assert_clean()
+    fleet.stop("no flags")
 
 
 def test_unavailable_when_not_asked(fleet: Fleet) -> None:
