@@ -50,6 +50,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": default_tables.parts,
     "signals": default_tables.signals,
     "heads": default_tables.heads,
+    "quotas": default_tables.quotas,
     "sizes": default_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,
     "peer": accuracy_tables.peer,

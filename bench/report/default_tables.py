@@ -8,7 +8,7 @@ from statistics import mean
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
-from bench.report.family_tables import PLAIN, right
+from bench.report.family_tables import PLAIN, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
@@ -59,6 +59,30 @@ def heads() -> str:
                 lines.append([level, f"`{policy}`", kind, *(own.get(one, "-") for one in budgets)])
     header = ["level", "policy", "sets", *(f"budget {one}%" for one in HEAD_SHARES)]
     return table(header, lines, rows, "heads")
+
+
+def quotas() -> str:
+    """A policy's score over all tokens and sentence by sentence: right traces in percent over all
+    families, short and middle."""
+    plain, rows = cells()
+    asked = [row for row in recorded("forced") if json.loads(row["kv_params"]).get("quotas")]
+    setting = ("family", "size", "policy", "kv_budget")
+    beside = {tuple(row[one] for one in setting): row for row in asked}
+    found: defaultdict[tuple[str, int], list[tuple[Row, Row]]] = defaultdict(list)
+    for (_, _, share), own in plain.items():
+        for policy, row in own.items():
+            other = beside.get(tuple(row[one] for one in setting))
+            if other is not None:
+                found[policy, share].append((row, other))
+    policies, shares = ([*dict.fromkeys(part)] for part in zip(*found, strict=True))
+    lines = []
+    for policy in policies:
+        for at, kind in enumerate(("its score alone", "`quotas`")):
+            right_of = [[pair[at] for pair in found[policy, share]] for share in shares]
+            percent = [f"{mean(map(share_right, own)):.0f}" for own in right_of]
+            lines.append(["" if at else f"`{policy}`", kind, *percent])
+    header = ["policy", "what stays", *(f"budget {one}%" for one in shares)]
+    return table(header, lines, [*rows, *asked], "forced")
 
 
 def sizes() -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sgl_skipkv.config import SettingError, build
 from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.sentence_quotas import with_quotas
 
 # Name -> "module:class". Imported when first asked for, so one policy's imports cost the others
 # nothing.
@@ -61,8 +62,17 @@ def make_policy(name: str, **params: Any) -> Policy:
     Raises:
         SettingError: unknown policy, unknown parameter, wrong type or range.
     """
-    cls = policy_class(name)
-    return cls(build(cls.Params, params, prefix="kv_params."))
+    return with_params(policy_class(name), params)
 
 
-__all__ = ["Policy", "PolicyParams", "make_policy", "names", "policy_class"]
+def with_params(cls: type[Policy], params: Mapping[str, Any]) -> Policy:
+    """A policy of this class, or with quotas for sentences where the parameters ask for them.
+
+    Raises:
+        SettingError: unknown parameter, wrong type or range.
+    """
+    checked = build(cls.Params, params, prefix="kv_params.")
+    return (with_quotas(cls) if checked.quotas else cls)(checked)
+
+
+__all__ = ["Policy", "PolicyParams", "make_policy", "names", "policy_class", "with_params"]

@@ -59,6 +59,11 @@ class PolicyParams(Settings):
         le=1,
         description="a compaction keeps no more than reaches this share of recent attention",
     )
+    quotas: bool = Field(
+        False,
+        description="true: every sentence keeps tokens in proportion to the attention it gets, and "
+        "the policy's score chooses which",
+    )
     protect_prompt: bool = Field(
         True, description="false: the prompt may be evicted, and is not shared in the radix cache"
     )

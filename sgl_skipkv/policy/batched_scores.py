@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, ScoreInput
+from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, ScoreInput, Sentences
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+#: between the positions of one request and the next, where their tokens are taken as one list
+_APART = 2**40
 
 Scored = tuple[Policy, ScoreInput]
 Span = tuple[int, int]
@@ -183,6 +186,28 @@ def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
     for i, (first, stop) in enumerate(spans):
         alike[(stop - first).bit_length()].append(i)
     return list(alike.values())
+
+
+def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor, Tensor]:
+    """Sentences and positions of these requests as if they were those of one, far apart; and int64
+    [tokens of all requests], whose each token is.
+
+    Args:
+        requests: whose sentences are known.
+    """
+    sentences = [one.sentences for one in requests if one.sentences is not None]
+    tokens, closed = [len(one.positions) for one in requests], [len(s.starts) for s in sentences]
+    numbers = [tokens, closed, range(len(requests))]
+    token_counts, closed_counts, request = device_tensors(numbers, requests[0].positions.device)
+    owner = request.repeat_interleave(token_counts, output_size=sum(tokens))
+    shift = request.repeat_interleave(closed_counts, output_size=sum(closed)) * _APART
+    joined = Sentences(
+        torch.cat([one.starts for one in sentences]) + shift,
+        torch.cat([one.stops for one in sentences]) + shift,
+        torch.cat([one.redundancy for one in sentences]),
+    )
+    positions = torch.cat([one.positions for one in requests]) + owner * _APART
+    return joined, positions, owner
 
 
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:

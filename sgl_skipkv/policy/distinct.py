@@ -32,17 +32,12 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar, TypedDict
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.kernels.reference import distinct_values
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Sentences
-from sgl_skipkv.policy.batched_scores import by_request, paged_values
-
-#: between the positions of one request and the next, where their tokens are taken as one list
-_APART = 2**40
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged_values
 
 
 class DistinctParams(PolicyParams):
@@ -77,23 +72,7 @@ class Distinct(Policy):
 
         values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
         found = from_pages(values, firsts, **_of_model(requests[0]))
-        sentences = [one.sentences for one in requests if one.sentences is not None]
-        tokens, closed, apart = device_tensors(
-            [
-                values.row_tokens,
-                [len(one.starts) for one in sentences],
-                [_APART * i for i in range(len(requests))],
-            ],
-            values.device,
-        )
-        owner = apart.repeat_interleave(tokens, output_size=values.columns)
-        shift = apart.repeat_interleave(closed, output_size=sum(len(s.starts) for s in sentences))
-        joined = Sentences(
-            torch.cat([one.starts for one in sentences]) + shift,
-            torch.cat([one.stops for one in sentences]) + shift,
-            shift,
-        )
-        positions = torch.cat([one.positions for one in requests]) + owner
+        joined, positions, _ = joined_sentences(requests)
         bonus = joined.ending_bonus(positions, self.params.ending)
         return by_request(self._score(*found, bonus), requests)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final
 
-from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief, build
-from sgl_skipkv.policy import Policy, policy_class
+from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
+from sgl_skipkv.policy import Policy, policy_class, with_params
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "kv_reuse", "steering")
 
@@ -188,7 +188,7 @@ def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
     if parameters.keys() <= known.keys():
         of_server = {one: getattr(server, setting) for one, setting in _SERVER_DEFAULTS.items()}
         parameters = {**of_server, **parameters}
-    return cls(build(cls.Params, parameters, prefix="kv_params."))
+    return with_params(cls, parameters)
 
 
 def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> None:

@@ -73,6 +73,7 @@ def test_who_cannot_come_back_stays_while_another_can_go(overlap: bool) -> None:
 SELF_SET = [
     *(("rkv", {"coverage": 0.7}), ("h2o", {"coverage": 0.7}), ("streaming", {"coverage": 0.7})),
     *(("skipkv", {"fraction": 0.2}), ("rpc", {"fraction": 0.2, "coverage": 0.8})),
+    ("keydiff", {"quotas": True}),
 ]
 ASKED = [(name, {}) for name in policy.names() if name != "full"] + SELF_SET
 

@@ -43,6 +43,27 @@ def carried(
     return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats.max()
 
 
+def by_quotas(
+    own: Tensor, kept: Tensor, row: Sequence[int], spans: Sequence[tuple[int, int]], share: Tensor
+) -> Tensor:
+    """AMS with sentences: mass over rank, rank in the sentence by ``own``; of one row's candidates.
+
+    Args:
+        own: [n], where a kept token's is as high as rounding may have made it. kept: bool [n].
+        row: their positions. spans: closed sentences. share: [n], of the attention mass.
+    """
+    ends = [0, *(end for span in spans for end in span)]
+    segments = [max(i for i, end in enumerate(ends) if end <= position) for position in row]
+    scores = torch.zeros(len(row), dtype=torch.float64)
+    for one in {*segments}:
+        members = [i for i, segment in enumerate(segments) if segment == one]
+        mass = float(share[members].sum())
+        members.sort(key=lambda i: (float(own[i]), bool(kept[i]), i), reverse=True)
+        for rank, i in enumerate(members):
+            scores[i] = 2 * (8 - rank) + mass if rank < 8 else mass / (rank + 0.5)
+    return scores
+
+
 def scores_of(
     name: str,
     params: Any,

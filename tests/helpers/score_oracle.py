@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from budgets import budget_at, least_budget
 from oracle import Event, visible_keys
-from score_formulas import attention_rows, carried, distinct, drawn, scores_of
+from score_formulas import attention_rows, by_quotas, carried, distinct, drawn, scores_of
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
@@ -113,6 +113,7 @@ class ScoreOracle:
             rows[:, :, start:stop] = 0.0
         attended: dict[int, float] = {}  # by position, of gkv
         redundancy: dict[int, float] = {}  # by the first token of the sentence
+        credit: dict[int, float] = {}  # by position, of quotas
         found: list[Choice] = []
         row = [*earlier[-1]["kept"]] if earlier else []
         for number, event in enumerate(events, start=1):
@@ -133,10 +134,10 @@ class ScoreOracle:
                     assert budget == most, "another budget"
             window = range(row[-1] + 1 - params.window, row[-1] + 1)
             steps, row_keys = rows[:, :, prompt : row[-1] + 1, positions], keys[:, positions]
+            # Of the last queries, not further back than the turn's first own one.
+            fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
+            since = max([prompt, window[0], *fed_in]) - prompt
             if policy.name == "gkv":
-                # Not further back than the turn's first own query.
-                fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
-                since = max([prompt, window[0], *fed_in]) - prompt
                 scores = carried(params, row, steps[:, :, since:], row_keys, attended)
             elif policy.name == "triattention":
                 first = max(held, params.sink)
@@ -190,9 +191,20 @@ class ScoreOracle:
                 begun = [turn for turn in turns if turn <= row[-1]]
                 opened = row[-1] + 1 - max([prompt, *begun, *(stop for _, stop in spans)])
                 tail = max(tail, min(opened, budget // 2))
+            kept = torch.isin(positions, torch.tensor(event["kept"]))
+            if params.quotas:
+                recent = steps[:, :, since:].mean(dim=(0, 1, 2))
+                for position, value in zip(row, recent.tolist(), strict=True):
+                    credit[position] = 0.8 * credit.get(position, 0.0) + 0.2 * value
+                free = slice(max(held, params.sink), len(row) - params.window)
+                both = recent[free], torch.tensor([credit[one] for one in row[free]])
+                share = sum(part * of / of.sum() for part, of in zip((0.7, 0.3), both, strict=True))
+                own = scores[free] + score_tolerance(policy.name) * kept[free]
+                spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
+                scores[free] = by_quotas(own, kept[free], row[free], spans, share)
             scores[: max(held, params.sink)] = torch.inf
             scores[-tail:] = torch.inf
-            found.append(Choice(scores, torch.isin(positions, torch.tensor(event["kept"]))))
+            found.append(Choice(scores, kept))
             row = list(event["kept"])
         return found
 

@@ -46,6 +46,7 @@ OWN = [
     ("crystal", {"alpha": 0.3}),
     ("vase", {"kernel": 31}),
     ("expected", {"horizon": 7}),
+    *((name, {"quotas": True}) for name in ("rkv", "keydiff", "distinct")),
 ]
 
 

@@ -16,12 +16,13 @@ from sgl_skipkv.eviction.replay import kept_statistics
 ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("h2o", {}), ("lazy", {"alpha": 0.02}), ("raas", {"alpha": 0.02}), ("h2o", {})),
     *(("crystal", {"alpha": 0.2}), ("gkv", {}), ("crystal", {"alpha": 0.2}), ("gkv", {})),
+    *(("rkv", {"quotas": True}), ("rkv", {"quotas": True})),
 ]
 
 
 def opened(steps: int) -> tuple[SyntheticServer, list[Call]]:
     """Requests with prompts of different lengths; each joins when the others are further."""
-    server, calls = SyntheticServer(query_window=16, rows=8, slots=8), list[Call]()
+    server, calls = SyntheticServer(query_window=16, rows=10, slots=10), list[Call]()
     for seed, (name, parameters) in enumerate(ASKED):
         prompt = [3] * (4 + 11 * seed)
         calls.append(served(server, seed=seed, kv_policy=name, kv_params=parameters, prompt=prompt))

@@ -32,6 +32,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     *(("triattention", {}), ("triattention", {"sink": 0, "window": 1})),
     *(("vase", {"window": 4}), ("vase", {"large": 0.5, "kernel": 31})),
     *(("distinct", {}), ("distinct", {"ending": 2, "recent": 0})),
+    *(("rkv", {"quotas": True}), ("keydiff", {"quotas": True, "window": 4})),
 ]
 FUNCTIONS = {
     value.fn.__name__: value
