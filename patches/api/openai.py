@@ -1,4 +1,5 @@
-"""The OpenAI API: our keys at the top level of a request, where ``extra_body`` puts them.
+"""The OpenAI API: our keys at the top level of a request, where ``extra_body`` puts them, or in its
+``metadata``, which routers pass on.
 
 SGLang's request classes drop unknown fields silently. ``OurFields`` declares ours untyped, so that
 ``sgl_skipkv`` writes the error message for a wrong value instead of pydantic. It also passes on
@@ -13,6 +14,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai import protocol
 
+from sgl_skipkv.patches.api.metadata import METADATA, MetadataKeys
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 
@@ -25,6 +27,7 @@ class OurFields(BaseModel):
     kv_reuse: Any = None
     steering: Any = None
     _misspelt: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _in_metadata: MetadataKeys = PrivateAttr(default_factory=MetadataKeys)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -32,11 +35,13 @@ class OurFields(BaseModel):
         request = build(body)
         if isinstance(body, Mapping):
             request._misspelt = {name: body[name] for name in misspelt_keys(body)}
+            request._in_metadata = MetadataKeys.of(body.get(METADATA))
         return request
 
     def our_keys(self) -> dict[str, Any]:
         """The keys that are set, and misspelt ones, as sampling parameters."""
-        return {**take_keys(vars(self))[1], **self._misspelt}
+        keys = {**take_keys(vars(self))[1], **self._misspelt}
+        return {**keys, METADATA: self._in_metadata} if self._in_metadata else keys
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of chat completions and responses: SGLang's, with our keys."""

@@ -87,7 +87,7 @@ SPECS: dict[str, Spec] = {
     "main": Spec(
         (
             *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
-            *("other_apis", "privacy", "entry_points", "oracle_reuse"),
+            *("other_apis", "privacy", "entry_points", "oracle_reuse", "metadata"),
         ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
