@@ -8,13 +8,16 @@ misspelt keys, so that they are refused where the keys of every API are checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai import protocol
 
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.patches.api.gate import checked_keys
 from sgl_skipkv.patches.api.metadata import METADATA, MetadataKeys
+from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 
@@ -59,6 +62,20 @@ class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[
 
 class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``ResponsesRequest``: SGLang's, with our fields."""
+
+
+async def check_response_keys(
+    original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """AROUND ``OpenAIServingResponses.create_responses``.
+
+    A stream answers 200 before the tokenizer manager sees the request, so keys are checked here.
+    """
+    try:
+        checked_keys(serving.tokenizer_manager, request.our_keys())
+    except (SettingError, Unavailable) as wrong:
+        return serving.create_error_response(str(wrong))
+    return await original(serving, request, raw_request)
 
 
 def add_completion_keys(

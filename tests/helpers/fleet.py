@@ -95,9 +95,19 @@ SPECS: dict[str, Spec] = {
     ),
     # The bundled model.
     "reasoner": Spec(
-        ("accuracy", "commands", "conversations", "reasoner", "serving"),
+        ("accuracy", "commands", "conversations", "reasoner", "replicas", "serving"),
         REASONER,
         ("--max-total-tokens", "40960", *ONE_BATCH),
+    ),
+    # Two replicas with a default budget. They may share the one core of a small machine.
+    "replicas": Spec(
+        ("replicas",),
+        REASONER,
+        (
+            *("--dp-size", "2", "--enable-metrics"),
+            *("--kv-budget", "64", "--kv-policy", "streaming", "--kv-interval", "8"),
+        ),
+        options={"env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}},
     ),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
