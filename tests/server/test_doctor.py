@@ -52,7 +52,8 @@ def test_the_matrix_covers_what_sglang_offers() -> None:
     names = " ".join(row.name.lower() for row in CAPABILITIES)
     for feature in (
         *("backend", "page size", "mla", "sliding window", "hybrid / mamba", "speculative"),
-        *("mixed chunk", "pipeline", "dp attention", "disaggregation", "pd multiplexing"),
+        *("mixed chunk", "disaggregation", "pd multiplexing"),
+        *("tensor parallel", "data parallel", "pipeline", "dp attention", "expert parallel"),
         *("hicache", "lmcache"),
         *("hisparse", "session", "beam", "canary", "quantised kv"),
     ):
