@@ -122,6 +122,8 @@ def _model_of(session: requests.Session, url: str) -> str:
     choices = "such as http://127.0.0.1:30000, with --api-key where it asks for one"
     try:
         answer = session.get(url + "/v1/models", timeout=TIMEOUT_S)
+        if answer.status_code != 200:
+            raise SettingError("url", expected, f"{url} (status {answer.status_code})", choices)
         return str(answer.json()["data"][0]["id"])
     except (requests.RequestException, LookupError, TypeError) as error:
         got = f"{url} ({type(error).__name__})"

@@ -16,6 +16,8 @@ from hostile_bodies import OLLAMA, OPENAI, plain_body
 from hostile_client import refusal
 from servers import HTTPFailure
 
+from sgl_skipkv.cli.main import main
+
 pytestmark = pytest.mark.server
 
 
@@ -30,7 +32,9 @@ def test_refused_when_asked(fleet: Fleet) -> None:
     assert refused.wait_gone(20)
 
 
-def test_unavailable_when_not_asked(fleet: Fleet) -> None:
+def test_unavailable_when_not_asked(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It starts and serves; a request with one of our keys gets 400 with the reason."""
     unavailable = fleet.ready("unavailable")
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
@@ -48,6 +52,11 @@ def test_unavailable_when_not_asked(fleet: Fleet) -> None:
     metrics = unavailable.get("/metrics").splitlines()
     state = [line for line in metrics if line.startswith("sglang:skipkv_state")]
     assert any('state="unavailable"' in line and line.endswith(" 1.0") for line in state)
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["doctor", "--url", unavailable.url]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("arrive, but the server cannot evict: page size 16") == 9
+    assert "budgets arrive nowhere" in printed
     unavailable.assert_clean()
 
 
