@@ -181,7 +181,7 @@ _SETTINGS: Rows = (
 _COUNTS: Rows = (
     ("tensor parallel", "scores are not reduced over the ranks", "parallel.tp_size"),
     ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
-    ("expert parallel", "untested beside eviction", "parallel.ep_size"),
+    ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
     (
         "several tokenizer workers",
