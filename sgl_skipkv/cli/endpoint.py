@@ -85,19 +85,21 @@ def judge(status: int, answer: str, body: object = None) -> Finding:
         why = escape(unavailable[1])
         return Finding("other", f"[yellow]arrive[/], but the server cannot evict: {why}")
     if status == 200:
-        default = _default_budget(body)
-        acts = "without a budget" if default is None else f"with the server's default of {default}"
-        return Finding("dropped", f"[red]dropped[/]: the request ran {acts}")
+        return Finding("dropped", f"[red]dropped[/]{_default_budget(body)}")
     if status in (404, 405):
         return Finding("other", "not served")
     return Finding("other", f"[yellow]status {status}[/]: {escape(brief(answer))}")
 
 
-def _default_budget(body: object) -> object:
-    """The ``kv_budget`` that an answer of /generate reports: the server's own, if any."""
-    for name in ("meta_info", "skipkv", "kv_budget"):
-        body = body.get(name) if isinstance(body, Mapping) else None
-    return body
+def _default_budget(body: object) -> str:
+    """What the request ran with instead: only the answers of /generate report that."""
+    info = body.get("meta_info") if isinstance(body, Mapping) else None
+    if not isinstance(info, Mapping):
+        return ""
+    summary = info.get("skipkv")
+    default = summary.get("kv_budget") if isinstance(summary, Mapping) else None
+    with_what = "without a budget" if default is None else f"with the server's default of {default}"
+    return f": the request ran {with_what}"
 
 
 def _send(session: requests.Session, url: str, probe: Probe) -> Finding:

@@ -34,7 +34,7 @@ def test_doctor_finds_no_budget_there(
     assert main(["doctor", "--url", plain_server.url]) == 1
     printed = capsys.readouterr().out
     # Where SGLang drops unknown names; /generate refuses them in SGLang's own words.
-    assert printed.count("dropped: the request ran without a budget") == 8
+    assert printed.count("dropped") == 8
     assert "status 400" in printed and "budgets arrive nowhere" in printed
 
 
