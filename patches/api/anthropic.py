@@ -38,5 +38,5 @@ async def check_keys(
 
 def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
     """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
-    for name in (*OurFields.model_fields, "_misspelt"):
+    for name in (*OurFields.model_fields, "_misspelt", "_in_metadata"):
         setattr(chat_request, name, getattr(request, name))

@@ -1,7 +1,8 @@
 """Reads and validates a request's keys, and validates its token ids, for every API.
 
-The keys may be in ``sampling_params`` or in its ``custom_params``. They are passed on as
-``custom_params``, the only field that SGLang's own types let through.
+The keys may be in ``sampling_params``, in its ``custom_params``, or in the ``metadata`` of the
+OpenAI API. They are passed on as ``custom_params``, the only field that SGLang's own types let
+through.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from numbers import Integral
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, brief
+from sgl_skipkv.patches.api.metadata import METADATA, Keys, MetadataKeys
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolve_request, take_keys
 
@@ -23,16 +25,23 @@ class Gate:
     config: ServerConfig
     readiness: Readiness
 
-    def check(self, keys: Mapping[str, Any]) -> RequestSettings | None:
-        """Validate one request's keys.
+    def check(self, keys: Keys, prompt_tokens: int = 0) -> RequestSettings | None:
+        """Validate one request's keys, with its prompt as far as its length is known.
 
         Raises:
             SettingError, Unavailable: both are ``ValueError``; SGLang answers 400.
         """
         if keys and self.readiness.state != "ready":
             field, got = next(iter(keys.items()))
-            raise Unavailable(field, got, self.readiness)
-        return resolve_request(keys, self.config)
+            raise Unavailable(keys.written(field), got, self.readiness)
+        try:
+            settings = resolve_request(keys, self.config)
+            if settings is not None:
+                settings.check_prompt(prompt_tokens)
+        except SettingError as error:
+            field = keys.written(error.field)
+            raise SettingError(field, error.expected, error.got, error.choices) from None
+        return settings
 
 
 def gate_of(manager: Any) -> Gate:
@@ -42,27 +51,36 @@ def gate_of(manager: Any) -> Gate:
     return gate
 
 
-def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], Keys]:
     """A request's sampling parameters without our keys, and the keys.
 
     Raises:
-        SettingError: ``custom_params`` has another value for a key or is no object, or a key is
-            misspelt.
+        SettingError: two places have different values for a key, ``custom_params`` is no object, or
+            a key is misspelt.
     """
     rest, keys = take_keys(sampling_params)
+    metadata = MetadataKeys()
+    if isinstance(rest.get(METADATA), MetadataKeys):  # any other is unknown: SGLang refuses it
+        metadata = rest.pop(METADATA)
     refuse_misspelt(rest)
     custom = rest.get("custom_params")
     if isinstance(custom, Mapping):
         rest["custom_params"], nested = take_keys(custom)
         refuse_misspelt(rest["custom_params"])
-        for name, value in nested.items():
-            if name in keys and _differ(keys[name], value):
-                expected = f"one value, but custom_params has {brief(value)}"
-                raise SettingError(name, expected, keys[name], "either")
-        keys = {**nested, **keys}
-    elif keys and custom is not None:
+        keys = _merged(keys, nested, "custom_params")
+    elif (keys or metadata) and custom is not None:
         raise SettingError("custom_params", "an object", custom, "leave it out, or an object")
-    return rest, keys
+    of_metadata = metadata.values_by_name()
+    return rest, Keys(_merged(keys, of_metadata, METADATA), of_metadata.keys() - keys.keys())
+
+
+def _merged(keys: dict[str, Any], others: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The keys of two places; ``place`` is that of the others."""
+    for name, value in others.items():
+        if name in keys and _differ(keys[name], value):
+            expected = f"one value, but {place}.{name} is {brief(value)}"
+            raise SettingError(name, expected, keys[name], "either")
+    return {**others, **keys}
 
 
 def _differ(value: object, other: object) -> bool:
@@ -72,7 +90,7 @@ def _differ(value: object, other: object) -> bool:
         return True
 
 
-def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+def checked_keys(manager: Any, sampling_params: Mapping[str, Any]) -> Keys:
     """Our keys of one request, validated for an API that answers before the tokenizer manager.
 
     Raises:

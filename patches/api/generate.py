@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.api.gate import check_ids, collect_keys, gate_of
+from sgl_skipkv.patches.api.metadata import Keys
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 #: whose places among the ids may be marked with any number
@@ -30,7 +31,8 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
     try:
-        split = [collect_keys(one) if isinstance(one, Mapping) else (one, {}) for one in entries]
+        none = Keys({})
+        split = [collect_keys(one) if isinstance(one, Mapping) else (one, none) for one in entries]
         rest = [without_keys for without_keys, _ in split]
         stripped = {**body, "sampling_params": rest if isinstance(params, list) else rest[0]}
         error = original(stripped if "sampling_params" in body else body)
@@ -43,9 +45,7 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
                 own = prompts[i : i + 1] if isinstance(params, list) else prompts
                 if not any(map(body.get, _MEDIA)):
                     check_ids(manager, keys, without_keys or {}, itertools.chain(*own))
-                settings = gate_of(manager).check(keys)
-                if settings is not None:
-                    settings.check_prompt(max(map(len, own), default=0))
+                gate_of(manager).check(keys, max(map(len, own), default=0))
     except ValueError as wrong:
         return str(wrong)
     return error

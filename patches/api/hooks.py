@@ -30,6 +30,12 @@ API_HOOKS: tuple[Hook, ...] = (
         "api.openai:add_completion_keys",
         "completions build their sampling parameters here",
     ),
+    around(
+        "entrypoints.openai.serving_responses.OpenAIServingResponses.create_responses(self, "
+        "request, raw_request=None)",
+        "api.openai:check_response_keys",
+        "a wrong key of a streamed response would fail after status 200",
+    ),
     replace(
         "entrypoints.anthropic.protocol.AnthropicMessagesRequest",
         "api.anthropic:AnthropicMessagesRequest",

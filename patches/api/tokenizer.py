@@ -31,9 +31,7 @@ def move_keys(
         obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:
         return
-    settings = gate.check(keys)
-    if settings is not None:
-        settings.check_prompt(len(input_ids or ()))
+    gate.check(keys, len(input_ids or ()))
     if keys:
         # As SGLang merges them: the request's custom_params replace the preferred ones.
         preferred = manager.preferred_sampling_params or {}

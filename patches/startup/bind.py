@@ -28,6 +28,7 @@ from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure
+from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -111,7 +112,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     kv_scales: Any = (None, None)
     try:
         check_server_defaults(config)
-        trace = TraceWriter(config.trace) if config.trace is not None else None
+        trace = TraceWriter(trace_path(config.trace)) if config.trace is not None else None
         side = model_side_of(runner)
         if not reasons and side is None and config.enabled:
             reasons.append("attention whose queries cannot be recorded (keys unlike values)")

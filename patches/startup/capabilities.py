@@ -175,12 +175,13 @@ _SETTINGS: Rows = (
     ),
     ("streaming sessions", _REUSED, "serving.enable_streaming_session"),
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
+    ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
 )
 #: name, why, path: settings that must be 1
 _COUNTS: Rows = (
     ("tensor parallel", "scores are not reduced over the ranks", "parallel.tp_size"),
     ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
-    ("data parallel", "the controller drops the schedulers' report", "parallel.dp_size"),
+    ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
     (
         "several tokenizer workers",
@@ -192,7 +193,6 @@ _COUNTS: Rows = (
 _SWITCHES: Rows = (
     ("hybrid / mamba", "state is tied to the number of tokens", "is_hybrid_ssm"),
     ("mixed chunk", "positions of decode rows come from row lengths", "is_mixed_chunk"),
-    ("DP attention", "decode batches become extend batches", "attn_dp_enabled"),
     ("HiCache", "rows are written through by logical length", "enable_hierarchical_cache"),
     ("LMCache", _STORED, "enable_lmcache"),
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
@@ -238,6 +238,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
     Capability("steering", "yes", "Llama, Qwen2 and Qwen3 types; checked when a vector is loaded"),
+    Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached"),

@@ -26,6 +26,11 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
         "the main process learns the state",
     ),
     after(
+        "managers.data_parallel_controller.DataParallelController.get_init_info(self)",
+        "startup.replicas:report_all",
+        "with --dp-size the schedulers' states end here",
+    ),
+    after(
         "entrypoints.engine.Engine._set_startup_time(tokenizer_manager, scheduler_init_result, "
         "startup_tic)",
         "startup.open_gate:open_gate",

@@ -23,7 +23,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     reasons = list(registry.problems())
     for info in init_result.scheduler_infos:
         report = info.get("skipkv")
-        missing = ["the scheduler did not report its state (data-parallel or another SGLang)"]
+        missing = ["the scheduler did not report its state (another SGLang)"]
         reasons += missing if report is None else report["reasons"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)

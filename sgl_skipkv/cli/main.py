@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sgl_skipkv.cli import report
+from sgl_skipkv.cli.endpoint import check_endpoint
 from sgl_skipkv.cli.files import read_json, read_lines
 from sgl_skipkv.cli.trace_view import show_trace
 from sgl_skipkv.config import ServerConfig, SettingError
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="versions, platform, hooks and supported SGLang features"
     )
     checks.set_defaults(run=doctor)
+    checks.add_argument(
+        "--url", help="ask this running server or router instead whether budgets arrive there"
+    )
+    checks.add_argument("--api-key", help="for --url, where the server asks for one")
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
     trace.set_defaults(run=show_trace)
     trace.add_argument("file", help="written by --skipkv-trace")
@@ -191,7 +196,12 @@ def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def doctor(arguments: argparse.Namespace, console: Console) -> int:
-    """Print versions, platform, hooks and the capability matrix; 0 if every hook applies."""
+    """Print versions, platform, hooks and the capability matrix; 0 if every hook applies.
+
+    With a URL: whether budgets arrive there.
+    """
+    if arguments.url is not None:
+        return check_endpoint(arguments.url, arguments.api_key, console)
     from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
 
     table = _table("versions", show_header=False)

@@ -87,7 +87,7 @@ SPECS: dict[str, Spec] = {
     "main": Spec(
         (
             *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
-            *("other_apis", "privacy", "entry_points", "oracle_reuse"),
+            *("other_apis", "privacy", "entry_points", "oracle_reuse", "metadata"),
         ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),
@@ -95,12 +95,22 @@ SPECS: dict[str, Spec] = {
     ),
     # The bundled model.
     "reasoner": Spec(
-        ("accuracy", "commands", "conversations", "reasoner", "serving"),
+        ("accuracy", "commands", "conversations", "reasoner", "replicas", "serving"),
         REASONER,
         ("--max-total-tokens", "40960", *ONE_BATCH),
     ),
     # As most people start one, without a flag of this package: buffers come with the first request.
     "no flags": Spec(("states",), "qwen2", options={"trace": False}),
+    # Two replicas with a default budget. They may share the one core of a small machine.
+    "replicas": Spec(
+        ("replicas",),
+        REASONER,
+        (
+            *("--dp-size", "2", "--enable-metrics"),
+            *("--kv-budget", "64", "--kv-policy", "streaming", "--kv-interval", "8"),
+        ),
+        options={"env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}},
+    ),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
         ("commands", "reasoner"),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.plugins import load_plugins
+from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import model_side
@@ -47,6 +49,29 @@ def test_a_setting_is_refused_unless_it_is_off(row: Any, monkeypatch: pytest.Mon
 def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
     for value in (False, True):
         assert isinstance(row.check(nested(row.check.attribute, value)), str) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"pp_size": 2}, "pipeline parallel (pp_size=2)"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "DP attention (attn_dp_enabled=True)"),
+        (
+            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "DP attention (attn_dp_enabled=True)",
+        ),
+        ({"tp_size": 2, "ep_size": 2}, "expert parallel (ep_size=2)"),
+        ({"dp_size": 2}, None),
+        ({}, None),
+    ],
+)
+def test_how_a_model_may_be_spread(arguments: dict[str, Any], reason: str | None) -> None:
+    """With SGLang's own arguments, resolved: known before pools exist, and refused by name."""
+    load_plugins()  # the platform that ``device="cpu"`` needs
+    device = {"device": "cpu", "attention_backend": "torch_native"}
+    with published_topology(role="scheduler", **device, **arguments):
+        missing = capabilities.missing_capabilities(None, settings_only=True)
+    assert reason in missing if reason is not None else missing == []
 
 
 def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:

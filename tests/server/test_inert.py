@@ -10,6 +10,8 @@ from fleet import Fleet
 from servers import Server, logprob_gap, output_logprobs
 from tiny_models import VOCAB_SIZE
 
+from sgl_skipkv.cli.main import main
+
 pytestmark = pytest.mark.server
 
 
@@ -23,6 +25,17 @@ def plain_server(fleet: Fleet) -> Iterator[Server]:
 def test_the_plain_server_has_no_plugin(plain_server: Server) -> None:
     assert "skipkv" not in plain_server.get("/server_info")
     assert "sgl_skipkv: " not in plain_server.log  # a checkout may have that name
+
+
+def test_doctor_finds_no_budget_there(
+    plain_server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "--url", plain_server.url]) == 1
+    printed = capsys.readouterr().out
+    # Where SGLang drops unknown names; /generate refuses them in SGLang's own words.
+    assert printed.count("dropped") == 8
+    assert "status 400" in printed and "budgets arrive nowhere" in printed
 
 
 def test_tokens_and_logprobs_are_the_same(server: Server, plain_server: Server) -> None:

@@ -19,6 +19,8 @@ from tiny_models import prompt_ids
 
 from sgl_skipkv import policy
 
+from sgl_skipkv.cli.main import main
+
 pytestmark = pytest.mark.server
 
 
@@ -45,7 +47,9 @@ def test_ready_without_a_flag(fleet: Fleet) -> None:
     fleet.stop("no flags")
 
 
-def test_unavailable_when_not_asked(fleet: Fleet) -> None:
+def test_unavailable_when_not_asked(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It starts and serves; a request with one of our keys gets 400 with the reason."""
     unavailable = fleet.ready("unavailable")
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
@@ -63,6 +67,11 @@ def test_unavailable_when_not_asked(fleet: Fleet) -> None:
     metrics = unavailable.get("/metrics").splitlines()
     state = [line for line in metrics if line.startswith("sglang:skipkv_state")]
     assert any('state="unavailable"' in line and line.endswith(" 1.0") for line in state)
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["doctor", "--url", unavailable.url]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("arrive, but the server cannot evict: page size 16") == 9
+    assert "budgets arrive nowhere" in printed
     unavailable.assert_clean()
 
 

@@ -1,0 +1,32 @@
+"""Data parallelism: ``--dp-size`` starts replicas, each a scheduler with a pool of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def report_all(result: dict[str, Any], controller: Any) -> None:
+    """AFTER ``DataParallelController.get_init_info``: pass on the states of all replicas.
+
+    A replica that reported none leaves it out of the result: the main process refuses every key.
+    """
+    with controller._scheduler_init_info_lock:
+        reports = [info.get("skipkv") for info in controller._scheduler_init_infos]
+    if reports and None not in reports:
+        reasons = [reason for report in reports for reason in report["reasons"]]
+        result["skipkv"] = {"reasons": list(dict.fromkeys(reasons))}
+
+
+def trace_path(name: str) -> str:
+    """The trace file of this scheduler: replica 1 of ``trace.jsonl`` writes ``trace.dp1.jsonl``.
+
+    The replica's number is the ``dp_rank`` of SGLang's metrics, which one replica alone lacks.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    replica = get_parallel().dp_rank
+    if replica is None:
+        return name
+    path = Path(name)
+    return str(path.with_name(f"{path.stem}.dp{replica}{path.suffix}"))
