@@ -18,7 +18,6 @@ from servers import HTTPFailure
 from tiny_models import prompt_ids
 
 from sgl_skipkv import policy
-
 from sgl_skipkv.cli.main import main
 
 pytestmark = pytest.mark.server
