@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quotas": default_tables.quotas,
     "sizes": default_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,
+    "parity": accuracy_tables.parity,
     "peer": accuracy_tables.peer,
     "conversation": conversation_tables.conversation,
     "conversation_first_token": conversation_tables.conversation_first_token,

@@ -206,6 +206,22 @@ def peer() -> str:
     return table(header, lines, found, "peer")
 
 
+def parity() -> str:
+    found = recorded("parity")
+    header = ["policy", "kvpress", "traces", "largest difference", "same kept sets"]
+    lines = [
+        [
+            f"`{row['policy']}`",
+            f"`{row['press']}`",
+            row["traces"],
+            row["largest_difference"],
+            f"{row['same_kept_sets']} of {row['traces']}",
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "parity")
+
+
 def similarity() -> str:
     found = recorded("similarity")
     header = ["pair of sentences", "pairs", "cosine, 1st percentile", "median", "99th"]

@@ -77,7 +77,11 @@ SERVED = {
     "--alphas 0.1 --gammas 0",
 }
 #: what cannot even start here, and why
-ELSEWHERE = {"accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress"}
+ELSEWHERE = {
+    "accuracy.parity": "compares with kvpress itself: no stand-in can have its scores",
+    "accuracy.parity_kvpress": "run by accuracy.parity in an environment that has kvpress",
+    "accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress",
+}
 #: reads the rows of the repository
 READERS = ("accuracy.figure", "conversation.figure", "report", "serving.figure", "steering.figure")
 #: stands in for kvpress: as many answers as there are jobs
