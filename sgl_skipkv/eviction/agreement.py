@@ -51,7 +51,8 @@ class Agreement:
     def note(self, selections: Sequence[Selection]) -> None:
         """Add the kept sets of a plan."""
         kept = torch.cat([one.kept for one in selections])
-        places = torch.arange(1, len(kept) + 1, device=kept.device).mul_(_STEP).bitwise_or_(1)
+        places = torch.arange(1, len(kept) + 1, device=kept.device).mul_(_STEP)
+        places = places.bitwise_xor(places >> 31).mul_(_TURN)  # else swaps could cancel out
         self.checksum = (self.checksum + (kept + 1).mul_(places).sum()) * _TURN
 
     def check(self) -> None:
