@@ -58,7 +58,7 @@ def _run(rank: int, sent: Any, size: int, store: Path, work: Work, args: Sequenc
     groups = [dist.new_group(backend="gloo", timeout=patience) for _ in range(2)]
     try:
         result = work(Ranks(*groups), *args)
-    except Exception as error:
+    except (RuntimeError, ValueError, AssertionError) as error:
         traceback.print_exc()
         result = error
     sent.send(result)
