@@ -61,6 +61,7 @@ def _tracked(
     tracked, _ = attempt(f"statistics of {policy.name}", lambda: policy.track(statistics, seen))
     if tracked is None:
         tracked, lost = statistics, torch.ones_like(lost)
+        _mark_lost(requests)
     return {name: values.masked_fill(lost, torch.nan) for name, values in tracked.items()}
 
 
@@ -86,9 +87,15 @@ def attention_of_ranks(
     if attention is None:
         shape = (max(steps), sum(map(_row_tokens, requests)))
         attention = torch.full(shape, torch.nan, device=recorder.device)
+        _mark_lost(requests)
     if not combine:
         return attention
     return ranks.maximum(attention) if over == "max" else ranks.mean(attention)
+
+
+def _mark_lost(requests: Sequence[Due]) -> None:
+    for due in requests:
+        due.state.kv.lost = True
 
 
 def _row_tokens(due: Due) -> int:

@@ -207,6 +207,8 @@ class Runtime:
     def _learn_failures(self, state: RequestState, arrived_tokens: int) -> None:
         """Whether a rank failed in the last compaction or measurement, if its copy has arrived:
         it came at this logical length or before it."""
+        if self._agreement is not None:
+            self._agreement.check()
         last, demand = state.kv.last, state.kv.demand
         if last is not None and last.logical_tokens <= arrived_tokens:
             read_back(state, self._trace)
@@ -256,8 +258,6 @@ class Runtime:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
             key_numbers = layers * cache.layer[0].numel()
         done = []
-        if self._agreement is not None:
-            self._agreement.check()
         sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self.ranks.size}
         alone = self.ranks.size == 1
         for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
@@ -404,6 +404,8 @@ class Runtime:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
         read_back(state, self._trace)
         last, tokens = state.kv.last, left.tokens
+        if self.ranks.any(state.kv.lost):
+            return None
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
             return None
         state.sentences.feed(tokens[state.prompt.uncounted_tokens :])

@@ -60,7 +60,7 @@ class Ranks:
         found = part.new_empty(self.size, *part.shape)
         if part.numel():
             try:
-                dist.all_gather_into_tensor(
+                dist.all_gather_single(
                     found.view(-1), part.contiguous().view(-1), group=self._group
                 )
             except RuntimeError as error:
@@ -97,18 +97,17 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        left = self._promised = deque(sizes)
+        left, completed = deque(sizes), False
+        self._promised = left
         try:
             yield
-            if left:
-                raise RanksError(f"gathers as promised: {list(left)} are missing")
-        except RanksError:
-            raise
-        except Exception:
-            self._send_nan(left, device)
-            raise
+            completed = True
         finally:
+            if not completed:
+                self._send_nan(left, device)
             self._promised = None
+        if left:
+            raise RanksError(f"gathers as promised: {list(left)} are missing")
 
     def _send_nan(self, left: deque[int], device: torch.device) -> None:
         try:

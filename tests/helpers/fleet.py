@@ -166,7 +166,7 @@ SPECS: dict[str, Spec] = {
     # Two ranks, the last one with faults that requests ask for, and a retraction now and then.
     "ranks": Spec(
         ("tensor_parallel",),
-        REASONER,
+        "llama",
         ("--tp-size", "2", *ONE_BATCH),
         {**CHECKED, "check_agreement": True},
         {
@@ -176,6 +176,7 @@ SPECS: dict[str, Spec] = {
                 "SGLANG_TEST_RETRACT_INTERVAL": "30",
             }
         },
+        steering_layer=1,
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.

@@ -1,7 +1,7 @@
 """Two ranks, started by ``--tp-size 2`` alone: they keep the same tokens, and fail together.
 
-The bundled model. The server compares the ranks' kept sets itself and would end; here their traces
-are compared as well. ``tests/load/ranks.py`` does the same at length, and against one rank.
+The server compares the ranks' kept sets itself and would end; here their traces are compared as
+well. ``tests/load/ranks.py`` does the same at length, with more models, and against one rank.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import REASONER, Fleet
-from oracle import MaskingOracle
+from fleet import Fleet, addition
 from rank_plants import FAILS_ALWAYS, FAILS_ONCE, trace_of
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids
+from turns import LOGPROB_TOLERANCE, Turn
 
 from sgl_skipkv.policy import names
 
 pytestmark = pytest.mark.server
 
-LOGPROB_TOLERANCE = 2e-3
 TOKENS = 120
 POLICIES = [name for name in names() if name != "full"]
 COVERING = ("skipkv", "tova")
+STEERED = ("streaming", "skipkv+")
 
 
-def call(rid: str, policy: str, interval: int = 16, **parameters: Any) -> dict[str, Any]:
+def call(rid: str, policy: str, interval: int = 16, **more: Any) -> dict[str, Any]:
+    parameters = {"interval": interval, "delimiters": "any-newline", **more.pop("kv_params", {})}
     return {
         "rid": rid,
         "input_ids": prompt_ids(policy, 50),
         "tokens": TOKENS,
         "kv_budget": 40,
         "kv_policy": policy,
-        "kv_params": {"interval": interval, **parameters},
+        "kv_params": parameters,
+        **more,
     }
 
 
@@ -51,7 +53,8 @@ def server(fleet: Fleet) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def answers(server: Server) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     calls = [call(f"all-{name}", name) for name in POLICIES]
-    calls += [call(f"covering-{name}", name, coverage=0.8) for name in COVERING]
+    calls += [call(f"covers-{name}", name, kv_params={"coverage": 0.8}) for name in COVERING]
+    calls += [call(f"steered-{name}", name, steering=1.0) for name in STEERED]
     return list(zip(calls, server.generate_all(calls), strict=True))
 
 
@@ -60,11 +63,13 @@ def traced(server: Server, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers) -> None:
-    judge = MaskingOracle(REASONER).judge
+def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers, oracle) -> None:
     for asked, answer in answers:
         events = server.events(asked["rid"])
-        verdict = judge(asked["input_ids"], answer["output_ids"], events)
+        ids = answer["output_ids"]
+        verdict = oracle("llama").judge(
+            asked["input_ids"], ids, events, addition("ranks", asked, ids)
+        )
         assert verdict.wrong == [], asked["rid"]
         assert logprob_gap(answer, verdict.logprobs.tolist()) <= LOGPROB_TOLERANCE, asked["rid"]
         assert answer["meta_info"]["skipkv"]["compactions"] >= 4, asked["rid"]
@@ -76,6 +81,22 @@ def test_the_traces_of_both_ranks_are_equal(server, answers) -> None:
     assert first == second
     assert sum(event["event"] == "compact" for event in first) >= 80
     assert sum(event["event"] == "restore" for event in first) >= 3
+
+
+@pytest.mark.parametrize("mode", ["keep", "budget"])
+def test_a_conversation_goes_on(server, oracle, mode: str) -> None:
+    first: Turn | None = None
+    for number in range(3):
+        text = prompt_ids(f"{mode} {number}", 40)
+        asked = call(f"{mode}-{number}", "rkv", kv_reuse=mode)
+        asked["input_ids"] = text if first is None else [*first.tokens, *text]
+        answer = server.generate(**asked)
+        before = () if first is None else (first,)
+        turn = Turn(asked["input_ids"], answer, before, server.events(asked["rid"]))
+        gap = turn.judge(oracle("llama"))
+        assert gap is not None and gap <= LOGPROB_TOLERANCE
+        assert first is None or turn.info["reused_tokens"] > 0
+        first = turn
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "distinct", "raas", "h2o"])

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from device_ops import NoHostRead
+from kernels_on_cpu import on_triton
 from rank_world import on_ranks
-from synthetic import Call, SyntheticServer, unlike
+from synthetic import Call, SyntheticServer, decode_until_due, unlike
 
 from sgl_skipkv.eviction import in_parts, planner, replay, runtime, scoring
 from sgl_skipkv.eviction.agreement import Agreement, DisagreementError
@@ -25,21 +27,23 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     **{name: {"tau": 0.2} for name in ("skipkv", "skipkv+")},
     **{"tova": {"coverage": 0.8}, "h2o": {"coverage": 0.8}},
 }
-STEPS = 90
+SMALL: dict[str, Any] = {
+    **{"retraction_backup_bytes": 1 << 16, "kv_reuse_bytes": 1 << 16},
+    **{"max_sentences": 40, "check_agreement": True},
+}
 Plant = Callable[[Ranks], None]
 
 
 def lives(
-    ranks: Ranks, policies: Sequence[str], plant: Plant | None = None
+    ranks: Ranks, policies: Sequence[str], plant: Plant | None = None, *, steps: int = 90
 ) -> dict[str, tuple[list[list[int]], str | None]]:
     """Of a request of each policy, side by side: its kept sets and its failure."""
     if plant is not None:
         plant(ranks)
-    count, memory = len(policies), {"retraction_backup_bytes": 1 << 16, "kv_reuse_bytes": 1 << 16}
-    config = {"max_sentences": 40, "check_agreement": True, **memory}
-    server = SyntheticServer(rows=count, slots=count, pool_tokens=4000, ranks=ranks, **config)
+    count = len(policies)
+    server = SyntheticServer(rows=count, slots=count, pool_tokens=4000, ranks=ranks, **SMALL)
     calls = unlike(server, [(name, PARAMETERS.get(name, {})) for name in policies])
-    for _ in range(STEPS):
+    for _ in range(steps):
         running = [call for call in calls if call.state.failure is None]
         server.decode(*running)
     return {name: _told(call) for name, call in zip(policies, calls, strict=True)}
@@ -69,6 +73,36 @@ def test_blocks_of_values_change_nothing(block: int, alone) -> None:
     assert on_ranks(2, lives, ["distinct"], small)[1] == on_ranks(2, lives, ["distinct"])[0]
 
 
+def _watched(ranks: Ranks, policies: Sequence[str]) -> int:
+    """Compactions in which nothing that waits for a device was started."""
+    server = SyntheticServer(rows=1, slots=1, ranks=ranks, check_ledger=False, **SMALL)
+    for name in policies:
+        (call,) = unlike(server, [(name, PARAMETERS.get(name, {}))])
+        for _ in range(2):
+            decode_until_due(server, [call])
+            with NoHostRead():
+                done = server.runtime.compact([server.due(call)], server.req_to_token)
+            server.book(done, [call])
+        server.finish(call)
+    return len(policies)
+
+
+def test_no_operation_of_a_compaction_reads_the_device() -> None:
+    assert on_ranks(2, _watched, SCORED) == [len(SCORED)] * 2
+
+
+def _by_kernels(ranks: Ranks, policies: Sequence[str]) -> Any:
+    with on_triton():
+        return lives(ranks, policies, steps=70)
+
+
+def test_kernels_score_each_rank_s_heads() -> None:
+    policies = ["skipkv", "vase", "raas", "distinct"]
+    first, second = on_ranks(2, _by_kernels, policies)
+    assert first == second == _by_kernels(ONE_RANK, policies)
+    assert all(kept and failure is None for kept, failure in first.values())
+
+
 # --- a rank that fails ---------------------------------------------------------------------------
 
 
@@ -92,7 +126,7 @@ def test_a_rank_that_cannot_score_ends_the_request_on_all(name: str, once: bool,
         if ranks.index == 1:
             failing(policy_class(name), "scores_together", once=once)
 
-    others = [other for other in ("skipkv", "vase", "distinct", "raas") if other != name]
+    others = [other for other in ("tova", "vase", "distinct", "raas") if other != name]
     first, second = on_ranks(2, lives, [name, *others], plant)
     assert first == second
     assert "not finite" in str(first[name][1])
