@@ -3,8 +3,8 @@
 The nearest later value is the nearest one of all ranks' heads together: squared distances add up
 over ranks, their minimum does not. So the products of every pair of values are gathered, a block of
 rows at a time, for all requests. The values themselves would be more bytes: for the 18 middle
-layers of an 8B model and 4 KV heads per rank in half precision, as soon as the tokens are fewer
-than 9,216.
+layers of an 8B model and 4 KV heads per rank in half precision, as long as the tokens are fewer
+than 8,704.
 
 Plain torch on every device: operations grow with the compared layers. A block bounds the memory.
 """
