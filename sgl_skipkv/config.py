@@ -117,6 +117,8 @@ class ServerConfig(Settings):
     compaction_work_bytes: MemoryBytes = 96 << 20
     check_ledger: bool = False  # verify kept + freed = old at compactions; waits for the device
     poison_evicted: bool = False  # fill the KV of evicted slots with NaN, to expose wrong reads
+    # Compare the kept sets of all ranks (tensor parallelism); ends the server if they differ.
+    check_agreement: bool = False
     required: bool = False  # true: refuse to start unless eviction is ready
 
     @model_validator(mode="after")

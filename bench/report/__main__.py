@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and six files in docs/ between their markers
+python -m bench.report            # rewrite README.md and seven files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -20,6 +20,7 @@ from bench.report import (
     family_tables,
     goal_table,
     policy_tables,
+    rank_tables,
     steering_tables,
     system_tables,
 )
@@ -29,6 +30,7 @@ DOCUMENTS = (
     README,
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
+    ROOT / "docs" / "distributed.md",
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -71,6 +73,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
     "launches": system_tables.launches,
+    "ranks": rank_tables.ranks,
+    "rank_runs": rank_tables.rank_runs,
+    "rank_costs": rank_tables.rank_costs,
     "serve_latency": system_tables.serve_latency,
     "serve_pressure": system_tables.serve_pressure,
     "compaction_cost": system_tables.compaction_cost,

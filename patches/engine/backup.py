@@ -18,11 +18,13 @@ The CPU never reads or writes the copies.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
@@ -49,7 +51,14 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
-    runtime.back_up(state, (buffer[slots] for buffer in buffers), recorded_tokens)
+    copy = partial(runtime.back_up, state, (buffer[slots] for buffer in buffers), recorded_tokens)
+    if runtime.ranks.size == 1:
+        copy()
+        return
+    _, error = attempt(f"backup of kv_budget request {req.rid}", copy)
+    if runtime.ranks.any(error is not None):
+        state.offloaded.backup = None
+        state.failure = error or "another rank could not back it up; see the server's log"
 
 
 def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
 from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.state import RequestState
 
 KVScale = Callable[[int], float]
@@ -45,6 +46,10 @@ class Binding:
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
     without_reuse: tuple[str, ...] = ()
     refused_policies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Ranks:
+        return ONE_RANK if self.runtime is None else self.runtime.ranks
 
 
 def binding_of(holder: Any) -> Binding | None:

@@ -40,6 +40,10 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
         return
     opened = partial(_open, req, binding, recv_req, keys, rest)
     _, error = attempt(f"kv_budget request {req.rid}", opened)
+    refused = error is not None or req.to_finish is not None
+    if binding.ranks.any(refused) and not refused:
+        error = "another rank could not open it; see the server's log"
+        req.skipkv = None
     if error is not None:
         req.set_finish_with_abort(
             f"kv_budget request {req.rid}: {error}",

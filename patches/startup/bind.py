@@ -28,7 +28,9 @@ from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure
+from sgl_skipkv.patches.startup.parallel import is_first_rank, open_ranks, reasons_of_ranks
 from sgl_skipkv.patches.startup.replicas import trace_path
+from sgl_skipkv.policy.ranks import ONE_RANK
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -107,12 +109,18 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             reasons += without_reuse
         if config.kv_params.get("drop_thoughts") and thoughts is None:
             reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
-    runtime = capture = None
+    trace = None
+    try:
+        check_server_defaults(config)
+        if config.trace is not None and is_first_rank():
+            trace = TraceWriter(trace_path(config.trace))
+    except SettingError as error:
+        reasons.append(str(error))
+    reasons = reasons_of_ranks(reasons)
+    ranks, runtime, capture = ONE_RANK, None, None
     refused_policies: dict[str, str] = {}
     kv_scales: Any = (None, None)
     try:
-        check_server_defaults(config)
-        trace = TraceWriter(trace_path(config.trace)) if config.trace is not None else None
         side = model_side_of(runner)
         if not reasons and side is None and config.enabled:
             reasons.append("attention whose queries cannot be recorded (keys unlike values)")
@@ -120,7 +128,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if side is None:
                 side = build_model_side(config, scheduler)
                 side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
-            centres, reach, refused_policies = measure(scheduler, side, config)
+            ranks = open_ranks(side.recorder.device)
+            centres, reach, refused_policies = measure(scheduler, side, config, ranks)
             if (why := refused_policies.get(config.kv_policy)) is not None:
                 reasons.append(f"kv_policy {config.kv_policy}: {why}")
             buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
@@ -135,9 +144,10 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 thoughts=thoughts,
                 centres=centres,
                 reach=reach,
+                ranks=ranks,
             )
             capture, kv_scales = side.capture, kv_scales_of(runner)
-    except (SettingError, torch.OutOfMemoryError) as error:
+    except (SettingError, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.enabled)
     # SMG's gRPC servicer starts no ``Engine`` that would receive this report and refuse to start.
@@ -145,7 +155,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     has_no_gate = any(getattr(scheduler.server_args, mode, False) for mode in modes)
     if readiness.state == "refused" and has_no_gate:
         raise SystemExit(readiness.message())
-    collector = scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None
+    counts = scheduler.metrics_reporter.enable_metrics and ranks.index == 0
+    collector = scheduler.metrics_collector if counts else None
     metrics = Metrics(collector, readiness)
     binding = Binding(
         *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),

@@ -15,6 +15,7 @@ import torch
 
 from sgl_skipkv.kernels.on_device import KEY_NAMES
 from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
+from sgl_skipkv.patches.startup.flags import config_of
 
 Check = Callable[[Any], str | None]
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -117,6 +118,18 @@ def _graphs(scheduler: Any) -> str | None:
     )
 
 
+def _tensor_parallel(scheduler: Any) -> str | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    size = get_parallel().tp_size
+    if size == 1 or config_of(scheduler.server_args).enabled:
+        return None
+    return (
+        f"tensor parallel (tp_size={size}), whose memory is taken at start, where eviction was not "
+        "enabled (any sgl_skipkv flag enables it, such as --kv-policy skipkv)"
+    )
+
+
 @dataclass(frozen=True)
 class Setting:
     """A check on one resolved setting: its path in SGLang's runtime context, and its off values."""
@@ -179,7 +192,6 @@ _SETTINGS: Rows = (
 )
 #: name, why, path: settings that must be 1
 _COUNTS: Rows = (
-    ("tensor parallel", "scores are not reduced over the ranks", "parallel.tp_size"),
     ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
     ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
@@ -237,6 +249,12 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
+    Capability(
+        "tensor parallel",
+        "yes",
+        "ranks combine their scores if eviction is enabled at start",
+        _tensor_parallel,
+    ),
     Capability("steering", "yes", "Llama, Qwen2 and Qwen3 types; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),

@@ -22,6 +22,7 @@ from sgl_skipkv.policy.query_centres import (
     Rotation,
     means,
 )
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recording
 
 #: of a table in half precision against the formula
@@ -38,7 +39,7 @@ class Measurements(NamedTuple):
     Attributes:
         centres: of its queries, and their rotation; None where it does not follow from the
             position.
-        reach: float32 [layers, Hkv], how far its heads look.
+        reach: float32 [layers, Hkv of all ranks], how far its heads look.
         refused: policies that need centres where there are none: name -> why.
     """
 
@@ -47,7 +48,9 @@ class Measurements(NamedTuple):
     refused: dict[str, str]
 
 
-def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measurements:
+def measure(
+    scheduler: Any, side: ModelSide, config: ServerConfig, ranks: Ranks = ONE_RANK
+) -> Measurements:
     """Prefill a text once and look at what every head asks, and how far it looks.
 
     Runs when pools and model exist and no request has come: all memory is free, and is again.
@@ -74,7 +77,7 @@ def measure(scheduler: Any, side: ModelSide, config: ServerConfig) -> Measuremen
     centres, reach = _seen(scheduler, side, rotation, ids)
     return Measurements(
         None if rotation is None else QueryCentres.of_means(rotation, centres),
-        torch.stack(reach),
+        torch.cat(ranks.gathered(torch.stack(reach)).unbind(), dim=1),
         refused,
     )
 

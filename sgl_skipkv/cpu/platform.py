@@ -9,6 +9,7 @@ machine. It is meant for tests and demos and is slow.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -36,6 +37,15 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # SGLang gives each process a NUMA node of its own, and most machines have one. It only
+        # splits this by "|": with our number of threads, no process is bound to a core.
+        processes = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        if processes > 1:
+            cores = range(os.cpu_count() or 1)
+            bound = (str(cores[i % len(cores)]) for i in range(processes))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -18,25 +18,32 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.replay import replayed_attention
+from sgl_skipkv.eviction.replay import attention_of_ranks
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, started_copy
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
-from sgl_skipkv.request.demand import Demand
+from sgl_skipkv.request.demand import UNKNOWN, Demand
 
 #: of one query's attention; whole numbers add up to the same in any order, so in any batch
 _UNITS = 2**32
 
 
-def measure(requests: Sequence[Due], recorder: Recorder, *, scale: float) -> None:
-    """Set the requests' demands, which the CPU reads at their next compaction."""
+def measure(
+    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
+) -> None:
+    """Set the requests' demands, which the CPU reads at their next compaction. If one of several
+    ranks fails, they are ``UNKNOWN`` on all of them."""
     params = [one.state.settings.policy.params for one in requests]
-    attention = replayed_attention(requests, [one.window for one in params], recorder, scale)
+    steps = [one.window for one in params]
+    attention = attention_of_ranks(requests, steps, recorder, scale, "mean", ranks)
     pinned = [
         one.state.prompt_row_tokens if own.protect_prompt else 0
         for one, own in zip(requests, params, strict=True)
     ]
     row_tokens = [one.row_tokens for one in requests]
     needed = needed_tokens(attention, row_tokens, pinned, [one.coverage for one in params])
+    if ranks.size > 1:
+        needed = needed.masked_fill(attention.isnan().any(), UNKNOWN)
     counts, copied = started_copy(needed)
     for one, count in zip(requests, counts.unbind(), strict=True):
         one.state.kv.demand = Demand(one.logical_tokens, count, copied)

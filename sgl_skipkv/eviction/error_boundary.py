@@ -3,7 +3,7 @@
 An exception that leaves a hook ends the scheduler, and with it every running request. Before a row
 is rewritten, an error of the plugin affects one request: it ends with 500, and the log has the
 traceback. After that nothing is caught, because a half-written row must not be served. Errors that
-show corrupted memory or a failed device are never caught.
+show corrupted memory, a failed device or ranks that cannot act as one are never caught.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from sgl_skipkv.eviction.page_table import LedgerError
+from sgl_skipkv.policy.ranks import RanksError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,7 +32,9 @@ def is_fatal(error: Exception) -> bool:
     message = str(error).partition("\n")[0]
     of_driver = type(error) is RuntimeError and message.startswith(_DRIVER_ERRORS)
     of_device = of_driver or isinstance(error, torch.AcceleratorError)
-    return isinstance(error, LedgerError) or (of_device and not message.endswith("out of memory"))
+    return isinstance(error, LedgerError | RanksError) or (
+        of_device and not message.endswith("out of memory")
+    )
 
 
 def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -17,11 +17,19 @@ T = TypeVar("T")
 Work = Callable[[Sequence[Due]], T]
 
 
-def in_parts(due: Sequence[Due], work: Work[T], work_bytes: int, **sizes: int) -> Iterator[T]:
+def in_parts(
+    due: Sequence[Due], work: Work[T], work_bytes: int, *, alone: bool = True, **sizes: int
+) -> Iterator[T]:
     """``work`` on the requests, part after part, each when it is asked for. Limit and sizes are
-    those of ``split_to_fit``."""
+    those of ``split_to_fit``.
+
+    Args:
+        alone: whether this process may try again what failed. One of several ranks may not:
+            ``work`` itself tells the others, and what it raises ends the server.
+    """
     for part in split_to_fit([one.row_tokens for one in due], work_bytes, **sizes):
-        yield from attempted([due[i] for i in part], work)
+        chosen = [due[i] for i in part]
+        yield from attempted(chosen, work) if alone else [work(chosen)]
 
 
 def attempted(due: Sequence[Due], work: Work[T]) -> Iterator[T]:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Plan, TableEntries
-from sgl_skipkv.eviction.due import Due, by_policy
+from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.replay import replay_steps
+from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
 from sgl_skipkv.policy.query_centres import QueryCentres
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
 
@@ -31,6 +35,8 @@ class Planner:
         scale: of the model's attention, usually 1 / sqrt(d).
         centres: of its queries; None: no policy may need them.
         reach: of its heads; None: no policy may need it.
+        ranks: that plan together.
+        agreement: of their kept sets; None: it is not checked.
     """
 
     def __init__(
@@ -40,9 +46,11 @@ class Planner:
         scale: float,
         centres: QueryCentres | None = None,
         reach: Tensor | None = None,
+        ranks: Ranks = ONE_RANK,
+        agreement: Agreement | None = None,
     ) -> None:
         self._recorder, self._scale, self._centres = recorder, scale, centres
-        self._reach = reach
+        self._reach, self._ranks, self._agreement = reach, ranks, agreement
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
@@ -50,21 +58,20 @@ class Planner:
         for one in due:
             one.state.sentences.feed(one.generated_ids)
         followed = [one for one in due if one.state.settings.policy.needs_attention]
-        replay_steps(followed, self._recorder, scale=self._scale)
-        tables = [self._table(one.state) for one in due]
-        policies = [one.state.settings.policy for one in due]
-        scored = zip(policies, self._score_inputs(due, tables), strict=True)
-        inputs = add_token_scores(list(scored))
-        scores: dict[int, Tensor] = {}
-        for chosen in by_policy(due):
-            together = policies[chosen[0]].scores_together([inputs[i] for i in chosen])
-            scores.update(zip(chosen, together, strict=True))
+        replay_steps(followed, self._recorder, scale=self._scale, ranks=self._ranks)
+        tables, positions = [self._table(one.state) for one in due], self._positions(due)
+        score_inputs = partial(self._score_inputs, due, positions, tables)
+        if self._ranks.size == 1:
+            scores = scores_of(due, score_inputs())
+        else:
+            scores = scores_of_ranks(due, score_inputs, self._ranks, self._agreement)
         selections, finite = select_together(
-            [scores[i] for i in range(len(due))],
+            scores,
             [_protected(one.state, one.row_tokens) for one in due],
             [one.state.keep_tokens(one.row_tokens) for one in due],
         )
-        positions = [seen.positions for seen in inputs]
+        if self._agreement is not None:
+            self._agreement.note(selections)
         parts = zip(due, selections, positions, finite.unbind(), tables, strict=True)
         return [_plan(*part) for part in parts]
 
@@ -79,13 +86,18 @@ class Planner:
         return _plan(due, selection, positions, finite, self._table(due.state))
 
     def _score_inputs(
-        self, due: Sequence[Due], tables: Sequence[TableEntries | None]
+        self,
+        due: Sequence[Due],
+        positions: Sequence[Tensor],
+        tables: Sequence[TableEntries | None],
     ) -> list[ScoreInput]:
         found = self._compared(due, tables) | self._spans(due)
-        return [
-            self._score_input(one, positions, found.get(i))
-            for i, (one, positions) in enumerate(zip(due, self._positions(due), strict=True))
+        inputs = [
+            self._score_input(one, own, found.get(i))
+            for i, (one, own) in enumerate(zip(due, positions, strict=True))
         ]
+        policies = [one.state.settings.policy for one in due]
+        return add_token_scores(list(zip(policies, inputs, strict=True)))
 
     def _compared(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]
@@ -157,6 +169,7 @@ class Planner:
             values=due.values if policy.needs_values else None,
             statistics=state.kv.statistics,
             location=location,
+            ranks=self._ranks,
         )
 
     def _table(self, state: RequestState) -> TableEntries | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -15,31 +16,90 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.eviction.due import Due, by_policy
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import AttentionOver, Policy, Steps
 from sgl_skipkv.policy.batched_scores import paged_at
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 
 
-def replay_steps(requests: Sequence[Due], recorder: Recorder, *, scale: float) -> None:
+def replay_steps(
+    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
+) -> None:
     """Bring the requests' statistics up to date; those with the same policy share the launches.
 
     What a request gets does not depend on the others. If this raises, each request's statistics are
-    either as they were or up to date, so every request may be tried again.
+    either as they were or up to date, so every request may be tried again. One of several ranks
+    that fails goes on with statistics of NaN, which end the requests on all ranks.
     """
     behind = [due for due in requests if due.logical_tokens > due.state.kv.tracked_tokens]
     for chosen in by_policy(behind):
         together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
-        steps = [len(_steps(due)) for due in together]
-        attention = replayed_attention(together, steps, recorder, scale, policy.attention_over)
-        seen = Steps(attention, _step_positions(together, recorder.device), lengths)
-        tracked = policy.track(_statistics(policy, together, recorder.device), seen)
+        tracked = _tracked(policy, together, recorder, scale, ranks)
         parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
         for i, due in enumerate(together):
             due.state.kv.statistics = {name: values[i] for name, values in parts.items()}
             due.state.kv.tracked_tokens = due.logical_tokens
+
+
+def _tracked(
+    policy: Policy, requests: Sequence[Due], recorder: Recorder, scale: float, ranks: Ranks
+) -> dict[str, Tensor]:
+    """name -> [tokens of all requests], statistics of requests of one policy after their steps."""
+    steps = [len(_steps(due)) for due in requests]
+    over, combine = policy.attention_over, policy.tracks_all_heads
+    attention = attention_of_ranks(requests, steps, recorder, scale, over, ranks, combine=combine)
+    positions, lengths = _step_positions(requests, recorder.device), [*map(_row_tokens, requests)]
+    seen = Steps(attention, positions, lengths)
+    statistics = _statistics(policy, requests, recorder.device)
+    if ranks.size == 1:
+        return policy.track(statistics, seen)
+    lost = attention.isnan().any(dim=0)
+    tracked, _ = attempt(f"statistics of {policy.name}", lambda: policy.track(statistics, seen))
+    if tracked is None:
+        tracked, lost = statistics, torch.ones_like(lost)
+        _mark_lost(requests)
+    return {name: values.masked_fill(lost, torch.nan) for name, values in tracked.items()}
+
+
+def attention_of_ranks(
+    requests: Sequence[Due],
+    steps: Sequence[int],
+    recorder: Recorder,
+    scale: float,
+    over: AttentionOver,
+    ranks: Ranks,
+    *,
+    combine: bool = True,
+) -> Tensor:
+    """As ``replayed_attention``, over the heads of all ranks; NaN if one of them failed.
+
+    Args:
+        combine: false: over this rank's heads.
+    """
+    work = partial(replayed_attention, requests, steps, recorder, scale, over)
+    if ranks.size == 1:
+        return work()
+    attention, _ = attempt(f"attention of {len(requests)} requests", work)
+    if attention is None:
+        shape = (max(steps), sum(map(_row_tokens, requests)))
+        attention = torch.full(shape, torch.nan, device=recorder.device)
+        _mark_lost(requests)
+    if not combine:
+        return attention
+    return ranks.maximum(attention) if over == "max" else ranks.mean(attention)
+
+
+def _mark_lost(requests: Sequence[Due]) -> None:
+    for due in requests:
+        due.state.kv.lost = True
+
+
+def _row_tokens(due: Due) -> int:
+    return due.row_tokens
 
 
 def kept_statistics(

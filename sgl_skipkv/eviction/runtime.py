@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.coverage import measure
 from sgl_skipkv.eviction.due import Due
@@ -26,8 +27,10 @@ from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.query_centres import QueryCentres
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
+from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, Prompt, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise
@@ -49,6 +52,7 @@ class Runtime:
         thoughts: the tokens around thoughts; None: ``</think>`` is not one token.
         backs_up: whether requests are backed up at all in this moment.
         open_requests: that hold a row of the page table; 0 when the server is idle.
+        ranks: of the server; this is the runtime of one of them.
     """
 
     def __init__(
@@ -64,14 +68,24 @@ class Runtime:
         thoughts: ThoughtTokens | None = None,
         centres: QueryCentres | None = None,
         reach: Tensor | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.recorder = recorder
         self.steerer = steerer
         self.thoughts = thoughts
         self.pool_tokens = pool_tokens
         self._trace = trace
-        self.planner = Planner(recorder, scale=scale, centres=centres, reach=reach)
+        checked = config.check_agreement and ranks.size > 1
+        self._agreement = Agreement(recorder.device) if checked else None
+        self.planner = Planner(
+            recorder,
+            scale=scale,
+            centres=centres,
+            reach=reach,
+            ranks=ranks,
+            agreement=self._agreement,
+        )
         self._scale, self._work_bytes = scale, config.compaction_work_bytes
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
@@ -79,6 +93,19 @@ class Runtime:
         self._kv_token_bytes = kv_token_bytes
         self.backs_up = True
         self.opened_requests = self.open_requests = 0
+        if ranks.size > 1:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Take all memory at start: ranks that find none later would part.
+
+        Raises:
+            torch.OutOfMemoryError: no device memory for recording.
+            MemoryError: no host memory for copies.
+        """
+        self.recorder.reserve()
+        self.host_memory.reserve()
+        self.histories.memory.reserve()
 
     def open(self, rid: str, settings: RequestSettings, prompt_ids: Sequence[int]) -> RequestState:
         """Create the state of a request that arrives: it has no row, no KV slot, no track yet.
@@ -174,6 +201,20 @@ class Runtime:
         report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
         report.budgeted_token_steps += budgeted_tokens  # for the mean
         report.observed_steps += 1
+        if self.ranks.size > 1:
+            self._learn_failures(state, row_tokens + state.kv.evicted_tokens - AHEAD_TOKENS)
+
+    def _learn_failures(self, state: RequestState, arrived_tokens: int) -> None:
+        """Whether a rank failed in the last compaction or measurement, if its copy has arrived:
+        it came at this logical length or before it."""
+        if self._agreement is not None:
+            self._agreement.check()
+        last, demand = state.kv.last, state.kv.demand
+        if last is not None and last.logical_tokens <= arrived_tokens:
+            read_back(state, self._trace)
+        if demand is not None and demand.logical_tokens <= arrived_tokens:
+            if demand.measured_row_tokens == UNKNOWN:
+                state.failure = "a rank failed to measure its coverage; see the server's log"
 
     def due(self, state: RequestState, row_tokens: int) -> bool:
         """Whether the request has grown ``interval`` past its budget."""
@@ -200,8 +241,9 @@ class Runtime:
         self._replay(measure, due)
 
     def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
-        replay = partial(work, recorder=self.recorder, scale=self._scale)
-        list(in_parts(due, replay, self._work_bytes, steps=self.config.query_window))
+        replay = partial(work, recorder=self.recorder, scale=self._scale, ranks=self.ranks)
+        alone, steps = self.ranks.size == 1, self.config.query_window
+        list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
     def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
@@ -216,8 +258,9 @@ class Runtime:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
             key_numbers = layers * cache.layer[0].numel()
         done = []
-        sizes = {"heads": heads, "key_numbers": key_numbers}
-        for compaction in in_parts(due, prepare, self._work_bytes, **sizes):
+        sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self.ranks.size}
+        alone = self.ranks.size == 1
+        for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
             compaction.apply()
             done.append(compaction)
         return done
@@ -328,7 +371,7 @@ class Runtime:
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
         prepared = next(attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
-        if prepared is None:
+        if self.ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared
         compaction.apply()
@@ -361,6 +404,8 @@ class Runtime:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
         read_back(state, self._trace)
         last, tokens = state.kv.last, left.tokens
+        if self.ranks.any(state.kv.lost):
+            return None
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
             return None
         state.sentences.feed(tokens[state.prompt.uncounted_tokens :])

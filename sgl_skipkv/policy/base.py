@@ -19,6 +19,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError, Settings
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.policy.query_centres import QueryCentres
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 
 
 def _odd(tokens: int) -> int:
@@ -212,8 +213,8 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
-        reach: float32 [layers, Hkv], how far the model's heads look (``head_reach.py``); None for
-            policies that did not ask for it.
+        reach: float32 [layers, Hkv of all ranks], how far the model's heads look
+            (``head_reach.py``); None for policies that did not ask for it.
         values: layer -> float [n, Hkv, d], the cached values of that layer; None for policies that
             did not ask for them.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
@@ -221,6 +222,7 @@ class ScoreInput:
         importance, redundancy: what kernels found for this request already (``batched_scores.py``):
             float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
             ``key_redundancy``. None: the policy computes them itself.
+        ranks: all heads but this rank's are on the others.
     """
 
     positions: Tensor
@@ -240,6 +242,7 @@ class ScoreInput:
     location: KeyLocation | None = None
     importance: Tensor | None = None
     redundancy: Tensor | None = None
+    ranks: Ranks = ONE_RANK
 
     def mean_over_layers(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """float32, of what ``score`` makes of each layer's (queries, keys)."""
@@ -294,6 +297,11 @@ class Policy:
     attention_over: ClassVar[AttentionOver] = "mean"
     #: whether ``track`` sees the last ``window`` steps before each compaction, no others
     tracks_compactions: ClassVar[bool] = False
+    #: how the scores of several ranks, each of which has seen some of the heads, become one. "max"
+    #: also where the ranks' scores are equal; None: they depend on no head
+    over_ranks: ClassVar[Literal["mean", "max"] | None] = "mean"
+    #: whether ``track`` must see the attention of all ranks' heads
+    tracks_all_heads: ClassVar[bool] = True
     evicts: ClassVar[bool] = True
     #: token scores of ``ScoreInput`` that it lets kernels find, where those run
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
@@ -329,8 +337,17 @@ class Policy:
 
     def candidates(self, inputs: ScoreInput) -> tuple[int, int]:
         """Row entries that neither prompt, sink nor window protects, half-open."""
-        prompt = inputs.prompt_tokens if self.params.protect_prompt else 0
-        return max(prompt, self.params.sink), inputs.positions.shape[0] - self.params.window
+        return self.span(inputs.prompt_tokens, inputs.positions.shape[0])
+
+    def span(self, prompt_tokens: int, row_tokens: int) -> tuple[int, int]:
+        """``candidates`` of a row whose prompt has so many tokens."""
+        prompt = prompt_tokens if self.params.protect_prompt else 0
+        return max(prompt, self.params.sink), row_tokens - self.params.window
+
+    def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
+        """How many numbers each gather over ranks in ``scores_together`` has, in order: what must
+        be combined before the scores are. Both arguments: of each request."""
+        return []
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         """Statistics of tokens that were just cached, name -> float32 [m].

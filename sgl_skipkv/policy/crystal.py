@@ -41,6 +41,7 @@ class Crystal(Policy):
     source = "after Crystal-KV, arXiv 2601.16986"
     Params: ClassVar[type[PolicyParams]] = CrystalParams
     needs_attention = True
+    over_ranks = "max"  # equal: ``track`` has seen all heads
     attention_over = "max"
     params: CrystalParams
 
@@ -66,4 +67,4 @@ class Crystal(Policy):
         )
         now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
         scores = credit.log() + (now - last) * math.log(self.params.decay)
-        return by_request(torch.where(credit > 0, scores, _NEVER), requests)
+        return by_request(torch.where(credit == 0, _NEVER, scores), requests)

@@ -32,12 +32,15 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar, TypedDict
 
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged_values
+from sgl_skipkv.policy.ranks import Ranks
+from sgl_skipkv.policy.values_of_ranks import numbers_of_ranks, values_of_ranks
 
 
 class DistinctParams(PolicyParams):
@@ -57,6 +60,7 @@ class Distinct(Policy):
     Params: ClassVar[type[PolicyParams]] = DistinctParams
     needs_values = True
     needs_spans = needs_reach = True
+    over_ranks = "max"  # equal: sizes and squared distances are summed before
     kernel_scores = frozenset({"values"})
     params: DistinctParams
 
@@ -66,6 +70,8 @@ class Distinct(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where kernels read the cache, of all requests from two launches."""
+        if requests[0].ranks.size > 1:
+            return self._scores_of_ranks(requests)
         if any(one.location is None or one.location.cache.v_ptrs is None for one in requests):
             return super().scores_together(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
@@ -76,8 +82,25 @@ class Distinct(Policy):
         bonus = joined.ending_bonus(positions, self.params.ending)
         return by_request(self._score(*found, bonus), requests)
 
+    def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Plain torch on every device. Tokens of a protected prompt score 0."""
+        firsts = [self.candidates(one)[0] for one in requests]
+        distances, sizes = values_of_ranks(requests, firsts, **_of_model(requests[0]))
+        scores = []
+        for one, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
+            assert one.sentences is not None
+            bonus = one.sentences.ending_bonus(one.positions[first:], self.params.ending)
+            scores.append(F.pad(self._score(distance, size, bonus), (first, 0)))
+        return scores
+
+    def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
+        rows = zip(prompt_tokens, row_tokens, strict=True)
+        return numbers_of_ranks([tokens - self.span(prompt, tokens)[0] for prompt, tokens in rows])
+
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of every cached token; the newest, which is protected, scores 0."""
+        if inputs.ranks.size > 1:
+            return self._scores_of_ranks([inputs])[0]
         values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
@@ -98,13 +121,14 @@ class _OfModel(TypedDict):
 def _of_model(inputs: ScoreInput) -> _OfModel:
     """What both forms of ``distinct_values`` are told of the model."""
     assert inputs.reach is not None
-    return {"weights": _weights(inputs.reach), "compared": middle_layers(inputs.layers)}
+    weights = _weights(inputs.reach, inputs.ranks)
+    return {"weights": weights, "compared": middle_layers(inputs.layers)}
 
 
 @functools.lru_cache(maxsize=1)
-def _weights(reach: Tensor) -> Tensor:
-    """float32 [layers, Hkv], of sum 1."""
-    return reach / reach.sum()
+def _weights(reach: Tensor, ranks: Ranks) -> Tensor:
+    """float32 [layers, Hkv], of sum 1 over all ranks."""
+    return ranks.own(reach / reach.sum())
 
 
 def middle_layers(layers: int) -> range:

@@ -42,6 +42,7 @@ class GKV(Policy):
     needs_attention = True
     attention_over = "group_max"
     tracks_compactions = True
+    over_ranks = "max"  # equal: all that is divided by a maximum is combined before
     kernel_scores = frozenset({"redundancy"})
     params: GKVParams
 
@@ -58,8 +59,12 @@ class GKV(Policy):
         """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
         sigma, lengths = self.params.sigma, [one.positions.shape[0] for one in requests]
         attended = torch.cat([one.statistics["attended"] for one in requests])
-        repeated = _of_highest(torch.cat([self._redundancy(one) for one in requests]), lengths)
+        redundancy = torch.cat([self._redundancy(one) for one in requests])
+        repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
+
+    def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
+        return [sum(row_tokens)]
 
     def _redundancy(self, inputs: ScoreInput) -> Tensor:
         """float32 [n], what a kernel has found, or the same in plain torch."""

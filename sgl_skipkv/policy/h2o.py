@@ -21,6 +21,7 @@ class H2O(Policy):
     keeps = "the most recent half, and what received most attention since it was generated"
     source = "H2O, arXiv 2306.14048"
     needs_attention = True
+    tracks_all_heads = False  # a sum: the mean over ranks may come last
 
     def protected_tail(self, kv_budget: int) -> int:
         """Half the budget."""

@@ -30,6 +30,7 @@ class Lazy(Policy):
     source = "LazyEviction, arXiv 2506.15969"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
+    over_ranks = "max"  # equal: ``track`` has seen all heads
     params: RaaSParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:

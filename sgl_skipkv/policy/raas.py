@@ -34,6 +34,7 @@ class RaaS(Policy):
     source = "RaaS, arXiv 2502.11147"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
+    over_ranks = "max"  # equal: ``track`` has seen all heads
     params: RaaSParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ class RandomParams(PolicyParams):
 class Random(Policy):
     name = "random"
     keeps = "a random set: the baseline to beat"
+    over_ranks = None
     Params: ClassVar[type[PolicyParams]] = RandomParams
     params: RandomParams
 

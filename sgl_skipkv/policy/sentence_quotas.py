@@ -35,6 +35,7 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences, Statistics, Steps
 from sgl_skipkv.policy.batched_scores import by_request, joined_sentences
+from sgl_skipkv.policy.ranks import Ranks
 
 #: tokens that every sentence keeps before masses count
 LEAST_TOKENS = 8
@@ -49,6 +50,11 @@ class SentenceQuotas(Policy):
 
     needs_spans = needs_attention = True
     tracks_compactions = True
+    over_ranks = "max"  # equal: what is ranked is combined before
+
+    def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
+        own = [] if super().over_ranks is None else [sum(row_tokens)]
+        return [*super().gathers(prompt_tokens, row_tokens), *own]
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         born = torch.zeros_like(positions, dtype=torch.float32)
@@ -62,7 +68,7 @@ class SentenceQuotas(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``M / (r + 1/2)``, above it the first ranks; 0 for tokens that are no candidates."""
-        own = torch.cat(super().scores_together(requests))
+        own = self._of_all_heads(torch.cat(super().scores_together(requests)), requests[0].ranks)
         sentences, positions, owner = joined_sentences(requests)
         spans = [self.candidates(one) for one in requests]
         lengths = [len(one.positions) for one in requests]
@@ -82,6 +88,12 @@ class SentenceQuotas(Policy):
         first_ranks = 2.0 * (LEAST_TOKENS - rank) + mass
         scores = torch.where(rank < LEAST_TOKENS, first_ranks, mass / (rank + 0.5)) * inside
         return by_request(torch.where(own.isfinite(), scores.float(), own), requests)
+
+    def _of_all_heads(self, scores: Tensor, ranks: Ranks) -> Tensor:
+        over = super().over_ranks
+        if over is None:
+            return scores
+        return ranks.mean(scores) if over == "mean" else ranks.maximum(scores)
 
 
 def with_quotas(cls: type[Policy]) -> type[Policy]:

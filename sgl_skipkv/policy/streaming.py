@@ -15,6 +15,7 @@ class Streaming(Policy):
     name = "streaming"
     keeps = "the first tokens and the most recent"
     source = "StreamingLLM, arXiv 2309.17453"
+    over_ranks = None
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """The logical position (exact in float32 up to 2**24 tokens)."""

@@ -52,6 +52,7 @@ class TriAttention(Policy):
     keeps = "what any head's mean query will look for"
     source = "TriAttention, arXiv 2604.04921"
     needs_rotation = True
+    over_ranks = "max"
     joins_layers = 1
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:

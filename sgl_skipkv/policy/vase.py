@@ -38,7 +38,7 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, joined_tokens, recent_attention
+from sgl_skipkv.policy.batched_scores import by_request, joined_tokens, owners, recent_attention
 
 #: of a range in fixed point; ranges up to 2**16 of 2**17 tokens can be added
 _ONE = 2.0**30
@@ -64,23 +64,50 @@ class VaSE(Policy):
     needs_queries = True
     needs_values = True
     joins_layers = 1
+    over_ranks = "max"  # equal: both parts are combined before they become one score
     kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
     params: VaSEParams
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where keys and values lie in pages: one replay, and one gather of values per layer."""
-        if any(one.location is None for one in requests):
-            return super().scores_together(requests)
+        """Of candidates; protected tokens score 0. Where keys and values lie in pages, from one
+        replay, and one gather of values per layer."""
         spans, window = [*map(self.candidates, requests)], self.params.window
-        (tokens, owner), firsts = joined_tokens(requests, spans), [first for first, _ in spans]
-        layers = [tokens.values(layer) for layer in range(requests[0].layers)]
-        counts = [stop - first for first, stop in spans]
-        ranges = largest_range(layers, owner, counts)
-        attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
+        counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
+        most = max(self.params.kernel // 2, window, *firsts)
+        zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
+        if any(one.location is None for one in requests):
+            owner = owners(counts, requests[0].positions.device)
+            parts = [self._parts(one, *span) for one, span in zip(requests, spans, strict=True)]
+            ranges, attended = (torch.cat(part) for part in zip(*parts, strict=True))
+        else:
+            tokens, owner = joined_tokens(requests, spans)
+            layers = [tokens.values(layer) for layer in range(requests[0].layers)]
+            ranges = largest_range(layers, owner, counts)
+            attended = self._attended(requests, spans, zeros)
+        ranks = requests[0].ranks
+        ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
+        scores = self._scores(requests, spans, ranges, owner, attended)
+        pieces = [
+            piece
+            for part, first in zip(torch.split(scores, counts), firsts, strict=True)
+            for piece in (zeros[:first], part, zeros[:window])
+        ]
+        return by_request(torch.cat(pieces), requests)
+
+    def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
+        spans = [self.span(*one) for one in zip(prompt_tokens, row_tokens, strict=True)]
+        return [sum(stop - first for first, stop in spans)] * 2
+
+    def _attended(
+        self, requests: Sequence[ScoreInput], spans: Sequence[tuple[int, int]], zeros: Tensor
+    ) -> Tensor:
+        """float32 [candidates of all requests], ``a`` of this rank's heads. zeros: half a width."""
+        counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
+        steps = self.params.window
+        attention = recent_attention(requests, steps=steps, firsts=firsts, causal=False)
         # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
         received = by_request(attention.cumsum(dim=0)[-1], requests)
         half = self.params.kernel // 2
-        zeros = attention.new_zeros(max(half, window, *firsts))
         # Half a width of zeros between two requests is what each has at its edges alone.
         pieces = [
             piece
@@ -90,27 +117,17 @@ class VaSE(Policy):
         pooled = F.avg_pool1d(torch.cat(pieces)[None], self.params.kernel, 1, half)[0]
         columns = torch.split(pooled, [count + half for count in counts])
         pairs = zip(columns, counts, strict=True)
-        attended = torch.cat([column[:count] for column, count in pairs])
-        scores = self._scores(requests, spans, ranges, owner, attended)
-        pieces = [
-            piece
-            for part, first in zip(torch.split(scores, counts), firsts, strict=True)
-            for piece in (zeros[:first], part, zeros[:window])
-        ]
-        return by_request(torch.cat(pieces), requests)
+        return torch.cat([column[:count] for column, count in pairs])
 
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        """Of candidates; protected tokens score 0."""
+    def _parts(self, inputs: ScoreInput, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """int64 and float32 [candidates]: ranges and ``a`` of this rank's heads."""
         assert inputs.values is not None
-        first, stop = self.candidates(inputs)
         owner = torch.zeros_like(inputs.positions[first:stop])
         layers = [inputs.values(layer)[first:stop] for layer in range(inputs.layers)]
         ranges = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
-        attended = inputs.mean_over_layers(attention)
-        scores = self._scores([inputs], [(first, stop)], ranges, owner, attended)
-        return F.pad(scores, (first, self.params.window))
+        return ranges, inputs.mean_over_layers(attention)
 
     def _scores(
         self,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 #: decode steps between a measurement and the compaction that follows it: the copy has arrived
 AHEAD_TOKENS: Final = 4
+#: count of a measurement in which a rank failed
+UNKNOWN: Final = -1
 
 
 @dataclass(frozen=True, eq=False)

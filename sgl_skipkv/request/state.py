@@ -67,6 +67,7 @@ class KVState:
         demand: last measurement of ``coverage``.
         statistics: of the policy, name -> one value per row entry that has a statistic.
         tracked_tokens: logical tokens whose queries are included in the statistics.
+        lost: whether this rank's part of the statistics is missing.
         recorded_tokens: logical tokens that were recorded before the row was restored.
         not_before: logical length of the first decode step; no compaction comes before it.
     """
@@ -77,6 +78,7 @@ class KVState:
     last_is_read: bool = False
     demand: Demand | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    lost: bool = False
     recorded_tokens: int = 0
     not_before: int = 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rank_plants
 import torch
 from oracle import Addition, steering_factors
 from servers import Server
@@ -173,6 +174,21 @@ SPECS: dict[str, Spec] = {
         more=(*WITHOUT_OVERLAP, *STRIPPED),
         steering_layer=None,
         pool_tokens=16384,
+    ),
+    # Two ranks, the last one with faults that requests ask for, and a retraction now and then.
+    "ranks": Spec(
+        ("tensor_parallel",),
+        "llama",
+        ("--tp-size", "2", *ONE_BATCH),
+        {**CHECKED, "check_agreement": True},
+        {
+            "env": {
+                **rank_plants.environment("faults"),
+                "SGLANG_TEST_RETRACT": "1",
+                "SGLANG_TEST_RETRACT_INTERVAL": "30",
+            }
+        },
+        steering_layer=1,
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.

@@ -9,7 +9,7 @@ the row, forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import resolve_request
@@ -91,20 +92,22 @@ class SyntheticServer:
         pool_tokens: int = 2000,
         trace: TraceWriter | None = None,
         device: torch.device | None = None,
+        ranks: Ranks = ONE_RANK,
         **config: Any,
     ) -> None:
-        self.device = device or torch.device("cpu")
+        self.device, self.ranks = device or torch.device("cpu"), ranks
+        kv_heads, query_heads = KV_HEADS // ranks.size, QUERY_HEADS // ranks.size
         self.config = ServerConfig(
             **{"check_ledger": True, "query_window": 16, "kv_policy": "skipkv", **config}
         )
         on = {"device": self.device}
         self.req_to_token = torch.zeros(rows + 1, width, dtype=torch.int32, **on)
-        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, KV_HEADS, HEAD_DIM, **on)
+        self.pool_keys = torch.zeros(LAYERS, pool_tokens + 1, kv_heads, HEAD_DIM, **on)
         self.pool_values = torch.zeros_like(self.pool_keys)
         self.free_rows = list(range(1, rows + 1))
         self.free_slots = list(range(1, pool_tokens + 1))
         self.recorder = Recorder(
-            ModelShape(LAYERS, QUERY_HEADS, HEAD_DIM, HIDDEN),
+            ModelShape(LAYERS, query_heads, HEAD_DIM, HIDDEN),
             track_count=slots,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
@@ -113,6 +116,8 @@ class SyntheticServer:
             device=self.device,
         )
         self.recorder.use_rows(rows + 1)
+        centres = some_centres(LAYERS, QUERY_HEADS, HEAD_DIM, self.device)
+        mean, magnitude = (self.own(part, 1) for part in (centres.mean, centres.magnitude))
         self.runtime = Runtime(
             self.config,
             recorder=self.recorder,
@@ -120,9 +125,14 @@ class SyntheticServer:
             pool_tokens=pool_tokens,
             kv_token_bytes=KV_TOKEN_BYTES,
             trace=trace,
-            centres=some_centres(LAYERS, QUERY_HEADS, HEAD_DIM, self.device),
+            centres=replace(centres, mean=mean, magnitude=magnitude),
             reach=some_reach(LAYERS, KV_HEADS, self.device),
+            ranks=ranks,
         )
+
+    def own(self, heads: Tensor, dim: int) -> Tensor:
+        """This rank's part of the heads."""
+        return heads.chunk(self.ranks.size, dim=dim)[self.ranks.index]
 
     def open(
         self,
@@ -143,9 +153,9 @@ class SyntheticServer:
             self.runtime.open(rid, settings, prompt),
             len(prompt),
             list(tokens),
-            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=draw).to(self.device),
-            torch.randn(LAYERS, total, KV_HEADS, HEAD_DIM, generator=other).to(self.device),
-            torch.randn(LAYERS, total, QUERY_HEADS, HEAD_DIM, generator=draw).to(self.device),
+            self._heads(total, KV_HEADS, draw),
+            self._heads(total, KV_HEADS, other),
+            self._heads(total, QUERY_HEADS, draw),
             torch.randn(total, HIDDEN, generator=draw).to(self.device),
         )
 
@@ -328,6 +338,10 @@ class SyntheticServer:
         self.recorder.record_hidden(
             recording, self._tensor(ids), call.hidden[first : first + count]
         )
+
+    def _heads(self, tokens: int, heads: int, draw: torch.Generator) -> Tensor:
+        drawn = torch.randn(LAYERS, tokens, heads, HEAD_DIM, generator=draw)
+        return self.own(drawn, 2).to(self.device)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,4 +1,4 @@
-"""Small random models of three families, and a tokenizer in which a quarter of the tokens end
+"""Small random models of four families, and a tokenizer in which a quarter of the tokens end
 lines.
 
 Sharp attention and small embeddings make every argmax depend on what is cached: hiding 30 of 160
@@ -18,7 +18,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "qwen2", "qwen3", "thinking")
+FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -72,7 +72,9 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
-    extra: dict[str, Any] = {"head_dim": 16} if family == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
+    if family == "qwen3_moe":
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
     kind = "llama" if family == "thinking" else family
     torch.manual_seed(FAMILIES.index(family))

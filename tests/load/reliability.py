@@ -26,7 +26,7 @@ from rich.console import Console
 
 from bench.report import goal_table
 
-ROWS = ("fuzz", "planted_bugs", "hook_calls", "load")
+ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs")
 Command = tuple[str, ...]
 LANES: tuple[tuple[Command, ...], ...] = (
     (
@@ -36,7 +36,10 @@ LANES: tuple[tuple[Command, ...], ...] = (
     ),
     tuple(("tests/load/load.py", name) for name in ("L5", "L6", "L7", "L8", "L9")),
 )
-ALONE: tuple[Command, ...] = tuple(("tests/load/load.py", f"L{number}") for number in range(5))
+ALONE: tuple[Command, ...] = (
+    *(("tests/load/load.py", f"L{number}") for number in range(5)),
+    ("tests/load/ranks.py",),
+)
 console = Console()
 
 

@@ -52,6 +52,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("max_tracked_requests", v) for v in (0, 65537)),
     *(("compaction_work_bytes", -1), ("retraction_backup_bytes", -1)),
     *(("retraction_backup_bytes", 1.5e9), ("check_ledger", "yes")),
+    ("check_agreement", "yes"),
     *(("poison_evicted", 1), ("required", 1)),
 ]
 

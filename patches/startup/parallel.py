@@ -1,0 +1,50 @@
+"""The ranks of a tensor parallel server: what each found at start, and their communicators."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+
+
+def _group() -> Any:
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def is_first_rank() -> bool:
+    """Whether this rank writes the trace."""
+    return bool(_group().rank_in_group == 0)
+
+
+def reasons_of_ranks(reasons: list[str]) -> list[str]:
+    """Every rank's reasons why it cannot evict: all of them can, or none."""
+    group = _group()
+    if group.world_size == 1:
+        return reasons
+    found: list[list[str]] = [[] for _ in range(group.world_size)]
+    dist.all_gather_object(found, reasons, group=group.cpu_group)
+    return [*dict.fromkeys(chain(*found))]
+
+
+def open_ranks(device: torch.device) -> Ranks:
+    """Communicators of our own. All ranks call this at the same time, before the first request.
+
+    On SGLang's communicators our gathers would come between those of a forward pass, in an order
+    that two streams decide.
+    """
+    group = _group()
+    if group.world_size == 1:
+        return ONE_RANK
+    # gloo would let the host wait for a GPU.
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    tensors, votes = (dist.new_group(group.ranks, backend=name) for name in (backend, "gloo"))
+    assert isinstance(tensors, dist.ProcessGroup) and isinstance(votes, dist.ProcessGroup)
+    ranks = Ranks(tensors, votes)
+    ranks.gathered(torch.zeros(1, device=device))  # NCCL connects at the first
+    return ranks

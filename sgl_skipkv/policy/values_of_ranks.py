@@ -1,0 +1,120 @@
+"""``distinct_values`` over the ranks of a tensor parallel server.
+
+The nearest later value is the nearest one of all ranks' heads together: squared distances add up
+over ranks, their minimum does not. So the products of every pair of values are gathered, a block of
+rows at a time, for all requests. The values themselves would be more bytes: for the 18 middle
+layers of an 8B model and 4 KV heads per rank in half precision, as long as the tokens are fewer
+than 8,704.
+
+Plain torch on every device: operations grow with the compared layers. A block bounds the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.reference import SAME_VALUE
+from sgl_skipkv.policy.base import ScoreInput
+
+#: tokens whose products with all later ones are gathered together
+BLOCK_TOKENS = 512
+_EPS = 1e-8
+
+
+def numbers_of_ranks(tokens: Sequence[int]) -> list[int]:
+    """Of each gather of ``values_of_ranks``. tokens: of each request, from its first on."""
+    blocks = range(0, max(tokens), BLOCK_TOKENS)
+    of_blocks = (sum(_rows(n, start) * max(n - start, 0) for n in tokens) for start in blocks)
+    return [2 * sum(tokens), *of_blocks]
+
+
+def _rows(tokens: int, start: int) -> int:
+    return min(max(tokens - start, 0), BLOCK_TOKENS)
+
+
+def values_of_ranks(
+    requests: Sequence[ScoreInput], firsts: Sequence[int], *, weights: Tensor, compared: range
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Distance and size of every cached token's value from each request's first token on.
+
+    Args:
+        firsts: as ``distinct_values`` has it, of each request.
+        weights: float32 [layers, Hkv] of this rank, of sum 1 over all of them.
+        compared: layers of the distance, at least one.
+
+    Returns:
+        float32 [n - first] of each request: distances, sizes.
+    """
+    ranks = requests[0].ranks
+    tokens = [one.positions.shape[0] - first for one, first in zip(requests, firsts, strict=True)]
+    own = [_Values(*one, compared) for one in zip(requests, firsts, strict=True)]
+    parts = [part for one in own for part in one.sizes_and_squares(weights)]
+    lengths = [n for n in tokens for _ in range(2)]
+    summed = torch.split(ranks.summed(torch.cat(parts)), lengths)
+    sizes, squares = list(summed[::2]), summed[1::2]
+    nearest = [torch.zeros_like(size) for size in sizes]
+    for start in range(0, max(tokens), BLOCK_TOKENS):
+        blocks = [one.products(start, _rows(n, start)) for one, n in zip(own, tokens, strict=True)]
+        flat = ranks.summed(torch.cat([block.view(-1) for block in blocks]))
+        pieces = torch.split(flat, [block.numel() for block in blocks])
+        for found, square, block, piece in zip(nearest, squares, blocks, pieces, strict=True):
+            rows, products = block.shape[0], piece.view(block.shape)
+            if rows:
+                found[start : start + rows] = _nearest(square[start:], products)
+    heads = len(compared) * weights.shape[1] * ranks.size
+    return [(square / heads).sqrt() for square in nearest], sizes
+
+
+def _nearest(squares: Tensor, products: Tensor) -> Tensor:
+    """float32 [B], squared distance of each token to the nearest later one; 0 for the last.
+
+    Args:
+        squares: float32 [m], of these tokens and all later ones.
+        products: float32 [B, m], of each of the first B tokens with all of them.
+    """
+    both = squares[: len(products), None] + squares
+    between = both - 2.0 * products
+    between.masked_fill_(between <= SAME_VALUE * both, 0.0)
+    earlier = torch.ones_like(between, dtype=torch.bool).tril()
+    nearest = between.masked_fill_(earlier, torch.inf).amin(dim=1)
+    if products.shape[0] == products.shape[1]:
+        nearest[-1] = 0.0
+    return nearest
+
+
+class _Values:
+    """One request's values on this rank, in units of the mean length of their layer and KV head.
+
+    A layer is read when it is needed: the units of all layers would be larger than a block.
+    """
+
+    def __init__(self, inputs: ScoreInput, first: int, compared: range) -> None:
+        assert inputs.values is not None
+        self._values, self._first, self._layers = inputs.values, first, inputs.layers
+        self._compared, self._means = compared, dict[int, Tensor]()
+
+    def sizes_and_squares(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [n - first] each: this rank's part of the sizes, and of the squared lengths of
+        what is compared."""
+        size = squares = torch.zeros((), device=weights.device)
+        for layer in range(self._layers):
+            lengths = self._values(layer)[self._first :].float().norm(dim=-1)
+            self._means[layer] = mean = lengths.mean(dim=0).clamp_min(_EPS)
+            units = lengths / mean
+            size = size + (units * weights[layer]).sum(dim=1)
+            if layer in self._compared:
+                squares = squares + units.square().sum(dim=1)
+        return size, squares
+
+    def products(self, start: int, rows: int) -> Tensor:
+        """float32 [rows, n - first - start], this rank's part of the products of these tokens with
+        themselves and all later ones."""
+        found = torch.zeros((), device=self._means[0].device)
+        for layer in self._compared:
+            values = self._values(layer)[self._first + start :].float()
+            units = (values / self._means[layer][:, None]).flatten(1)
+            found = found + units[:rows] @ units.T
+        return found

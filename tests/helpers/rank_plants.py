@@ -1,0 +1,109 @@
+"""What tests plant in the ranks of a real server: traces of all, faults of the last one, and
+mistakes that must be seen.
+
+A request is made to fail by its name, or by its policy's interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+STARTS = Path(__file__).resolve().parent / "rank_starts"
+#: of requests whose policy fails on one rank: once, for good
+FAILS_ONCE, FAILS_ALWAYS = 24, 40
+ONCE, ALWAYS = "once", "always"
+
+
+def environment(*plants: str) -> dict[str, str]:
+    """Of a server with these plants; the first one is always there."""
+    return {"PYTHONPATH": str(STARTS), "RANK_PLANTS": " ".join(("traces", *plants))}
+
+
+def trace_of(path: Path, rank: int) -> Path:
+    return path if rank == 0 else path.with_name(f"{path.name}.{rank}")
+
+
+def plant(names: Iterable[str]) -> None:
+    """Before a server starts: every rank gets what is planted there when its communicators open."""
+    from sgl_skipkv.patches.startup import bind
+    from sgl_skipkv.request.trace import TraceWriter
+
+    chosen, opened = [PLANTS[name] for name in names], bind.open_ranks
+
+    def open_ranks(device: Any) -> Any:
+        ranks = opened(device)
+        for one in chosen:
+            one(ranks)
+        return ranks
+
+    def writer(path: str) -> TraceWriter:
+        return TraceWriter(str(trace_of(Path(path), dist.get_rank())))
+
+    bind.open_ranks = open_ranks
+    bind.is_first_rank, bind.TraceWriter = (lambda: True), writer
+
+
+def _faults(ranks: Any) -> None:
+    """The last rank fails to plan, to follow attention, to open and to back up."""
+    if ranks.index < ranks.size - 1:
+        return
+    from sgl_skipkv.eviction.runtime import Runtime
+    from sgl_skipkv.policy import policy_class
+
+    def by_interval(policy: Any, *_: Any) -> str | None:
+        return {FAILS_ONCE: ONCE, FAILS_ALWAYS: ALWAYS}.get(policy.params.interval)
+
+    for name in ("snapkv", "distinct"):
+        _fail(policy_class(name), "scores_together", by_interval)
+    for name in ("raas", "h2o"):
+        _fail(policy_class(name), "track", by_interval)
+    _fail(Runtime, "open", lambda runtime, rid, *_: _marked("open", rid))
+    _fail(Runtime, "back_up", lambda runtime, state, *_: _marked("backup", state.rid))
+
+
+def _marked(what: str, rid: str) -> str | None:
+    return next((how for how in (ONCE, ALWAYS) if rid.startswith(f"{what}-{how}")), None)
+
+
+def _fail(owner: Any, name: str, marked: Callable[..., str | None]) -> None:
+    original, failed = getattr(owner, name), []
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        how = marked(*args)
+        if how == ALWAYS or (how == ONCE and not failed):
+            failed.append(True)
+            raise RuntimeError(f"planted in {name}")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, raising)
+
+
+def _no_gather(ranks: Any) -> None:
+    """Every rank keeps what its own heads say."""
+    from sgl_skipkv.eviction import scoring
+
+    def own(due: Any, scores: Any, ranks: Any, agreement: Any) -> None:
+        agreement.compare(ranks.gathered(agreement.stamp()))
+
+    scoring._combine = own
+
+
+def _other_draw(ranks: Any) -> None:
+    """The last rank draws another set."""
+    from sgl_skipkv.policy.random import Random
+
+    draw = Random._draw
+    if ranks.index == ranks.size - 1:
+        Random._draw = lambda self, inputs: draw(self, inputs).flip(0)  # type: ignore[method-assign]
+
+
+PLANTS: dict[str, Callable[[Any], None]] = {
+    "traces": lambda ranks: None,
+    "faults": _faults,
+    "no-gather": _no_gather,
+    "other-draw": _other_draw,
+}

@@ -1,0 +1,69 @@
+"""What a compaction on two ranks gathers, and starts on the device, beside one on a single rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launches import CALLS, POLICIES
+from rank_world import on_ranks
+from synthetic import SyntheticServer, decode_until_due, served
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+
+BUDGET = 64
+
+
+class Started(TorchDispatchMode):
+    """Counts operations, gathers and the bytes that this rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.gathers = self.sent_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self.gathers += 1
+            self.sent_bytes += args[1].nbytes
+        elif not (func.is_view or name.removeprefix("aten::").startswith(("empty", "new_empty"))):
+            self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def second_compaction(ranks: Ranks, policy: str, count: int) -> tuple[int, int, int, int]:
+    """Operations, gathers, bytes sent, and the row's tokens, of requests that are due together."""
+    memory = {"retraction_backup_bytes": 1 << 16, "kv_reuse_bytes": 1 << 16}
+    shape = {"rows": count, "slots": count, "pool_tokens": 400 * count, "check_ledger": False}
+    server = SyntheticServer(**shape, ranks=ranks, **memory)
+    asked = {"kv_policy": policy, "kv_budget": BUDGET}
+    calls = [served(server, seed=seed, **asked) for seed in range(count)]
+    decode_until_due(server, calls)
+    server.decode(*calls)
+    decode_until_due(server, calls)
+    started, due = Started(), [server.due(call) for call in calls]
+    with started:
+        server.runtime.compact(due, server.req_to_token)
+    return started.operations, started.gathers, started.sent_bytes, due[0].row_tokens
+
+
+def costs() -> list[dict[str, Any]]:
+    """A row per policy and number of due requests. Statistics of attention are brought up to date
+    in the same compaction."""
+    rows = []
+    for policy in POLICIES:
+        for count in CALLS:
+            one = second_compaction(ONE_RANK, policy, count)
+            two = on_ranks(2, second_compaction, policy, count)[0]
+            rows.append(
+                {
+                    "policy": policy,
+                    "due": count,
+                    "row_tokens": two[3],
+                    "gathers": two[1],
+                    "sent_bytes": two[2],
+                    "operations": two[0],
+                    "operations_one_rank": one[0],
+                }
+            )
+    return rows

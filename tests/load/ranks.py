@@ -1,0 +1,282 @@
+"""Tensor parallelism at length: sets of two ranks and of one, faults, a killed rank, mistakes.
+
+    python tests/load/ranks.py                        # all of it: hours of two cores
+    python tests/load/ranks.py --scale 0.1            # 50 compactions of each policy, not 500
+    python tests/load/ranks.py --parts sets --models llama
+
+One row per model, overlap and policy, one per other run, and one per policy of what its gathers
+cost. Ends with 1 if something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
+os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
+os.environ.pop("SGL_SKIPKV_CONFIG", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "load", "."))])
+
+import psutil
+from fleet import CHECKED, REASONER
+from oracle import MaskingOracle
+from rank_costs import costs
+from rank_plants import environment, trace_of
+from row_table import show
+from servers import HTTPFailure, Server, logprob_gap
+from tiny_models import prompt_ids, save_model
+
+from sgl_skipkv.policy import names
+
+POLICIES = [name for name in names() if name != "full"]
+MODELS = ("bundled", "llama", "qwen3", "qwen3_moe")
+#: compactions of each policy, and of one request
+COMPACTIONS, PER_REQUEST = 500, 10
+BUDGET, INTERVAL, LOGPROB_TOLERANCE = 40, 16, 2e-3
+JUDGED = 1  # requests of each policy that the oracle looks at
+RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "8"}
+#: SGLang waits so long for core dumps of CUDA, also where there is none
+NO_CORE_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
+START_WITHIN_S, GONE_WITHIN_S = 900, 15
+Row = dict[str, Any]
+Events = dict[str, list[dict[str, Any]]]
+
+
+def started(
+    model: Path, folder: Path, ranks: int, *plants: str, more: Sequence[str] = (), **env: str
+) -> Server:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "skipkv.json"
+    config.write_text(json.dumps({**CHECKED, "check_agreement": True}))
+    arguments = ["--skipkv-config", str(config), "--max-running-requests", "64", *more]
+    environ = {**environment(*plants), **NO_CORE_DUMPS, **env}
+    server = Server(model, folder, ["--tp-size", str(ranks), *arguments], env=environ)
+    return server.wait_ready(START_WITHIN_S)
+
+
+def requests_of(policy: str, count: int) -> list[Row]:
+    tokens = BUDGET + (PER_REQUEST + 1) * INTERVAL
+    return [
+        {
+            "rid": f"{policy}-{i}",
+            "input_ids": prompt_ids(f"{policy} {i}", 40),
+            "tokens": tokens,
+            "kv_budget": BUDGET,
+            "kv_policy": policy,
+            "kv_params": {"interval": INTERVAL, "delimiters": "any-newline"},
+        }
+        for i in range(count)
+    ]
+
+
+def events_of(path: Path) -> Events:
+    """By request, in order."""
+    found: Events = {}
+    for line in path.read_text().splitlines():
+        event = json.loads(line)
+        found.setdefault(event["rid"], []).append(event)
+    return found
+
+
+def kept_sets(events: Events, requests: Sequence[Row]) -> list[list[int]]:
+    return [
+        event["kept"]
+        for request in requests
+        for event in events[request["rid"]]
+        if event["event"] == "compact"
+    ]
+
+
+def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> list[Row]:
+    """The same requests on two ranks and on one."""
+    count = max(1, round(COMPACTIONS * scale / PER_REQUEST))
+    asked = {policy: requests_of(policy, count) for policy in POLICIES}
+    waves = [[asked[policy][i] for policy in POLICIES] for i in range(count)]
+    more = () if overlap else WITHOUT_OVERLAP
+    answers: dict[int, dict[str, Row]] = {1: {}, 2: {}}
+    traces: dict[tuple[int, int], Events] = {}
+    for ranks in (2, 1):
+        with started(model, folder / f"{ranks}", ranks, more=more) as server:
+            for wave in waves:
+                for request, answer in zip(wave, server.generate_all(wave), strict=True):
+                    answers[ranks][request["rid"]] = answer
+            server.assert_clean()
+            for rank in range(ranks):
+                traces[ranks, rank] = events_of(trace_of(server.trace_path, rank))
+    oracle, rows = MaskingOracle(model), []
+    for policy, requests in asked.items():
+        first, second, alone = (
+            kept_sets(traces[key], requests) for key in ((2, 0), (2, 1), (1, 0))
+        )
+        wrong, gap = 0, 0.0
+        for request in requests[:JUDGED]:
+            answer, events = answers[2][request["rid"]], traces[2, 0][request["rid"]]
+            verdict = oracle.judge(request["input_ids"], answer["output_ids"], events)
+            wrong += len(verdict.wrong)
+            gap = max(gap, logprob_gap(answer, verdict.logprobs.tolist()))
+        equal, same = matches(first, second), matches(first, alone)
+        held = equal == len(first) and same >= 0.99 * len(first)
+        held &= wrong == 0 and gap <= LOGPROB_TOLERANCE
+        rows.append(
+            {
+                "model": name,
+                "overlap": "on" if overlap else "off",
+                "policy": policy,
+                "compactions": len(first),
+                "equal_on_ranks": equal,
+                "as_one_rank": same,
+                "wrong_tokens": wrong,
+                "logprob_gap": float(f"{gap:.3g}"),
+                "ok": "yes" if held else "no",
+            }
+        )
+    return rows
+
+
+def matches(some: Sequence[list[int]], others: Sequence[list[int]]) -> int:
+    return sum(one == other for one, other in zip(some, others, strict=False))
+
+
+def run_row(run: str, quantity: str, value: float, limit: str, held: bool) -> Row:
+    shown = float(f"{value:.4g}")
+    named = {"run": run, "quantity": quantity, "value": shown, "limit": limit}
+    return {**named, "ok": "yes" if held else "no"}
+
+
+def restores(model: Path, folder: Path) -> list[Row]:
+    """Retractions every few steps, of every policy, with overlap and without."""
+    rows = []
+    for overlap in (True, False):
+        more = () if overlap else WITHOUT_OVERLAP
+        run = f"restores, overlap {'on' if overlap else 'off'}"
+        with started(model, folder / str(overlap), 2, more=more, **RETRACTING) as server:
+            requests = [requests_of(policy, 1)[0] for policy in POLICIES]
+            server.generate_all(requests)
+            server.assert_clean()
+            first, second = (trace_of(server.trace_path, rank) for rank in (0, 1))
+        lines = first.read_text().splitlines()
+        count = sum(json.loads(line)["event"] == "restore" for line in lines)
+        equal = matches(lines, second.read_text().splitlines())  # type: ignore[arg-type]
+        rows.append(run_row(run, "restores", count, ">= 20", count >= 20))
+        rows.append(run_row(run, "lines of the trace", len(lines), "", True))
+        rows.append(run_row(run, "equal on ranks", equal, "all", equal == len(lines)))
+    return rows
+
+
+def kill(model: Path, folder: Path) -> list[Row]:
+    """``kill -9`` of each rank, among compactions."""
+    rows = []
+    for rank in (0, 1):
+        server = started(model, folder / str(rank), 2)
+        with server:
+            pids = [p for p in psutil.process_iter(["cmdline"]) if _is_rank(p, server, rank)]
+            (victim,) = pids
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(4) as pool:
+                ends = [
+                    pool.submit(_ended, server, request) for request in requests_of("distinct", 4)
+                ]
+                while "compact" not in server.trace_path.read_text():
+                    time.sleep(0.05)
+                victim.kill()
+                start = time.monotonic()
+                gone = server.wait_gone(120)
+                seconds = time.monotonic() - start
+                told = sum(end.result() for end in ends)
+        run = f"kill -9 of rank {rank}"
+        held = gone and seconds <= GONE_WITHIN_S
+        rows.append(run_row(run, "seconds until all processes are gone", seconds, "<= 15", held))
+        rows.append(run_row(run, "clients told by an error", told, "= 4", told == 4))
+    return rows
+
+
+def _is_rank(process: psutil.Process, server: Server, rank: int) -> bool:
+    title = " ".join(process.info["cmdline"] or ())
+    try:
+        own = os.getpgid(process.pid) == server.process.pid
+    except ProcessLookupError:
+        return False
+    return own and title.startswith("sglang::scheduler") and f"TP{rank}" in title
+
+
+def _ended(server: Server, request: Mapping[str, Any]) -> bool:
+    """Whether the request ended with an error."""
+    try:
+        server.generate(**request)
+    except (HTTPFailure, OSError):
+        return True
+    return False
+
+
+def mistakes(model: Path, folder: Path) -> list[Row]:
+    """Ranks that keep different tokens: the check of agreement ends the server."""
+    rows = []
+    for planted, policy in (("no-gather", "skipkv"), ("other-draw", "random")):
+        with started(model, folder / planted, 2, planted) as server:
+            start = time.monotonic()
+            _ended(server, requests_of(policy, 1)[0])
+            gone = server.wait_gone(120)
+            seconds = time.monotonic() - start
+            seen = gone and "DisagreementError" in server.log
+        run = f"planted: {planted}"
+        rows.append(run_row(run, "seconds until the server has ended", seconds, "seen", seen))
+    return rows
+
+
+RUNS = {"restores": restores, "kill": kill, "mistakes": mistakes}
+PARTS = ("sets", *RUNS, "costs")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    parser.add_argument("--record", action="store_true", help="append to bench/rows")
+    arguments = parser.parse_args()
+    folder, rows = Path(tempfile.mkdtemp(prefix="ranks-")), list[Row]()
+    print("logs and traces, kept if anything goes wrong:", folder)
+    models = {
+        name: REASONER if name == "bundled" else save_model(name, folder / name)
+        for name in arguments.models
+    }
+
+    def told(found: list[Row], file: str, title: str) -> None:
+        show(found, title, record=file if arguments.record else None)
+        rows.extend(found)
+
+    if "sets" in arguments.parts:
+        for name, model in models.items():
+            for overlap in (True, False):
+                place = folder / f"{name}-{overlap}"
+                told(sets(model, name, place, overlap, arguments.scale), "ranks", "two ranks")
+    for part, run in RUNS.items():
+        if part in arguments.parts:
+            told(run(next(iter(models.values())), folder / part), "rank_runs", part)
+    if "costs" in arguments.parts:
+        told(costs(), "rank_costs", "gathers of one compaction")
+    missed = [row for row in rows if row.get("ok") == "no"]
+    if not missed:
+        shutil.rmtree(folder)
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
