@@ -2,7 +2,7 @@
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (9 minutes on 2 cores, more on a slow day)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
-# make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2 hours)
+# make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 PYTHON ?= python3

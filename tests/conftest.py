@@ -40,6 +40,7 @@ SHARED = ROOT.parent / "shared"
 # files whose tests take a minute and more; of those that share a server, the first
 LONGEST_FIRST = (
     *("bad_input", "retraction", "fuzz", "demo", "accuracy", "oracle_thoughts", "extract"),
+    *("tensor_parallel", "ranks"),
     *("float8", "out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
 )
 

@@ -259,6 +259,7 @@ class Runtime:
             key_numbers = layers * cache.layer[0].numel()
         done = []
         sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self.ranks.size}
+        sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
         alone = self.ranks.size == 1
         for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
             compaction.apply()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS
-
 #: per cached token: positions, scores, their order and the two halves of the selection
 _SELECTION_BYTES = 128
 #: per cached token, layer and KV head, while redundancy is computed: 12 for sums, 4 for columns
@@ -30,6 +28,7 @@ def split_to_fit(
     steps: int = 0,
     key_numbers: int = 0,
     ranks: int = 1,
+    block_tokens: int = 0,
 ) -> list[list[int]]:
     """Which requests to compact together, so that each part stays within a limit.
 
@@ -39,14 +38,15 @@ def split_to_fit(
         heads: KV heads of all layers, if kernels score them; else 0.
         steps: most decode steps of one request whose attention is replayed.
         key_numbers: Hkv * d, times the layers that a policy holds at once.
-        ranks: from which products of values are gathered; 1: from none.
+        ranks, block_tokens: from how many ranks products are gathered, and of how many tokens with
+            every other one.
 
     Returns:
         indices of the requests, each once, in order.
     """
     token_bytes = heads * _HEAD_BYTES + steps * _STEP_BYTES + key_numbers * _KEY_BYTES
     if ranks > 1:  # of this rank, of all of them, and three of what they become
-        token_bytes += (ranks + 4) * 4 * BLOCK_TOKENS
+        token_bytes += (ranks + 4) * 4 * block_tokens
     most_tokens = work_bytes // (token_bytes + _SELECTION_BYTES)
     parts: list[list[int]] = []
     rest = 0

@@ -40,7 +40,7 @@ from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged_values
 from sgl_skipkv.policy.ranks import Ranks
-from sgl_skipkv.policy.values_of_ranks import numbers_of_ranks, values_of_ranks
+from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
 
 class DistinctParams(PolicyParams):
@@ -60,6 +60,7 @@ class Distinct(Policy):
     Params: ClassVar[type[PolicyParams]] = DistinctParams
     needs_values = True
     needs_spans = needs_reach = True
+    block_tokens = BLOCK_TOKENS
     over_ranks = "max"  # equal: sizes and squared distances are summed before
     kernel_scores = frozenset({"values"})
     params: DistinctParams

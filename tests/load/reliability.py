@@ -38,7 +38,7 @@ LANES: tuple[tuple[Command, ...], ...] = (
 )
 ALONE: tuple[Command, ...] = (
     *(("tests/load/load.py", f"L{number}") for number in range(5)),
-    ("tests/load/ranks.py",),
+    ("tests/load/ranks.py", "--scale", "0.2"),
 )
 console = Console()
 

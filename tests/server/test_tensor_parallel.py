@@ -99,7 +99,7 @@ def test_a_conversation_goes_on(server, oracle, mode: str) -> None:
         first = turn
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "distinct", "raas", "h2o"])
+@pytest.mark.parametrize("policy", ["distinct", "raas"])
 def test_what_fails_on_one_rank_ends_on_all(server, answers, policy: str) -> None:
     """In a plan, or while attention is followed: once, and for good. The others finish."""
     for interval in (FAILS_ONCE, FAILS_ALWAYS):
