@@ -248,6 +248,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--overlap", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
@@ -264,9 +265,10 @@ def main() -> int:
 
     if "sets" in arguments.parts:
         for name, model in models.items():
-            for overlap in (True, False):
+            for overlap in arguments.overlap:
                 place = folder / f"{name}-{overlap}"
-                told(sets(model, name, place, overlap, arguments.scale), "ranks", "two ranks")
+                found = sets(model, name, place, overlap == "on", arguments.scale)
+                told(found, "ranks", "two ranks")
     for part, run in RUNS.items():
         if part in arguments.parts:
             told(run(next(iter(models.values())), folder / part), "rank_runs", part)
