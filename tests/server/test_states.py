@@ -37,11 +37,14 @@ def test_refused_when_asked(fleet: Fleet) -> None:
 def test_ready_without_a_flag(fleet: Fleet) -> None:
     """Every policy: what it needs is allocated by the first request that asks for it."""
     server = fleet.ready("no flags")
-    for name in policy.names():
-        keys = {"kv_budget": 128, "kv_policy": name, "kv_params": {"interval": 16}}
-        answer = server.generate(prompt_ids(1, 20), 200, **keys)
-        evicts = policy.policy_class(name).evicts
-        assert (answer["meta_info"]["skipkv"]["evicted_tokens"] > 0) == evicts, name
+    keys = {"kv_budget": 40, "kv_params": {"interval": 16}, "tokens": 80}
+    calls = [
+        {"input_ids": prompt_ids(i, 20), "kv_policy": name, **keys}
+        for i, name in enumerate(policy.names())
+    ]
+    for call, answer in zip(calls, server.generate_all(calls), strict=True):
+        evicts = policy.policy_class(call["kv_policy"]).evicts
+        assert (answer["meta_info"]["skipkv"]["evicted_tokens"] > 0) == evicts, call
     server.assert_clean()
     fleet.stop("no flags")
 
