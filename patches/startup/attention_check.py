@@ -71,17 +71,20 @@ class AttentionCheck:
     def before(self, layer: Any, args: tuple[Any, ...]) -> None:
         """Forward pre-hook: the layer may change its queries in place."""
         queries = args[0].detach()
-        recent = queries.view(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
+        recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
         self._queries[layer.layer_id] = recent.clone()
 
-    def after(self, layer: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: compare the output with the formula."""
         queries = self._queries.pop(layer.layer_id)
         if not self._exact:
             return
+        if not isinstance(output, Tensor):  # attention of two outputs, as sparse kinds have it
+            self.gaps[layer.layer_id] = torch.full((), torch.nan, device=queries.device)
+            return
         slots, half = args[3].out_cache_loc, len(self._buffers) // 2
         keys, values = (self._buffers[i][slots] for i in (layer.layer_id, half + layer.layer_id))
-        shown = output.detach().view(len(slots), -1, layer.head_dim)[-len(queries) :]
+        shown = output.detach().reshape(len(slots), -1, layer.head_dim)[-len(queries) :]
         cap = float(layer.logit_cap or 0)
         gap = attention_gap(queries, keys, values, shown, self._scale, cap)
         self.gaps[layer.layer_id] = gap

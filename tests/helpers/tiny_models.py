@@ -67,8 +67,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
         **{"residual_multiplier": 0.5, "logits_scaling": 0.5},
     },
     "phi3": {"pad_token_id": 0},
-    # SGLang's Gemma has the exact GELU, and its output layer is its embedding.
-    "gemma": {**_HEADS_OF_16, "hidden_act": "gelu", "tie_word_embeddings": True},
+    # SGLang's Gemma has the exact GELU, by this name in transformers; its embedding is tied.
+    "gemma": {**_HEADS_OF_16, "hidden_act": "gelu_python", "tie_word_embeddings": True},
 }
 # Gains on the usual initialisation, by the first part of a name that matches.
 _GAINS = {

@@ -128,6 +128,16 @@ def test_one_other_layer_is_enough(other: Layer) -> None:
         checked(right, other, right).conclude()
 
 
+def test_an_attention_of_two_outputs_is_refused() -> None:
+    check = checked(right)
+    module = SimpleNamespace(layer_id=0, head_dim=WIDTH, logit_cap=0.0)
+    queries = drawn(1, HEADS).flatten(1)
+    check.before(module, (queries,))
+    check.after(module, (queries,), (queries, queries))
+    with pytest.raises(OtherAttention, match="attention layer 0"):
+        check.conclude()
+
+
 def test_quantised_keys_are_not_compared() -> None:
     check = checked(rotated_later, dtype=torch.float8_e4m3fn)
     assert check.gaps == {}
