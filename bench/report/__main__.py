@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and seven files in docs/ between their markers
+python -m bench.report            # rewrite README.md and eight files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -19,6 +19,7 @@ from bench.report import (
     device_tables,
     family_tables,
     goal_table,
+    model_tables,
     policy_tables,
     rank_tables,
     steering_tables,
@@ -30,7 +31,7 @@ DOCUMENTS = (
     README,
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
-    ROOT / "docs" / "distributed.md",
+    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "models")),
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -74,6 +75,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
     "launches": system_tables.launches,
+    "models": model_tables.models,
     "ranks": rank_tables.ranks,
     "rank_runs": rank_tables.rank_runs,
     "rank_costs": rank_tables.rank_costs,

@@ -138,11 +138,12 @@ def _build_steerer(
 ) -> Steerer:
     """The operator's vector, checked against the model and attached to its layer."""
     runner = scheduler.tp_worker.model_runner
-    vector.check_model(runner.model_config.hidden_size, len(decoder_layers(runner.model)))
+    layers = decoder_layers(runner.model)
+    vector.check_model(runner.model_config.hidden_size, len(layers))
     preset, keywords = vector.origin.delimiters, vector.origin.keywords.split(",")
     classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
     steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
-    attach_steering(runner.model, steerer)
+    attach_steering(layers, steerer)
     return steerer
 
 

@@ -17,25 +17,28 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.families import STEERED_LAYERS, STEERED_TYPES
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.steering.steerer import Steerer
 from sgl_skipkv.steering.vector import FIELD
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder layers of a Llama, Qwen2 or Qwen3 type model.
+    """The decoder layers of a model that steering was tested on.
 
     Raises:
-        SettingError: the model has no ``model.layers``.
+        SettingError: the model's layers are others: their residual may have another form.
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None:
-        expected = "a model with `model.layers` (Llama, Qwen2 and Qwen3 types)"
-        raise SettingError(FIELD, expected, type(model).__name__, "no steering for this model")
+    kinds = {type(layer).__name__ for layer in layers or ()}
+    if not kinds or not kinds <= STEERED_LAYERS:
+        got = f"{type(model).__name__} ({', '.join(sorted(kinds)) or 'no model.layers'})"
+        expected = f"a model whose layers steering was tested on ({STEERED_TYPES})"
+        raise SettingError(FIELD, expected, got, "no steering for this model; budgets work")
     return layers
 
 
-def attach_steering(model: Any, steerer: Steerer) -> None:
+def attach_steering(layers: Any, steerer: Steerer) -> None:
     """Hook the vector's decoder layer: add the vector to the residual that the next layer reads."""
 
     def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -47,7 +50,7 @@ def attach_steering(model: Any, steerer: Steerer) -> None:
         elif steerer.factors is not None:
             steerer.prefill(residual_of(forward_batch))
 
-    decoder_layers(model)[steerer.layer].register_forward_hook(steer)
+    layers[steerer.layer].register_forward_hook(steer)
 
 
 def is_capturing() -> bool:

@@ -25,6 +25,7 @@ from sgl_skipkv.patches.engine.model_side import (
     model_side_of,
 )
 from sgl_skipkv.patches.readiness import Readiness
+from sgl_skipkv.patches.startup.attention_check import OtherAttention
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure
@@ -147,7 +148,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 ranks=ranks,
             )
             capture, kv_scales = side.capture, kv_scales_of(runner)
-    except (SettingError, MemoryError, torch.OutOfMemoryError) as error:
+    except (SettingError, OtherAttention, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
     readiness = Readiness(tuple(reasons), config.enabled)
     # SMG's gRPC servicer starts no ``Engine`` that would receive this report and refuse to start.

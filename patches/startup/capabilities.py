@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from sgl_skipkv.kernels.on_device import KEY_NAMES
+from sgl_skipkv.patches.engine.families import STEERED_TYPES
 from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
 from sgl_skipkv.patches.startup.flags import config_of
 
@@ -255,7 +256,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "ranks combine their scores if eviction is enabled at start",
         _tensor_parallel,
     ),
-    Capability("steering", "yes", "Llama, Qwen2 and Qwen3 types; checked when a vector is loaded"),
+    Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
@@ -273,6 +274,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
     *(Capability(name, "no", why, Switch(attribute, name)) for name, why, attribute in _SWITCHES),
     *(Capability(name, "no", why, check) for name, why, check in _OTHERS),
+    # What layers do not tell: ``attention_check`` compares their output in the first prefill.
+    Capability("attention sinks", "no", "scores do not count what a sink takes"),
+    Capability("rotation inside the attention", "no", "recorded queries are not the keys' own"),
 )
 
 

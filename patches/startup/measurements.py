@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
+from sgl_skipkv.patches.startup.attention_check import AttentionCheck
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.query_centres import (
@@ -51,12 +52,14 @@ class Measurements(NamedTuple):
 def measure(
     scheduler: Any, side: ModelSide, config: ServerConfig, ranks: Ranks = ONE_RANK
 ) -> Measurements:
-    """Prefill a text once and look at what every head asks, and how far it looks.
+    """Prefill a text once and look at what every head asks, how far it looks, and whether the
+    attention is that of what is recorded and cached.
 
     Runs when pools and model exist and no request has come: all memory is free, and is again.
 
     Raises:
         SettingError: ``query_text`` is no readable file, or too short.
+        OtherAttention: scores would not be of what the model's attention does.
     """
     try:
         text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
@@ -74,7 +77,9 @@ def measure(
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)
     except NoRotation as error:
         refused = {name: str(error) for name in names() if policy_class(name).needs_rotation}
-    centres, reach = _seen(scheduler, side, rotation, ids)
+    check = AttentionCheck(scheduler, side.scale)
+    centres, reach = _seen(scheduler, side, rotation, ids, check)
+    check.conclude(ranks)
     return Measurements(
         None if rotation is None else QueryCentres.of_means(rotation, centres),
         torch.cat(ranks.gathered(torch.stack(reach)).unbind(), dim=1),
@@ -83,7 +88,11 @@ def measure(
 
 
 def _seen(
-    scheduler: Any, side: ModelSide, rotation: Rotation | None, ids: list[int]
+    scheduler: Any,
+    side: ModelSide,
+    rotation: Rotation | None,
+    ids: list[int],
+    check: AttentionCheck,
 ) -> tuple[list[Means], list[Tensor]]:
     """Of every layer the mean queries, if their rotation is known, and the reach of its heads."""
     runner, head_dim = scheduler.tp_worker.model_runner, side.recorder.shape.head_dim
@@ -96,7 +105,15 @@ def _seen(
             centres[layer.layer_id] = means(rotation, queries)
 
     layers = attention_layers(runner.model)
-    hooks = [layer.register_forward_pre_hook(remember) for layer in layers]
+    hooks = [
+        hook
+        for layer in layers
+        for hook in (
+            layer.register_forward_pre_hook(remember),
+            layer.register_forward_pre_hook(check.before),
+            layer.register_forward_hook(check.after),
+        )
+    ]
     empty = torch.zeros(0, dtype=torch.int64, device=side.recorder.device)
     side.recorder.current = Recording(empty, empty, tokens=empty)  # nothing, but no graph runs
     try:

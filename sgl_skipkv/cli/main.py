@@ -17,6 +17,7 @@ from rich.table import Table
 from sgl_skipkv.cli import report
 from sgl_skipkv.cli.endpoint import check_endpoint
 from sgl_skipkv.cli.files import read_json, read_lines
+from sgl_skipkv.cli.model_view import show_model
 from sgl_skipkv.cli.trace_view import show_trace
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
@@ -31,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor", help="versions, platform, hooks and supported SGLang features"
     )
     checks.set_defaults(run=doctor)
-    checks.add_argument(
+    instead = checks.add_mutually_exclusive_group()
+    instead.add_argument(
         "--url", help="ask this running server or router instead whether budgets arrive there"
+    )
+    instead.add_argument(
+        "--model", type=Path, help="say of this config.json, or its folder, what would work"
     )
     checks.add_argument("--api-key", help="for --url, where the server asks for one")
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
@@ -198,10 +203,12 @@ def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
 def doctor(arguments: argparse.Namespace, console: Console) -> int:
     """Print versions, platform, hooks and the capability matrix; 0 if every hook applies.
 
-    With a URL: whether budgets arrive there.
+    With a URL: whether budgets arrive there. With a model: whether eviction can work with it.
     """
     if arguments.url is not None:
         return check_endpoint(arguments.url, arguments.api_key, console)
+    if arguments.model is not None:
+        return show_model(arguments.model, console)
     from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
 
     table = _table("versions", show_header=False)

@@ -148,6 +148,8 @@ SPECS: dict[str, Spec] = {
         {"poison_evicted": True},
         steering_layer=1,
     ),
+    # Interleaved, partial rotation, and norms on what a layer adds to its residual.
+    "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
     "llama, no overlap": Spec(("oracle_reuse",), "llama", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
     "qwen3": Spec(("oracle_reuse",), "qwen3", CHUNKS_OF_64),
     # A float8 cache.
@@ -232,6 +234,11 @@ def addition(
     if alpha_0 is False:
         return None
     assert layer is not None
+    return addition_of(layer, output_ids, alpha_0, **how)
+
+
+def addition_of(layer: int, output_ids: Sequence[int], alpha_0: float, **how: bool) -> Addition:
+    """What the definition adds to the output of this layer, with its ``tiny_vector``."""
     keywords = {PIECES.index(word) for word in STEERING_KEYWORDS}
     factors = steering_factors(output_ids, alpha_0, STEERING_GAMMA, LINE_END_IDS, keywords, **how)
     return Addition(layer, tiny_vector(layer).values, factors)

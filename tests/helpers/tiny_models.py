@@ -1,5 +1,4 @@
-"""Small random models of four families, and a tokenizer in which a quarter of the tokens end
-lines.
+"""Small random models of many families, and a tokenizer in which a quarter of the tokens end lines.
 
 Sharp attention and small embeddings make every argmax depend on what is cached: hiding 30 of 160
 tokens changes most of the next ones, so a wrong mask shows at once. Many newline tokens make many
@@ -18,7 +17,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+#: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
+FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -45,11 +46,38 @@ _SIZES: dict[str, Any] = {
     **{"max_position_embeddings": 32768, "tie_word_embeddings": False},
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
+_HEADS_OF_16: dict[str, Any] = {"head_dim": 16, "pad_token_id": 0}
+# What a family has beside the sizes: no window, and factors other than 1 where it has factors.
+_EXTRA: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        **{"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 64},
+    },
+    "mistral": {"sliding_window": None},
+    "glm4": _HEADS_OF_16,
+    "glm4_moe": {
+        **_HEADS_OF_16,
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **{"use_qk_norm": True, "first_k_dense_replace": 1},
+    },
+    "olmo2": {"pad_token_id": 0},
+    "granite": {
+        **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.5, "logits_scaling": 0.5},
+    },
+    "phi3": {"pad_token_id": 0},
+    # SGLang's Gemma has the exact GELU, by this name in transformers; its embedding is tied.
+    "gemma": {**_HEADS_OF_16, "hidden_act": "gelu_python", "tie_word_embeddings": True},
+}
 # Gains on the usual initialisation, by the first part of a name that matches.
 _GAINS = {
-    **{"q_norm": 3.0, "k_norm": 3.0, "q_proj": 20.0, "k_proj": 20.0, "v_proj": 60.0},
-    **{"o_proj": 60.0, "mlp": 4.0, "lm_head": 4.0, "": 1.0},
+    **{"q_norm": 3.0, "k_norm": 3.0, "qkv_proj": 20.0, "q_proj": 20.0, "k_proj": 20.0},
+    **{"v_proj": 60.0, "o_proj": 60.0, "post_mlp_layernorm": 1.0, "mlp": 4.0, "lm_head": 4.0},
+    **{"": 1.0},
 }
+#: on top, where values are the last rows of one matrix, and where logits come from embeddings
+_VALUE_ROWS, _PHI3_VALUES, _TIED_EMBEDDINGS = 32, 3.0, 4.0
 
 
 def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
@@ -72,17 +100,18 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
-    extra: dict[str, Any] = {"head_dim": 16} if family.startswith("qwen3") else {}
-    if family == "qwen3_moe":
-        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
     kind = "llama" if family == "thinking" else family
     torch.manual_seed(FAMILIES.index(family))
-    sizes = {**_SIZES, **extra, "vocab_size": len(pieces)}
+    sizes = {**_SIZES, **_EXTRA.get(family, {}), "vocab_size": len(pieces)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
+            if "qkv_proj" in name:
+                parameter[-_VALUE_ROWS:].mul_(_PHI3_VALUES)
+            if family == "gemma" and "embed_tokens" in name:
+                parameter.mul_(_TIED_EMBEDDINGS)
         if family == "thinking":  # most outputs have one, and an answer behind it
             model.lm_head.weight[THINK_END] *= 1.3
     model.save_pretrained(folder)

@@ -140,7 +140,7 @@ class World:
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
         attach(self.model, self.recorder)
-        attach_steering(self.model, self.steerer)
+        attach_steering(self.model.model.layers, self.steerer)
         zeros = torch.zeros(LANES, dtype=torch.int64, device=device)
         self.batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,

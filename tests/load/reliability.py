@@ -26,7 +26,7 @@ from rich.console import Console
 
 from bench.report import goal_table
 
-ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs")
+ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models")
 Command = tuple[str, ...]
 LANES: tuple[tuple[Command, ...], ...] = (
     (
@@ -39,6 +39,7 @@ LANES: tuple[tuple[Command, ...], ...] = (
 ALONE: tuple[Command, ...] = (
     *(("tests/load/load.py", f"L{number}") for number in range(5)),
     ("tests/load/ranks.py", "--scale", "0.2"),
+    ("tests/load/families.py",),
 )
 console = Console()
 

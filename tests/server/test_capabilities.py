@@ -74,6 +74,97 @@ def test_how_a_model_may_be_spread(arguments: dict[str, Any], reason: str | None
     assert reason in missing if reason is not None else missing == []
 
 
+def row_named(name: str) -> Any:
+    (row,) = (row for row in CAPABILITIES if row.name == name)
+    return row
+
+
+def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more: Any) -> Any:
+    """A scheduler whose model has these attention layers, and whose pool is of this class."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    sizes = {"num_heads": 4, "head_dim": 16, "scaling": 0.25, "num_kv_heads": 2}
+    attention = [RadixAttention(layer_id=i, **{**sizes, **layer}) for i, layer in enumerate(layers)]
+    memory = object.__new__(pool)  # only its class and its layout are looked at
+    memory.kv_cache_layout, memory.layer_num = "nhd", cached
+    runner = SimpleNamespace(
+        model=torch.nn.ModuleList(attention), attention_chunk_size=None, token_to_kv_pool=memory
+    )
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: memory),
+        tp_worker=SimpleNamespace(model_runner=runner),
+        **{"is_hybrid_swa": False, **more},
+    )
+
+
+def test_mla_is_refused_by_its_pool() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    check = row_named("MLA").check
+    assert check(scheduler_with(MHATokenToKVPool)) is None
+    refused = check(scheduler_with(MLATokenToKVPool))
+    assert refused == "KV pool MLATokenToKVPool (supported: MHATokenToKVPool)"
+
+
+def test_windows_are_refused() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    check, plain = row_named("sliding window").check, ({}, {})
+    assert check(scheduler_with(MHATokenToKVPool, *plain)) is None
+    hybrid = scheduler_with(MHATokenToKVPool, *plain, is_hybrid_swa=True)
+    assert check(hybrid) == "hybrid sliding-window attention"
+    chunked = scheduler_with(MHATokenToKVPool, *plain)
+    chunked.tp_worker.model_runner.attention_chunk_size = 64
+    assert check(chunked).startswith("chunked attention")
+    one_window = scheduler_with(MHATokenToKVPool, {}, {"sliding_window_size": 31})
+    assert check(one_window).startswith("sliding-window layers")
+
+
+def test_layers_of_different_heads_are_refused() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    check = row_named("layers of different shapes").check
+    assert check(scheduler_with(MHATokenToKVPool, {}, {})) is None
+    for other in ({"num_heads": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"scaling": 1.0}):
+        refused = check(scheduler_with(MHATokenToKVPool, {}, other))
+        assert refused == "2 attention layers of 2 shapes over 2 cached"
+    fewer = scheduler_with(MHATokenToKVPool, {}, {}, cached=1)
+    assert check(fewer) == "2 attention layers of 1 shapes over 1 cached"
+
+
+def test_speculative_decoding_is_refused() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    check = row_named("speculative decoding").check
+    none, eagle = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.EAGLE
+    assert check(SimpleNamespace(spec_algorithm=none)) is None
+    assert check(SimpleNamespace(spec_algorithm=eagle)) == "speculative decoding"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("HiCache", "HiCache (enable_hierarchical_cache)"),
+        ("hybrid / mamba", "hybrid / mamba (is_hybrid_ssm)"),
+        ("encoder-decoder", "encoder-decoder (model_config.is_encoder_decoder)"),
+        (
+            "multimodal rotary positions",
+            "multimodal rotary positions (model_config.model_is_mrope)",
+        ),
+    ],
+)
+def test_what_docs_models_names(name: str, said: str) -> None:
+    check = row_named(name).check
+    assert check(nested(check.attribute, True)) == said
+
+
+def test_pd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("prefill", "decode"):
+        on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
+        refused = row_named("PD disaggregation").check(None)
+        assert refused == f"PD disaggregation (disaggregation_mode={mode})"
+
+
 def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in CAPABILITIES if row.name == "kv_reuse")
     assert row.supported == "per request" and row.check is None

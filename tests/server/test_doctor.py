@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import FAMILIES
+from transformers import AutoConfig
 
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.patches.registry import HOOKS
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +90,76 @@ def _assert_no_endpoint(url: str, why: str, capsys: pytest.CaptureFixture[str]) 
     message = capsys.readouterr().err
     assert "url: expected the address of a running server or router" in message
     assert f"got '{url} ({why})'; choices: " in message
+
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"num_hidden_layers": 3, "vocab_size": 64},
+}
+#: type, architecture, more of its config, and what is said of it
+CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}, "MLA (latent keys)"),
+    ("gemma2", "Gemma2ForCausalLM", {}, "sliding window (2 of 3 layers, window 4096)"),
+    ("gemma3_text", "Gemma3ForCausalLM", {}, "sliding window (3 of 3 layers, window 4096)"),
+    ("gpt_oss", "GptOssForCausalLM", {}, "attention sinks (learned, one per head)"),
+    ("qwen3_next", "Qwen3NextForCausalLM", {}, "hybrid / mamba (layers without a KV cache)"),
+    ("bert", "BertModel", {}, "embedding models (BertModel)"),
+)
+
+
+def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Path:
+    """A config.json and nothing else."""
+    config = AutoConfig.for_model(kind, **{**SIZES, **more})
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> None:
+    folder = model_folder(kind)
+    for path in (folder, folder / "config.json"):
+        assert main(["doctor", "--model", str(path)]) == 0
+    printed = capsys.readouterr().out
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    assert architecture in printed and "3 layers, 4 query heads, 2 KV heads of 16" in printed
+    assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
+    steered = re.search(r"steering +│ yes", printed) is not None
+    assert steered == (kind not in ("olmo2", "granite", "gemma"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "more", "said"), CANNOT, ids=lambda x: str(x)[:20]
+)
+def test_a_model_that_cannot_evict(
+    *, kind: str, architecture: str, more: dict[str, Any], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder = write_config(tmp_path, kind, architecture, **more)
+    assert main(["doctor", "--model", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert said in printed and "eviction cannot work" in printed and "steering" not in printed
+
+
+def test_a_type_that_was_not_tested_and_a_rotation_that_does_not_turn_back(
+    tmp_path: Path, capsys: Any
+) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    folder = write_config(tmp_path, "mixtral", "MixtralForCausalLM", rope_parameters=scaling)
+    assert main(["doctor", "--model", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "no: 400 (rope dynamic)" in printed and "no: not tested on such layers" in printed
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"model_type": "no-such-type"}'])
+def test_a_file_that_is_no_model(text: str | None, tmp_path: Path, capsys: Any) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--model", str(tmp_path)])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "model: expected the folder of a model, or its config.json, got " in message
+    assert "choices: a " in message
 
 
 def test_every_seam_names_what_uses_it() -> None:

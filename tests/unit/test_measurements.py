@@ -17,9 +17,11 @@ from pool_world import World
 from score_inputs import score_input
 from score_oracle import ScoreOracle
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.startup import measurements
+from sgl_skipkv.patches.startup.attention_check import OtherAttention
 from sgl_skipkv.patches.startup.measurements import NoRotation, _rotation, measure, rotation_of
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.head_reach import head_reach
@@ -134,10 +136,14 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
     layer = torch.nn.Module()
     layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, 0), embedding()
     model = torch.nn.ModuleList([layer])
+    pool = SimpleNamespace(k_buffer=[torch.zeros(520, 2, 16)], v_buffer=[torch.zeros(520, 2, 16)])
+    runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=torch.float32)
     scheduler = SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        tp_worker=SimpleNamespace(model_runner=runner),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text.split()))]),
         max_total_num_tokens=520,
+        true_scale=0.25,
         model_config=SimpleNamespace(context_len=4096),
     )
     recorder = SimpleNamespace(
@@ -146,9 +152,18 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def prefill(scheduler: Any, ids: list[int]) -> None:
         scheduler.read = len(ids)
-        queries, keys = torch.randn(2, len(ids), 32)
+        queries, keys, values = torch.randn(3, len(ids), 32)
+        slots = torch.arange(len(ids))
+        pool.k_buffer[0][slots], pool.v_buffer[0][slots] = (
+            x.view(-1, 2, 16) for x in (keys, values)
+        )
+        args = (queries, keys, values, SimpleNamespace(out_cache_loc=slots))
         for hook in layer.attn._forward_pre_hooks.values():
-            hook(layer.attn, (queries, keys))
+            hook(layer.attn, args)
+        by_head = (x.view(1, -1, 2, 16).transpose(1, 2) for x in args[:3])
+        output = scaled_dot_product_attention(*by_head, is_causal=True, scale=scheduler.true_scale)
+        for hook in layer.attn._forward_hooks.values():
+            hook(layer.attn, args, output[0].transpose(0, 1).flatten(1))
 
     monkeypatch.setattr(measurements, "_prefill", prefill)
     return scheduler, SimpleNamespace(recorder=recorder, scale=0.25)
@@ -170,6 +185,14 @@ def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path
     assert [*refused] == ["triattention", "expected"]
     with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
         measure(scheduler, side, ServerConfig(query_text="none.txt"))
+
+
+def test_a_model_that_attends_otherwise_is_refused(measuring: Any) -> None:
+    scheduler, side = measuring
+    scheduler.true_scale = 0.5
+    with pytest.raises(OtherAttention, match="attention layer 0 is not that of its recorded"):
+        measure(scheduler, side, ServerConfig())
+    assert not scheduler.tp_worker.model_runner.model[0].attn._forward_hooks
 
 
 def test_a_request_without_centres_is_refused() -> None:

@@ -1,0 +1,107 @@
+"""Whether a model's attention is what scores take it for: the recorded queries, asked of the cached
+keys.
+
+A model may rotate its queries or keys behind the place where they are recorded, or add something of
+its own to the attention. Scores would then be wrong, and nothing would complain. One comparison per
+layer, in the prefill that measures the model at start, finds out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.patches.engine.kv_cache import kv_buffers
+from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+
+_LAST_QUERIES = 16
+#: of the output's norm. Attention in bfloat16 is off by less than a hundredth.
+_MOST_OFF = 0.1
+
+
+class OtherAttention(ValueError):
+    """A layer's output is not that of its recorded queries and cached keys and values."""
+
+
+def attention_gap(
+    queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float, cap: float = 0.0
+) -> Tensor:
+    """How far a causal attention layer's output lies from the formula, over the output's norm.
+
+    ``|softmax(cap tanh(scale q k / cap)) v - output| / |output|``; without a cap its logits are
+    ``scale q k``.
+
+    Args:
+        queries, output: float [T, Hq, d], of the last T tokens.
+        keys, values: float [n, Hkv, d], of all tokens.
+
+    Returns:
+        float32 scalar.
+    """
+    (recent, heads, width), (tokens, kv_heads, _) = queries.shape, keys.shape
+    grouped = queries.float().view(recent, kv_heads, -1, width)
+    logits = torch.einsum("thgd,nhd->hgtn", grouped, keys.float()) * scale
+    if cap > 0:
+        logits = cap * (logits / cap).tanh()
+    position = torch.arange(tokens, device=keys.device)
+    later = position > position[-recent:, None]
+    attention = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
+    expected = torch.einsum("hgtn,nhd->thgd", attention, values.float()).reshape(recent, heads, -1)
+    norm = output.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
+    gap: Tensor = (expected - output.float()).norm() / norm
+    return gap
+
+
+class AttentionCheck:
+    """Compares every attention layer of one prefill, whose tokens are those of one request.
+
+    With quantised keys nothing is compared: backends quantise their queries too, and how far that
+    takes the output depends on the weights.
+    """
+
+    def __init__(self, scheduler: Any, scale: float) -> None:
+        runner = scheduler.tp_worker.model_runner
+        self._exact = runner.kv_cache_dtype == runner.dtype
+        self._buffers = kv_buffers(scheduler.token_to_kv_pool_allocator) if self._exact else []
+        self._scale, self._queries = scale, dict[int, Tensor]()
+        self.gaps = dict[int, Tensor]()
+
+    def before(self, layer: Any, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook: the layer may change its queries in place."""
+        queries = args[0].detach()
+        recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
+        self._queries[layer.layer_id] = recent.clone()
+
+    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: compare the output with the formula."""
+        queries = self._queries.pop(layer.layer_id)
+        if not self._exact:
+            return
+        if not isinstance(output, Tensor):  # attention of two outputs, as sparse kinds have it
+            self.gaps[layer.layer_id] = torch.full((), torch.nan, device=queries.device)
+            return
+        slots, half = args[3].out_cache_loc, len(self._buffers) // 2
+        keys, values = (self._buffers[i][slots] for i in (layer.layer_id, half + layer.layer_id))
+        shown = output.detach().reshape(len(slots), -1, layer.head_dim)[-len(queries) :]
+        cap = float(layer.logit_cap or 0)
+        gap = attention_gap(queries, keys, values, shown, self._scale, cap)
+        self.gaps[layer.layer_id] = gap
+
+    def conclude(self, ranks: Ranks = ONE_RANK) -> None:
+        """Refuse the model if a layer of any rank is off.
+
+        Raises:
+            OtherAttention: with the layer that is off most.
+        """
+        if not self._exact:
+            return
+        gaps = ranks.gathered(torch.stack([self.gaps[i] for i in sorted(self.gaps)])).amax(dim=0)
+        worst = int(gaps.argmax())  # of NaN as well
+        if not float(gaps[worst]) <= _MOST_OFF:
+            raise OtherAttention(
+                f"attention layer {sorted(self.gaps)[worst]} is not that of its recorded queries "
+                f"and cached keys: its output is off by {float(gaps[worst]):.0%} (queries or keys "
+                "rotated elsewhere, attention sinks, or a bias)"
+            )

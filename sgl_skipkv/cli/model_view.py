@@ -1,0 +1,42 @@
+"""``skipkv doctor --model``: what would work with a model, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def show_model(path: Path, console: Console) -> int:
+    """Print what eviction, steering and policies say to the model; 1 if eviction cannot work.
+
+    Raises:
+        SettingError: no config.json, or one that SGLang does not take for a model.
+    """
+    from sgl_skipkv.patches.startup.model_check import check_model
+
+    report = check_model(path)
+    heads = f"{report.query_heads} query heads"
+    if report.attention != "MLA":
+        heads += f", {report.kv_heads} KV heads of {report.head_dim}"
+    tested = "[green]yes[/]: docs/models.md" if report.tested else "[yellow]no[/]"
+    table = Table(title=escape(str(path)), title_justify="left", show_header=False)
+    table.add_row("type", f"{report.architecture} ({report.model_type})")
+    table.add_row("attention", f"{report.attention}: {report.layers} layers, {heads}")
+    table.add_row("tested against the masking oracle", tested)
+    for reason in report.reasons:
+        table.add_row("eviction", f"[red]no[/]: {escape(reason)}")
+    if not report.reasons:
+        table.add_row("eviction", "[green]yes[/], as far as the file tells")
+        queries = "[green]yes[/]" if report.measures_queries else "[red]no[/]: 400"
+        table.add_row("policies triattention, expected", f"{queries} (rope {report.rotation})")
+        steering = "[green]yes[/]" if report.steered else "[red]no[/]: not tested on such layers"
+        table.add_row("steering", steering)
+    console.print(table)
+    if report.reasons:
+        console.print("[bold red]eviction cannot work[/] with this model.")
+        return 1
+    console.print("A server checks its pool, its layers and their attention when it starts.")
+    return 0

@@ -1,0 +1,156 @@
+"""Eight model families under the masking oracle: every policy, and steering where it is supported.
+
+Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
+
+    python tests/load/families.py                                # about 10 minutes of a core
+    python tests/load/families.py --families glm4 gemma --requests 1
+
+One row per family and policy, one per family of its steered requests. Where steering is not
+supported, a server with a vector must not start, and says why. Ends with 1 if something does not
+hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
+os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
+os.environ.pop("SGL_SKIPKV_CONFIG", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "load", "."))])
+
+from fleet import CHECKED, STEERING_GAMMA, addition_of, tiny_vector
+from oracle import MaskingOracle
+from row_table import show
+from servers import Server, logprob_gap
+from tiny_models import prompt_ids, save_model
+
+from sgl_skipkv.policy import names
+
+FAMILIES = (
+    *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
+    *("olmo2", "granite", "gemma"),
+)
+UNSTEERED = ("olmo2", "granite", "gemma")
+POLICIES = [name for name in names() if name != "full"]
+STEERED_POLICIES = ("full", "streaming", "skipkv+")
+BUDGET, INTERVAL, TOKENS, PROMPT_TOKENS = 40, 16, 150, 60
+LAYER, STRENGTH = 1, 1.25
+LOGPROB_TOLERANCE, STEERED_TOLERANCE = 2e-3, 2e-4
+REFUSAL = "steering_vector: expected a model whose layers steering was tested on"
+START_WITHIN_S = 600
+Row = dict[str, Any]
+
+
+def request(rid: str, policy: str, **keys: Any) -> Row:
+    parameters = {"interval": INTERVAL, "delimiters": "any-newline"}
+    budget = {} if policy == "full" else {"kv_budget": BUDGET, "kv_params": parameters}
+    return {
+        **{"rid": rid, "input_ids": prompt_ids(rid, PROMPT_TOKENS), "tokens": TOKENS},
+        **{"kv_policy": policy, **budget, **keys},
+    }
+
+
+def started(model: Path, folder: Path, vector: bool) -> Server:
+    folder.mkdir(parents=True)
+    config = folder / "skipkv.json"
+    config.write_text(json.dumps({**CHECKED}))
+    arguments = ["--skipkv-config", str(config), "--max-running-requests", "64"]
+    if vector:
+        tiny_vector(LAYER).save(folder / "vector.safetensors")
+        arguments += ["--steering-vector", str(folder / "vector.safetensors")]
+        arguments += ["--steering-gamma", str(STEERING_GAMMA)]
+    return Server(model, folder, arguments)
+
+
+def judged(
+    family: str, oracle: MaskingOracle, server: Server, policy: str, requests: Sequence[Row]
+) -> Row:
+    """The oracle's word on the answers to these requests, all of them sent already."""
+    steered = any("steering" in one for one in requests)
+    found = {"requests": len(requests), "compactions": 0, "tokens": 0}
+    found |= {"wrong_tokens": 0, "wrong_without_masks": 0}
+    gap = 0.0
+    for asked in requests:
+        answer, events = asked["answer"], server.events(asked["rid"])
+        ids = answer["output_ids"]
+        added = addition_of(LAYER, ids, asked["steering"]) if steered else None
+        verdict = oracle.judge(asked["input_ids"], ids, events, added)
+        blind = oracle.judge(asked["input_ids"], ids, [])  # neither masks nor vector
+        found["compactions"] += answer["meta_info"]["skipkv"].get("compactions", 0)
+        found["tokens"] += len(ids)
+        found["wrong_tokens"] += len(verdict.wrong)
+        found["wrong_without_masks"] += len(blind.wrong)
+        gap = max(gap, logprob_gap(answer, verdict.logprobs.tolist()))
+    held = found["wrong_tokens"] == 0 < found["wrong_without_masks"]
+    held &= gap <= (STEERED_TOLERANCE if steered else LOGPROB_TOLERANCE)
+    return {
+        **{"family": family, "policy": f"{policy}, steered" if steered else policy, **found},
+        **{"logprob_gap": float(f"{gap:.3g}"), "ok": "yes" if held else "no"},
+    }
+
+
+def run(family: str, folder: Path, count: int) -> list[Row]:
+    model, steers = save_model(family, folder / "model"), family not in UNSTEERED
+    asked = {
+        policy: [request(f"{policy}-{i}", policy) for i in range(count)] for policy in POLICIES
+    }
+    steered = {
+        policy: [request(f"steered-{policy}-{i}", policy, steering=STRENGTH) for i in range(count)]
+        for policy in (STEERED_POLICIES if steers else ())
+    }
+    groups = [*asked.items(), *steered.items()]
+    with started(model, folder / "server", vector=steers) as server:
+        server.wait_ready(START_WITHIN_S)
+        every = [one for _, requests in groups for one in requests]
+        for one, answer in zip(every, server.generate_all(every), strict=True):
+            one["answer"] = answer
+        server.assert_clean()
+    oracle = MaskingOracle(model)
+    rows = [judged(family, oracle, server, policy, requests) for policy, requests in groups]
+    return rows if steers else [*rows, refused(family, model, folder / "refused")]
+
+
+def refused(family: str, model: Path, folder: Path) -> Row:
+    """A server with a vector for a model that cannot be steered ends at start and names it."""
+    with started(model, folder, vector=True) as server:
+        held = server.wait_exit() != 0 and REFUSAL in server.log
+    counts = dict.fromkeys(("requests", "compactions", "tokens", "wrong_tokens"), 0)
+    counts |= {"wrong_without_masks": 0, "logprob_gap": 0.0}
+    named = {"family": family, "policy": "steering refused"}
+    return {**named, **counts, "ok": "yes" if held else "no"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--requests", type=int, default=2, help="of each policy")
+    parser.add_argument("--record", action="store_true", help="append to bench/rows/models.csv")
+    arguments = parser.parse_args()
+    folder, missed = Path(tempfile.mkdtemp(prefix="families-")), False
+    print("logs and traces, kept if anything goes wrong:", folder)
+    for family in arguments.families:
+        rows = run(family, folder / family, arguments.requests)
+        show(rows, family, record="models" if arguments.record else None)
+        missed |= any(row["ok"] == "no" for row in rows)
+    if not missed:
+        shutil.rmtree(folder)
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""A model whose attention is not that of what is recorded and cached is found in one prefill."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sgl_skipkv.patches.startup import attention_check
+from sgl_skipkv.patches.startup.attention_check import (
+    AttentionCheck,
+    OtherAttention,
+    attention_gap,
+)
+
+HEADS, KV_HEADS, WIDTH, TOKENS, LAYERS, SCALE = 4, 2, 16, 80, 3, 0.25
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, cap: float = 0.0, sink: float = 0.0) -> Tensor:
+    """Query by query and head by head in float64; a sink adds to the denominator."""
+    out = torch.zeros(len(q), HEADS, WIDTH, dtype=torch.float64)
+    for t in range(len(q)):
+        for head in range(HEADS):
+            seen = slice(0, t + 1), head // (HEADS // KV_HEADS)
+            logits = k[seen].double() @ q[t, head].double() * SCALE
+            if cap:
+                logits = cap * (logits / cap).tanh()
+            weights = logits.exp()
+            out[t, head] = weights @ v[seen].double() / (weights.sum() + sink)
+    return out.float()
+
+
+def drawn(seed: int, heads: int) -> Tensor:
+    return torch.randn(TOKENS, heads, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotated by position, half by half."""
+    angle = torch.arange(len(x))[:, None, None] * 10000 ** -(torch.arange(WIDTH // 2) / WIDTH * 2)
+    low, high = x.chunk(2, dim=-1)
+    parts = low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()
+    return torch.cat(parts, dim=-1)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_formula(cap: float) -> None:
+    q, k, v = drawn(1, HEADS), drawn(2, KV_HEADS), drawn(3, KV_HEADS)
+    output = attended(q, k, v, cap)
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, cap) < 1e-5
+    halved = attention_gap(q[-7:], k, v, 2 * output[-7:], SCALE, cap)
+    assert math.isclose(float(halved), 0.5, rel_tol=1e-4)
+
+
+def test_half_precision_is_far_within_the_limit() -> None:
+    q, k, v = (part.bfloat16() for part in (5 * drawn(1, HEADS), drawn(2, 2), drawn(3, 2)))
+    output = attended(q, k, v).bfloat16()
+    assert attention_gap(q[-16:], k, v, output[-16:], SCALE) < 0.1 * attention_check._MOST_OFF
+
+
+Layer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionCheck:
+    """After a prefill of layers that say what is recorded, what is cached, and their output."""
+    buffers = [torch.zeros(2 * TOKENS, KV_HEADS, WIDTH) for _ in range(2 * len(layers))]
+    pool = SimpleNamespace(k_buffer=buffers[: len(layers)], v_buffer=buffers[len(layers) :])
+    runner = SimpleNamespace(kv_cache_dtype=dtype, dtype=torch.float32)
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=runner),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+    )
+    check = AttentionCheck(scheduler, SCALE)
+    batch = SimpleNamespace(out_cache_loc=torch.randperm(2 * TOKENS)[:TOKENS])
+    for number, layer in enumerate(layers):
+        module = SimpleNamespace(layer_id=number, head_dim=WIDTH, logit_cap=0.0)
+        values = drawn(3 + number, KV_HEADS)
+        q, cached, output = layer(drawn(1 + number, HEADS), drawn(2 + number, KV_HEADS), values)
+        args = (q.flatten(1), None, None, batch)
+        check.before(module, args)
+        pool.k_buffer[number][batch.out_cache_loc] = cached
+        pool.v_buffer[number][batch.out_cache_loc] = values
+        q.zero_()  # a backend may do with its queries as it likes
+        check.after(module, args, output.flatten(1))
+    return check
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = turned(q), turned(k)
+    return q, k, attended(q, k, v)
+
+
+def rotated_later(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q, turned(k), attended(turned(q), turned(k), v)
+
+
+def cached_unrotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return turned(q), k, attended(turned(q), turned(k), v)
+
+
+def with_a_sink(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = turned(q), turned(k)
+    return q, k, attended(q, k, v, sink=30.0)
+
+
+def without_numbers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, output = right(q, k, v)
+    return q, k, output * math.nan
+
+
+def test_a_model_whose_layers_ask_what_is_cached() -> None:
+    check = checked(*[right] * LAYERS)
+    assert len(check.gaps) == LAYERS
+    check.conclude()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [rotated_later, cached_unrotated, with_a_sink, without_numbers],
+    ids=lambda f: f.__name__,
+)
+def test_one_other_layer_is_enough(other: Layer) -> None:
+    with pytest.raises(OtherAttention, match="attention layer 1 is not that of its recorded"):
+        checked(right, other, right).conclude()
+
+
+def test_an_attention_of_two_outputs_is_refused() -> None:
+    check = checked(right)
+    module = SimpleNamespace(layer_id=0, head_dim=WIDTH, logit_cap=0.0)
+    queries = drawn(1, HEADS).flatten(1)
+    check.before(module, (queries,))
+    check.after(module, (queries,), (queries, queries))
+    with pytest.raises(OtherAttention, match="attention layer 0"):
+        check.conclude()
+
+
+def test_quantised_keys_are_not_compared() -> None:
+    check = checked(rotated_later, dtype=torch.float8_e4m3fn)
+    assert check.gaps == {}
+    check.conclude()
+
+
+def test_a_rank_that_is_off_is_off_on_all() -> None:
+    class Two:
+        def gathered(self, part: Tensor) -> Tensor:
+            return torch.stack([part, part + 0.5 * (torch.arange(len(part)) == 2)])
+
+    ranks: Any = Two()
+    with pytest.raises(OtherAttention, match=r"attention layer 2 .* off by 50%"):
+        checked(*[right] * LAYERS).conclude(ranks)
