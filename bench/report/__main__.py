@@ -56,7 +56,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "quotas": default_tables.quotas,
     "sizes": default_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,
-    "needed_by_family": family_tables.needed_by_family,
     "parity": accuracy_tables.parity,
     "peer": accuracy_tables.peer,
     "conversation": conversation_tables.conversation,

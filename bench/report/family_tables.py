@@ -107,24 +107,6 @@ def families() -> str:
     return table(header, lines, rows, "accuracy")
 
 
-def needed_by_family() -> str:
-    """Hand-made masks of every family, right and wrong ones: wrong tokens of a trace."""
-    rows = recorded("needed_by_family")
-    lines = []
-    for family in dict.fromkeys(row["family"] for row in rows):
-        here = [row for row in rows if row["family"] == family]
-        (own,) = (row for row in here if row["own_rule"] == "True")
-        others = {row["rule"]: row["wrong_tokens"] for row in here if row is not own}
-        nothing = others.pop("nothing")
-        best = min(others, key=lambda rule: float(others[rule]))
-        size = f"{float(own['most_old_tokens']):.0f} of {float(own['trace_tokens']):,.0f}"
-        other = f"{others[best]} (`{best}`)"
-        lines.append([f"`{family}`", f"`{own['rule']}`", size, own["wrong_tokens"], other, nothing])
-    header = ["family", "its rule", "old tokens kept", "wrong tokens with it"]
-    header += ["with the best other rule", "with nothing old"]
-    return table(header, lines, rows, "needed_by_family")
-
-
 def right_traces() -> str:
     """Single cells of the comparison of all policies, of a few."""
     found, rows = cells()
