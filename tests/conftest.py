@@ -12,15 +12,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+from isolated import isolate
 
 # The same examples in every run, however long one takes.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tests")
-# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
-os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
-os.environ.pop("SGL_SKIPKV_CONFIG", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+isolate()  # before anything imports sglang
 # What tests start imports SGLang again and again; with this a server does so once.
 QUICK_STARTS = str(Path(__file__).resolve().parent / "helpers" / "quick_starts")
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -110,7 +110,6 @@ SPECS: dict[str, Spec] = {
             *("--dp-size", "2", "--enable-metrics"),
             *("--kv-budget", "64", "--kv-policy", "streaming", "--kv-interval", "8"),
         ),
-        options={"env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}},
     ),
     # The model with optional checks, and its own vector.
     "wanderer": Spec(
@@ -218,6 +217,22 @@ def sharing(file: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def flags_of(
+    folder: Path, config: Mapping[str, Any] | None, steering_layer: int | None = None
+) -> list[str]:
+    """Flags that name the files written here: of these settings, and of a ``tiny_vector``."""
+    flags = []
+    if config is not None:
+        settings = folder / "skipkv.json"
+        settings.write_text(json.dumps(config))
+        flags += ["--skipkv-config", str(settings)]
+    if steering_layer is not None:
+        tiny_vector(steering_layer).save(folder / "vector.safetensors")
+        flags += ["--steering-vector", str(folder / "vector.safetensors")]
+        flags += ["--steering-gamma", str(STEERING_GAMMA)]
+    return flags
+
+
 def tiny_vector(layer: int) -> SteeringVector:
     """A vector for the random models, large enough to change what they say."""
     keywords = ",".join(STEERING_KEYWORDS)
@@ -260,15 +275,8 @@ class Fleet:
         """The server, perhaps not ready yet."""
         if name not in self._started:
             spec = SPECS[name]
-            folder, arguments = self._folder(name.replace(", ", "-").replace(" ", "-")), []
-            if spec.config is not None:
-                config = folder / "skipkv.json"
-                config.write_text(json.dumps(spec.config))
-                arguments = ["--skipkv-config", str(config)]
-            if spec.steering_layer is not None:
-                tiny_vector(spec.steering_layer).save(folder / "vector.safetensors")
-                arguments += ["--steering-vector", str(folder / "vector.safetensors")]
-                arguments += ["--steering-gamma", str(STEERING_GAMMA)]
+            folder = self._folder(name.replace(", ", "-").replace(" ", "-"))
+            arguments = flags_of(folder, spec.config, spec.steering_layer)
             model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
             self._started[name] = Server(
                 model, folder, [*spec.arguments, *arguments], **spec.options

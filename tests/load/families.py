@@ -13,8 +13,6 @@ hold.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import sys
 import tempfile
@@ -22,16 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
-os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
-os.environ.pop("SGL_SKIPKV_CONFIG", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "load", "."))])
 
-from fleet import CHECKED, STEERING_GAMMA, addition_of, tiny_vector
+from isolated import isolate
+
+isolate()  # before anything imports sglang
+
+from fleet import CHECKED, ONE_BATCH, addition_of, flags_of
 from oracle import MaskingOracle
 from row_table import show
 from servers import Server, logprob_gap
@@ -65,14 +61,8 @@ def request(rid: str, policy: str, **keys: Any) -> Row:
 
 def started(model: Path, folder: Path, vector: bool) -> Server:
     folder.mkdir(parents=True)
-    config = folder / "skipkv.json"
-    config.write_text(json.dumps({**CHECKED}))
-    arguments = ["--skipkv-config", str(config), "--max-running-requests", "64"]
-    if vector:
-        tiny_vector(LAYER).save(folder / "vector.safetensors")
-        arguments += ["--steering-vector", str(folder / "vector.safetensors")]
-        arguments += ["--steering-gamma", str(STEERING_GAMMA)]
-    return Server(model, folder, arguments)
+    flags = flags_of(folder, CHECKED, LAYER if vector else None)
+    return Server(model, folder, [*ONE_BATCH, *flags])
 
 
 def judged(

@@ -11,21 +11,18 @@ One line per measured quantity, with its limit; ends with 1 if one is missed.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
-# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
-os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
-os.environ.pop("SGL_SKIPKV_CONFIG", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "fuzz", "api"))])
+
+from isolated import isolate
+
+isolate()  # before anything imports sglang
 
 from load_hostile import hostile
 from load_jobs import Job, differential, long_output, pressure, smoke, storms

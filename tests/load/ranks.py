@@ -18,20 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-# Before anything imports sglang: the platform that runs on any machine, and no operator's settings.
-os.environ["SGLANG_PLATFORM"] = "skipkv_cpu"
-os.environ.pop("SGL_SKIPKV_CONFIG", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), *(str(ROOT / "tests" / one) for one in ("helpers", "load", "."))])
 
+from isolated import isolate
+
+isolate()  # before anything imports sglang
+
 import psutil
-from fleet import CHECKED, REASONER
+from fleet import CHECKED, ONE_BATCH, REASONER, WITHOUT_OVERLAP, flags_of
 from oracle import MaskingOracle
 from rank_costs import costs
 from rank_plants import environment, trace_of
@@ -50,7 +49,6 @@ JUDGED = 1  # requests of each policy that the oracle looks at
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "8"}
 #: SGLang waits so long for core dumps of CUDA, also where there is none
 NO_CORE_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
-WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 START_WITHIN_S, GONE_WITHIN_S = 900, 15
 Row = dict[str, Any]
 Events = dict[str, list[dict[str, Any]]]
@@ -60,9 +58,7 @@ def started(
     model: Path, folder: Path, ranks: int, *plants: str, more: Sequence[str] = (), **env: str
 ) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "skipkv.json"
-    config.write_text(json.dumps({**CHECKED, "check_agreement": True}))
-    arguments = ["--skipkv-config", str(config), "--max-running-requests", "64", *more]
+    arguments = [*flags_of(folder, {**CHECKED, "check_agreement": True}), *ONE_BATCH, *more]
     environ = {**environment(*plants), **NO_CORE_DUMPS, **env}
     server = Server(model, folder, ["--tp-size", str(ranks), *arguments], env=environ)
     return server.wait_ready(START_WITHIN_S)
@@ -148,7 +144,7 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
 
 
 def matches(some: Sequence[list[int]], others: Sequence[list[int]]) -> int:
-    return sum(one == other for one, other in zip(some, others, strict=False))
+    return sum(one == other for one, other in zip(some, others, strict=True))
 
 
 def run_row(run: str, quantity: str, value: float, limit: str, held: bool) -> Row:
@@ -185,8 +181,6 @@ def kill(model: Path, folder: Path) -> list[Row]:
         with server:
             pids = [p for p in psutil.process_iter(["cmdline"]) if _is_rank(p, server, rank)]
             (victim,) = pids
-            from concurrent.futures import ThreadPoolExecutor
-
             with ThreadPoolExecutor(4) as pool:
                 ends = [
                     pool.submit(_ended, server, request) for request in requests_of("distinct", 4)
