@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from launches import CALLS, POLICIES
+from launches import CALLS, POLICIES, Launches
 from rank_world import on_ranks
 from synthetic import SyntheticServer, decode_until_due, served
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 
 BUDGET = 64
 
 
-class Started(TorchDispatchMode):
-    """Counts operations, gathers and the bytes that this rank sends."""
+class LaunchesAndGathers(Launches):
+    """Counts gathers, and the bytes that this rank sends, apart from what is started otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.gathers = self.sent_bytes = 0
+        self.gathers = self.sent_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("c10d::"):
-            self.gathers += 1
-            self.sent_bytes += args[1].nbytes
-        elif not (func.is_view or name.removeprefix("aten::").startswith(("empty", "new_empty"))):
-            self.operations += 1
+        if not func._schema.name.startswith("c10d::"):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.gathers += 1
+        self.sent_bytes += args[1].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -41,10 +38,10 @@ def second_compaction(ranks: Ranks, policy: str, count: int) -> tuple[int, int, 
     decode_until_due(server, calls)
     server.decode(*calls)
     decode_until_due(server, calls)
-    started, due = Started(), [server.due(call) for call in calls]
-    with started:
+    counted, due = LaunchesAndGathers(), [server.due(call) for call in calls]
+    with counted:
         server.runtime.compact(due, server.req_to_token)
-    return started.operations, started.gathers, started.sent_bytes, due[0].row_tokens
+    return counted.names.total(), counted.gathers, counted.sent_bytes, due[0].row_tokens
 
 
 def costs() -> list[dict[str, Any]]:
