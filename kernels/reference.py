@@ -223,12 +223,22 @@ def distinct_values(
     squares, nearest = u.square().sum(dim=1), torch.zeros_like(size)
     for start in range(0, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
-        both = squares[start:end, None] + squares[start:]
-        between = both - 2.0 * (u[start:end] @ u[start:].T)
-        between.masked_fill_(between <= SAME_VALUE * both, 0.0)
-        earlier = torch.ones_like(between, dtype=torch.bool).tril()
-        nearest[start:end] = between.masked_fill_(earlier, torch.inf).amin(dim=1)
+        nearest[start:end] = nearest_later(squares[start:], u[start:end] @ u[start:].T)
     return (nearest / (len(compared) * heads)).sqrt(), size
+
+
+def nearest_later(squares: Tensor, products: Tensor) -> Tensor:
+    """float32 [B], squared distance of each vector to the nearest later one.
+
+    Args:
+        squares: float32 [m], of the lengths of these vectors and of all later ones, m above B.
+        products: float32 [B, m], of each of the first B vectors with all of them.
+    """
+    both = squares[: len(products), None] + squares
+    between = both - 2.0 * products
+    between.masked_fill_(between <= SAME_VALUE * both, 0.0)
+    earlier = torch.ones_like(between, dtype=torch.bool).tril()
+    return between.masked_fill_(earlier, torch.inf).amin(dim=1)
 
 
 def sentence_similarity(v: Tensor) -> Tensor:

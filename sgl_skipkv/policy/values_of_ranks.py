@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.reference import SAME_VALUE
+from sgl_skipkv.kernels.reference import nearest_later
 from sgl_skipkv.policy.base import ScoreInput
 
 #: tokens whose products with all later ones are gathered together
@@ -26,13 +26,17 @@ _EPS = 1e-8
 
 def numbers_of_ranks(tokens: Sequence[int]) -> list[int]:
     """Of each gather of ``values_of_ranks``. tokens: of each request, from its first on."""
-    blocks = range(0, max(tokens), BLOCK_TOKENS)
-    of_blocks = (sum(_rows(n, start) * max(n - start, 0) for n in tokens) for start in blocks)
+    of_blocks = (sum(_rows(n, start) * (n - start) for n in tokens) for start in _blocks(tokens))
     return [2 * sum(tokens), *of_blocks]
 
 
+def _blocks(tokens: Sequence[int]) -> range:
+    return range(0, max(tokens) - 1, BLOCK_TOKENS)
+
+
 def _rows(tokens: int, start: int) -> int:
-    return min(max(tokens - start, 0), BLOCK_TOKENS)
+    """Of this block, that have a later token."""
+    return min(max(tokens - 1 - start, 0), BLOCK_TOKENS)
 
 
 def values_of_ranks(
@@ -56,33 +60,16 @@ def values_of_ranks(
     summed = torch.split(ranks.summed(torch.cat(parts)), lengths)
     sizes, squares = list(summed[::2]), summed[1::2]
     nearest = [torch.zeros_like(size) for size in sizes]
-    for start in range(0, max(tokens), BLOCK_TOKENS):
+    for start in _blocks(tokens):
         blocks = [one.products(start, _rows(n, start)) for one, n in zip(own, tokens, strict=True)]
         flat = ranks.summed(torch.cat([block.view(-1) for block in blocks]))
         pieces = torch.split(flat, [block.numel() for block in blocks])
         for found, square, block, piece in zip(nearest, squares, blocks, pieces, strict=True):
             rows, products = block.shape[0], piece.view(block.shape)
             if rows:
-                found[start : start + rows] = _nearest(square[start:], products)
+                found[start : start + rows] = nearest_later(square[start:], products)
     heads = len(compared) * weights.shape[1] * ranks.size
     return [(square / heads).sqrt() for square in nearest], sizes
-
-
-def _nearest(squares: Tensor, products: Tensor) -> Tensor:
-    """float32 [B], squared distance of each token to the nearest later one; 0 for the last.
-
-    Args:
-        squares: float32 [m], of these tokens and all later ones.
-        products: float32 [B, m], of each of the first B tokens with all of them.
-    """
-    both = squares[: len(products), None] + squares
-    between = both - 2.0 * products
-    between.masked_fill_(between <= SAME_VALUE * both, 0.0)
-    earlier = torch.ones_like(between, dtype=torch.bool).tril()
-    nearest = between.masked_fill_(earlier, torch.inf).amin(dim=1)
-    if products.shape[0] == products.shape[1]:
-        nearest[-1] = 0.0
-    return nearest
 
 
 class _Values:
