@@ -104,7 +104,9 @@ def with_quotas(cls: type[Policy]) -> type[Policy]:
             keeps everything.
     """
     if cls.needs_attention or cls.needs_sentences or not cls.evicts:
-        expected = f"false with {cls.name}, which scores more than tokens, or evicts nothing"
+        expected = (
+            f"false with {cls.name}, which follows attention, scores sentences or evicts nothing"
+        )
         choices = "false, or a policy that scores tokens, such as rkv, keydiff or distinct"
         raise SettingError("kv_params.quotas", expected, True, choices)
     if cls not in _MADE:
