@@ -146,7 +146,10 @@ def test_a_stopped_generation_goes_on(
     again = run.from_prompts(texts, max_new_tokens=200)
     assert sorted(asked) == ["capture", "generate"]
     assert torch.equal(again.count, statistics.count)
-    torch.testing.assert_close(again.total, statistics.total, rtol=1e-5, atol=1e-4)
+    # The radix cache holds the trace now, so its prefill is cut elsewhere and rounds otherwise. A
+    # thought that is missing or counted twice changes the sums by far more.
+    torch.testing.assert_close(again.total, statistics.total, rtol=1e-4, atol=5e-3)
+    assert (statistics.total / statistics.count[:, None, None]).abs().max() > 1
     monkeypatch.undo()
     server.assert_clean()
 
