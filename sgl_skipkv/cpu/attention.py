@@ -7,20 +7,51 @@ tokens behind 2,240 cached ones take 36 ms per layer instead of 3. Here the quer
 form one matrix, so the gathered keys are read once, and only new tokens have queries. The
 arithmetic is the same, and each request is computed alone, so its result does not depend on the
 rest of the batch.
+
+It also has what the stock one lacks: attention sinks (gpt-oss), ``softmax([scale q k, sink])``
+without its last weight, so a head may attend to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # untyped base
     """``torch_native`` that groups the query heads of a KV head."""
+
+    #: float [Hq], logits of the layer that runs; None: it has no sinks
+    _sinks: torch.Tensor | None = None
+
+    def forward_extend(
+        self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """As the stock one. sinks: float [Hq], a logit per query head."""
+        with self._with(sinks):
+            output: torch.Tensor = super().forward_extend(*args, **kwargs)
+        return output
+
+    def forward_decode(
+        self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """As the stock one. sinks: float [Hq], a logit per query head."""
+        with self._with(sinks):
+            output: torch.Tensor = super().forward_decode(*args, **kwargs)
+        return output
+
+    @contextmanager
+    def _with(self, sinks: torch.Tensor | None) -> Iterator[None]:
+        self._sinks = sinks
+        try:
+            yield
+        finally:
+            self._sinks = None
 
     def _run_sdpa_forward_extend(
         self,
@@ -50,21 +81,20 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                 **options,
             )
             return stock
-        stop = 0
+        stop, window = 0, options.get("sliding_window_size")
         lengths = (req_pool_indices, extend_prefix_lens, extend_seq_lens)
         for row, cached, new in zip(*map(_as_list, lengths), strict=True):
             start, stop = stop, stop + new
             keys, values = _gathered(k_cache, v_cache, req_to_token[row, : cached + new])
             by_head = query[start:stop].movedim(0, 1)
-            # A mask costs four times a causal prefill from nothing.
-            how: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-            if cached:
-                by_head = by_head.reshape(keys.shape[0], -1, query.shape[2])
-                seen = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
-                how = {"attn_mask": seen.repeat(by_head.shape[1] // new, 1)}
-            attended = scaled_dot_product_attention(
-                by_head[None], keys[None], values[None], scale=options["scaling"], **how
-            )
+            if cached or window is not None or self._sinks is not None:
+                seen = _seen(cached, new, window)
+                attended = _attended(by_head, keys, values, options["scaling"], seen, self._sinks)
+            else:  # a mask costs four times as much
+                attended = scaled_dot_product_attention(
+                    *(by_head[None], keys[None], values[None]),
+                    **{"scale": options["scaling"], "is_causal": True, "enable_gqa": True},
+                )
             output[start:stop] = attended.reshape(-1, new, query.shape[2]).movedim(1, 0)
         return output
 
@@ -92,28 +122,73 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                 **options,
             )
             return stock
-        kv_heads = k_cache.shape[1]
-        grouped = query.reshape(query.shape[0], kv_heads, -1, query.shape[2])
+        window = options.get("sliding_window_size")
         for i, (row, length) in enumerate(
             zip(_as_list(req_pool_indices), _as_list(seq_lens), strict=True)
         ):
-            keys, values = _gathered(k_cache, v_cache, req_to_token[row, :length])
-            attended = scaled_dot_product_attention(
-                grouped[i : i + 1], keys[None], values[None], scale=options["scaling"]
+            first = 0 if window is None else max(length - 1 - window, 0)
+            keys, values = _gathered(k_cache, v_cache, req_to_token[row, first:length])
+            attended = _attended(
+                query[i][:, None], keys, values, options["scaling"], sinks=self._sinks
             )
-            output[i] = attended[0].flatten(0, 1)
+            output[i] = attended.flatten(0, 1)
         return output
 
-    @staticmethod
     def _is_left_to_stock(
+        self,
         query: torch.Tensor,
         k_cache: torch.Tensor,
         encoder_lens: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> bool:
-        """What is not supported here."""
-        windowed = options.get("sliding_window_size") is not None
-        return encoder_lens is not None or windowed or query.dtype != k_cache.dtype
+        """What is not supported here.
+
+        Raises:
+            NotImplementedError: nor there.
+        """
+        left = encoder_lens is not None or query.dtype != k_cache.dtype
+        if left and self._sinks is not None:
+            raise NotImplementedError("attention sinks with an encoder or a quantised KV cache")
+        return left
+
+
+def _seen(cached: int, new: int, window: int | None) -> torch.Tensor:
+    """bool [new, cached + new]: keys before a query and its own, of a window the last ones."""
+    seen = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
+    return seen if window is None else seen.triu(cached - window)
+
+
+def _attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    seen: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float [Hkv, query heads per KV head * T, d], query heads one after the other.
+
+    Args:
+        queries: [Hq, T, d]. keys, values: [Hkv, n, d].
+        seen: bool [T, n]; None: everything.
+        sinks: [Hq]; None: no sinks.
+    """
+    (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
+    groups = heads // kv_heads
+    mask = None if seen is None else seen.repeat(groups, 1)
+    if sinks is not None:
+        # One more key, whose logit is the sink and whose value is nothing.
+        keys, values = pad(keys, (0, 0, 0, 1)), pad(values, (0, 0, 0, 1))
+        bias = queries.new_zeros(heads, count, tokens + 1)
+        if seen is not None:
+            bias[..., :-1].masked_fill_(~seen, -torch.inf)
+        bias[..., -1] = sinks.to(bias.dtype)[:, None]
+        mask = bias.view(1, kv_heads, groups * count, tokens + 1)
+    grouped = queries.reshape(1, kv_heads, groups * count, width)
+    attended: torch.Tensor = scaled_dot_product_attention(
+        grouped, keys[None], values[None], attn_mask=mask, scale=scale
+    )
+    return attended[0]
 
 
 def _as_list(values: torch.Tensor) -> list[int]:
