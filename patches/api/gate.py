@@ -24,6 +24,7 @@ class Gate:
 
     config: ServerConfig
     readiness: Readiness
+    model_window_tokens: int = 0
 
     def check(self, keys: Keys, prompt_tokens: int = 0) -> RequestSettings | None:
         """Validate one request's keys, with its prompt as far as its length is known.
@@ -35,7 +36,7 @@ class Gate:
             field, got = next(iter(keys.items()))
             raise Unavailable(keys.written(field), got, self.readiness)
         try:
-            settings = resolve_request(keys, self.config)
+            settings = resolve_request(keys, self.config, self.model_window_tokens)
             if settings is not None:
                 settings.check_prompt(prompt_tokens)
         except SettingError as error:

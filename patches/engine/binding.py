@@ -7,7 +7,7 @@ the same object, because a batch has no reference to its scheduler. ``req.skipkv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -34,6 +34,8 @@ class Binding:
         compilation: of the kernels, if eviction is not enabled at start.
         without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
         refused_policies: name -> why; what they need to know of queries is not known.
+        model_window_tokens: the largest window of the model's layers; 0: they have none.
+        scored_layers: numbers of the layers without a window; empty: not known.
     """
 
     config: ServerConfig
@@ -46,6 +48,8 @@ class Binding:
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
     without_reuse: tuple[str, ...] = ()
     refused_policies: Mapping[str, str] = field(default_factory=dict)
+    model_window_tokens: int = 0
+    scored_layers: Sequence[int] = ()
 
     @property
     def ranks(self) -> Ranks:

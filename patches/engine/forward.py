@@ -13,20 +13,25 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
+from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.request.state import RequestState
 
 
 def attach(model: Any, recorder: Recorder) -> None:
-    """Give the model's attention and logits layers a reference to the recorder.
+    """Give the scored attention layers and the logits layer a reference to the recorder.
 
     It cannot be an attribute of the forward batch: a runner may copy that before the model sees it.
     """
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    for module in model.modules():
-        if isinstance(module, RadixAttention | LogitsProcessor):
+    modules = [*model.modules()]
+    attention = [module for module in modules if isinstance(module, RadixAttention)]
+    for place, layer in enumerate(scored_layers(attention)):
+        layer.skipkv, layer.skipkv_place = recorder, place
+    for module in modules:
+        if isinstance(module, LogitsProcessor):
             module.skipkv = recorder
 
 
@@ -110,7 +115,8 @@ def record_queries(
     recorder: Recorder | None = vars(attention).get("skipkv")
     if recorder is None:
         return
-    begins_step = attention.layer_id == 0 and forward_batch.forward_mode.is_decode()
+    place = attention.skipkv_place
+    begins_step = place == 0 and forward_batch.forward_mode.is_decode()
     if begins_step and (recorder.records_decode or is_capturing()):
         # A captured step records every row; untracked and padded rows write to scratch. It must
         # read the graph's own row and position buffers, which are known only here.
@@ -118,7 +124,7 @@ def record_queries(
             forward_batch.req_pool_indices, forward_batch.positions.long()
         )
     if recorder.current is not None:
-        recorder.record_queries(recorder.current, attention.layer_id, q)
+        recorder.record_queries(recorder.current, place, q)
 
 
 def record_hidden(

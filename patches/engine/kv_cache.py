@@ -77,14 +77,14 @@ def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
 
 
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
-    """The cached keys and values in place, for Triton kernels; None where none run."""
+    """The cached keys and values of the scored layers in place, for Triton kernels; None where none
+    run."""
     kv_pool = allocator.get_kvcache()
-    first = kv_pool.start_layer
-    layers = [kv_pool.get_key_buffer(first + i) for i in range(kv_pool.layer_num)]
-    values = [kv_pool.get_value_buffer(first + i) for i in range(kv_pool.layer_num)]
+    scored, first = _scored_layers(req_to_token_pool, kv_pool), kv_pool.start_layer
+    layers = [kv_pool.get_key_buffer(first + i) for i in scored]
+    values = [kv_pool.get_value_buffer(first + i) for i in scored]
     of_keys, of_values = (
-        None if scale is None else [*map(scale, range(len(layers)))]
-        for scale in _scales(req_to_token_pool)
+        None if scale is None else [*map(scale, scored)] for scale in _scales(req_to_token_pool)
     )
     return PagedCache.of(layers, req_to_token_pool.req_to_token, of_keys, values, of_values)
 
@@ -105,9 +105,11 @@ def due_of(
     kv_pool = allocator.get_kvcache()
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, :row_tokens]
     slots = cached(lambda: row.to(torch.int64))  # on first use: kernels read keys in place
+    scored = _scored_layers(req_to_token_pool, kv_pool)
 
-    def of_layer(buffer: Callable[[int], Tensor], scale: KVScale | None, layer: int) -> Tensor:
+    def of_layer(buffer: Callable[[int], Tensor], scale: KVScale | None, place: int) -> Tensor:
         """float [row tokens, Hkv, d], in row order; float8 is dequantised to float32."""
+        layer = scored[place]
         stored = buffer(layer + kv_pool.start_layer)
         if scale is None:
             return stored[slots()]
@@ -118,6 +120,13 @@ def due_of(
     keys = partial(of_layer, kv_pool.get_key_buffer, of_keys)
     values = partial(of_layer, kv_pool.get_value_buffer, of_values)
     return Due(state, row_tokens, generated, keys, values, cache)
+
+
+def _scored_layers(req_to_token_pool: Any, kv_pool: Any) -> Sequence[int]:
+    """Numbers of the pool's layers that policies see: of all, or of those without a window."""
+    binding = binding_of(req_to_token_pool)
+    every = range(kv_pool.layer_num)
+    return every if binding is None or not binding.scored_layers else binding.scored_layers
 
 
 def _scales(req_to_token_pool: Any) -> tuple[KVScale | None, KVScale | None]:

@@ -20,6 +20,7 @@ from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.forward import attach
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
+from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters, newline_tokens
 from sgl_skipkv.steering.steerer import Steerer, TokenClasses
@@ -74,7 +75,8 @@ def build_model_side(
         torch.OutOfMemoryError: the device has no memory for the buffers.
     """
     runner = scheduler.tp_worker.model_runner
-    layers, device = attention_layers(runner.model), torch.device(runner.device)
+    layers = scored_layers(attention_layers(runner.model))
+    device = torch.device(runner.device)
     shape = ModelShape(
         layers=len(layers),
         query_heads=layers[0].tp_q_head_num,

@@ -60,7 +60,7 @@ def _open(
         if binding.runtime is None:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
-        settings = resolve_request(keys, binding.config)
+        settings = resolve_request(keys, binding.config, binding.model_window_tokens)
         if settings is None:
             return
         settings.check_prompt(len(req.origin_input_ids))

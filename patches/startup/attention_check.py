@@ -8,6 +8,7 @@ layer, in the prefill that measures the model at start, finds out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,16 +27,21 @@ class OtherAttention(ValueError):
 
 
 def attention_gap(
-    queries: Tensor, keys: Tensor, values: Tensor, output: Tensor, scale: float, cap: float = 0.0
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """How far a causal attention layer's output lies from the formula, over the output's norm.
 
-    ``|softmax(cap tanh(scale q k / cap)) v - output| / |output|``; without a cap its logits are
-    ``scale q k``.
+    ``|softmax(scale q k) v - output| / |output|``.
 
     Args:
         queries, output: float [T, Hq, d], of the last T tokens.
         keys, values: float [n, Hkv, d], of all tokens.
+        window: tokens before its own that a query sees; 0: all of them.
 
     Returns:
         float32 scalar.
@@ -43,11 +49,10 @@ def attention_gap(
     (recent, heads, width), (tokens, kv_heads, _) = queries.shape, keys.shape
     grouped = queries.float().view(recent, kv_heads, -1, width)
     logits = torch.einsum("thgd,nhd->hgtn", grouped, keys.float()) * scale
-    if cap > 0:
-        logits = cap * (logits / cap).tanh()
     position = torch.arange(tokens, device=keys.device)
-    later = position > position[-recent:, None]
-    attention = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
+    back = position[-recent:, None] - position
+    hidden = (back < 0) | (back > window) if window else back < 0
+    attention = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
     expected = torch.einsum("hgtn,nhd->thgd", attention, values.float()).reshape(recent, heads, -1)
     norm = output.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
     gap: Tensor = (expected - output.float()).norm() / norm
@@ -74,19 +79,22 @@ class AttentionCheck:
         recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
         self._queries[layer.layer_id] = recent.clone()
 
-    def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: compare the output with the formula."""
+    def after(
+        self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        """Forward hook with keywords: compare the output with the formula."""
         queries = self._queries.pop(layer.layer_id)
         if not self._exact:
             return
         if not isinstance(output, Tensor):  # attention of two outputs, as sparse kinds have it
             self.gaps[layer.layer_id] = torch.full((), torch.nan, device=queries.device)
             return
-        slots, half = args[3].out_cache_loc, len(self._buffers) // 2
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
+        slots, half = batch.out_cache_loc, len(self._buffers) // 2
         keys, values = (self._buffers[i][slots] for i in (layer.layer_id, half + layer.layer_id))
         shown = output.detach().reshape(len(slots), -1, layer.head_dim)[-len(queries) :]
-        cap = float(layer.logit_cap or 0)
-        gap = attention_gap(queries, keys, values, shown, self._scale, cap)
+        window = max(layer.sliding_window_size, 0)
+        gap = attention_gap(queries, keys, values, shown, self._scale, window)
         self.gaps[layer.layer_id] = gap
 
     def conclude(self, ranks: Ranks = ONE_RANK) -> None:
@@ -103,5 +111,5 @@ class AttentionCheck:
             raise OtherAttention(
                 f"attention layer {sorted(self.gaps)[worst]} is not that of its recorded queries "
                 f"and cached keys: its output is off by {float(gaps[worst]):.0%} (queries or keys "
-                "rotated elsewhere, attention sinks, or a bias)"
+                "rotated elsewhere, another window, or a bias)"
             )

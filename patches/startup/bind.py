@@ -24,6 +24,7 @@ from sgl_skipkv.patches.engine.model_side import (
     kv_scales_of,
     model_side_of,
 )
+from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import OtherAttention
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
@@ -84,7 +85,7 @@ def _can_record(scheduler: Any) -> bool:
     """
     if missing_capabilities(scheduler, settings_only=True) or scheduler.tokenizer is None:
         return False
-    layers = attention_layers(scheduler.tp_worker.model_runner.model)
+    layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
     shapes = {(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in layers}
     return len(shapes) == 1 and all(width == value_width for _, width, value_width in shapes)
 
@@ -102,8 +103,11 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     reasons += getattr(scheduler, "skipkv_reasons", [])
     # As above: where eviction is not supported, nothing more is read.
     without_reuse: list[str] = []
+    layers, window_tokens = list[Any](), 0
     thoughts: ThoughtTokens | None = None
     if not reasons:
+        layers = attention_layers(runner.model)
+        window_tokens = model_window_tokens(layers, runner.sliding_window_size)
         without_reuse = missing_for_reuse(scheduler)
         thoughts = ThoughtTokens.of(scheduler.tokenizer)
         if config.kv_reuse:
@@ -112,7 +116,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     trace = None
     try:
-        check_server_defaults(config)
+        check_server_defaults(config, window_tokens)
         if config.trace is not None and is_first_rank():
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
@@ -163,6 +167,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),
         without_reuse=tuple(without_reuse),
         refused_policies=refused_policies,
+        model_window_tokens=window_tokens,
+        scored_layers=[layer.layer_id for layer in scored_layers(layers)],
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if runtime is not None:
@@ -194,4 +200,7 @@ def report(result: dict[str, Any], scheduler: Any) -> None:
     """AFTER ``Scheduler.get_init_info``: send the state to the main process in the handshake."""
     binding = binding_of(scheduler)
     if binding is not None:
-        result["skipkv"] = {"reasons": list(binding.readiness.reasons)}
+        result["skipkv"] = {
+            "reasons": list(binding.readiness.reasons),
+            "model_window_tokens": binding.model_window_tokens,
+        }

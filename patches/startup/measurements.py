@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
+from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
@@ -105,15 +106,11 @@ def _seen(
             centres[layer.layer_id] = means(rotation, queries)
 
     layers = attention_layers(runner.model)
-    hooks = [
-        hook
-        for layer in layers
-        for hook in (
-            layer.register_forward_pre_hook(remember),
-            layer.register_forward_pre_hook(check.before),
-            layer.register_forward_hook(check.after),
-        )
-    ]
+    scored = scored_layers(layers)
+    hooks = [layer.register_forward_pre_hook(remember) for layer in scored]
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(check.before))
+        hooks.append(layer.register_forward_hook(check.after, with_kwargs=True))
     empty = torch.zeros(0, dtype=torch.int64, device=side.recorder.device)
     side.recorder.current = Recording(empty, empty, tokens=empty)  # nothing, but no graph runs
     try:
@@ -122,7 +119,7 @@ def _seen(
         side.recorder.current = None
         for hook in hooks:
             hook.remove()
-    order = [layer.layer_id for layer in layers]
+    order = [layer.layer_id for layer in scored]
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
@@ -153,21 +150,32 @@ def _prefill(scheduler: Any, ids: list[int]) -> None:
 
 
 def rotation_of(model: Any) -> Rotation:
-    """The one rotary embedding of all attention layers.
+    """The one rotary embedding of all scored attention layers.
 
     Raises:
         NoRotation: there is none, there are several, or it is of another kind.
     """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    names = [name for name, one in model.named_modules() if isinstance(one, RadixAttention)]
+    scored = scored_layers(attention_layers(model))
+    names = [name for name, one in model.named_modules() if one in scored]
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     embeddings = [getattr(parent, "rotary_emb", None) for parent in parents]
     rotations = {id(one): _rotation(one) for one in embeddings}
     first, *others = rotations.values()
     if any(not torch.equal(one.frequencies, first.frequencies) for one in others):
         raise NoRotation("layers with different rotary embeddings")
+    for name, one in model.named_modules():
+        # Gemma 3 rotates all layers with one of the model's own, which knows more scalings.
+        own = name.endswith("model.rotary_emb") and hasattr(one, "inv_freq")
+        if own and not _turns_as(one, first):
+            raise NoRotation(f"{type(one).__name__}: not the rotary embedding of its layers")
     return first
+
+
+def _turns_as(embedding: Any, rotation: Rotation) -> bool:
+    """Whether a model's own rotary embedding is that of its layers."""
+    frequencies = embedding.inv_freq.double().cpu()
+    expected = rotation.frequencies[: len(frequencies)]
+    return embedding.attention_scaling == rotation.scale and torch.allclose(frequencies, expected)
 
 
 def _rotation(embedding: Any) -> Rotation:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.families import FAMILIES
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+from sgl_skipkv.policy import policy_class, with_params
 
 #: rotations whose turn follows from the position: see ``rotation_of`` in measurements.py
 _ROTATIONS = ("default", "llama3", "yarn", "linear")
 #: SGLang's models of these types have no windows, whatever the file says
-_WITHOUT_WINDOWS = FAMILIES.keys() - {"Olmo2ForCausalLM"}
+_WITHOUT_WINDOWS = FAMILIES.keys() - {"Olmo2ForCausalLM", "Gemma3ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ModelReport:
         steered: whether steering is supported.
         rotation: of queries and keys, by its name in the file.
         measures_queries: whether ``triattention`` and ``expected`` are supported.
+        window_tokens: the largest window of its layers; 0: they have none.
     """
 
     architecture: str
@@ -45,10 +47,19 @@ class ModelReport:
     reasons: tuple[str, ...]
     steered: bool
     rotation: str
+    window_tokens: int
+
+    @property
+    def least_budget_tokens(self) -> int:
+        """Of the default policy with its default parameters."""
+        default = policy_class(ServerConfig().kv_policy)
+        return with_params(default, {}, self.window_tokens).min_budget_tokens
 
     @property
     def measures_queries(self) -> bool:
-        return self.rotation in _ROTATIONS
+        # Gemma 3 turns its queries by an embedding that its layers know without its scaling.
+        known = ("default",) if self.architecture.startswith("Gemma3") else _ROTATIONS
+        return self.rotation in known
 
 
 def check_model(path: Path) -> ModelReport:
@@ -84,8 +95,18 @@ def check_model(path: Path) -> ModelReport:
             f"{name} ({seen}): {_why(name)}" for name, seen in _against(config, architecture)
         ),
         steered=FAMILIES.get(architecture) is not None,
-        rotation=str(rope.get("rope_type", "default")),
+        # Of layers that see everything, where a file has one for each kind.
+        rotation=str(rope.get("full_attention", rope).get("rope_type", "default")),
+        window_tokens=int(config.sliding_window_size or 0) if _windows(config) else 0,
     )
+
+
+def _windows(config: Any) -> int:
+    """How many layers have a window in SGLang's model."""
+    kinds = [*(getattr(config.hf_text_config, "layer_types", None) or ())]
+    if config.hf_config.architectures[0] in _WITHOUT_WINDOWS:
+        return 0
+    return kinds.count("sliding_attention")
 
 
 def _why(name: str) -> str:
@@ -98,19 +119,17 @@ def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
-    text = config.hf_text_config
-    kinds = [*(getattr(text, "layer_types", None) or ())]
-    windows = kinds.count("sliding_attention")
+    text, windows = config.hf_text_config, _windows(config)
+    seen = f"{windows} of {config.num_hidden_layers} layers, window {config.sliding_window_size}"
+    cap, chunks = getattr(text, "attn_logit_softcapping", None), config.attention_chunk_size
     kv_heads = getattr(text, "num_key_value_heads", None)
     found = (
         ("MLA", "latent keys", config.attention_arch == AttentionArch.MLA),
         ("hybrid / mamba", "layers without a KV cache", mambaish_config(config) is not None),
-        (
-            "sliding window",
-            f"{windows} of {len(kinds)} layers, window {config.sliding_window_size}",
-            config.is_hybrid_swa or (windows and architecture not in _WITHOUT_WINDOWS),
-        ),
-        ("sliding window", f"chunks of {config.attention_chunk_size}", config.attention_chunk_size),
+        ("hybrid sliding window", seen, config.is_hybrid_swa),
+        ("full attention", seen, windows == config.num_hidden_layers),
+        ("chunked attention", f"chunks of {config.attention_chunk_size}", chunks),
+        ("capped attention logits", f"at {cap}", cap),
         ("attention sinks", "learned, one per head", config.has_attention_sinks),
         (
             "layers of different shapes",

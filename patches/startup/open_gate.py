@@ -20,17 +20,18 @@ _kept_alive: list[Any] = []
 def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Engine._set_startup_time``: the schedulers have reported; open the gate or exit."""
     config = config_of(manager.server_args)
-    reasons = list(registry.problems())
+    reasons, window_tokens = list(registry.problems()), 0
     for info in init_result.scheduler_infos:
         report = info.get("skipkv")
         missing = ["the scheduler did not report its state (another SGLang)"]
         reasons += missing if report is None else report["reasons"]
+        window_tokens = 0 if report is None else report["model_window_tokens"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)
     if wrong is not None:
         _kept_alive.append(manager)
         raise SystemExit(wrong)
-    manager.skipkv = Gate(config, readiness)
+    manager.skipkv = Gate(config, readiness, window_tokens)
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
 

@@ -15,7 +15,7 @@ def report_all(result: dict[str, Any], controller: Any) -> None:
         reports = [info.get("skipkv") for info in controller._scheduler_init_infos]
     if reports and None not in reports:
         reasons = [reason for report in reports for reason in report["reasons"]]
-        result["skipkv"] = {"reasons": list(dict.fromkeys(reasons))}
+        result["skipkv"] = {**reports[0], "reasons": list(dict.fromkeys(reasons))}
 
 
 def trace_path(name: str) -> str:

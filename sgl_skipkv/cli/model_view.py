@@ -30,6 +30,10 @@ def show_model(path: Path, console: Console) -> int:
         table.add_row("eviction", f"[red]no[/]: {escape(reason)}")
     if not report.reasons:
         table.add_row("eviction", "[green]yes[/], as far as the file tells")
+        least = f"{report.least_budget_tokens} tokens"
+        if report.window_tokens:
+            least += f": each compaction keeps the window of {report.window_tokens}"
+        table.add_row("least kv_budget", least)
         queries = "[green]yes[/]" if report.measures_queries else "[red]no[/]: 400"
         table.add_row("policies triattention, expected", f"{queries} (rope {report.rotation})")
         steering = "[green]yes[/]" if report.steered else "[red]no[/]: not tested on such layers"

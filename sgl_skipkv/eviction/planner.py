@@ -204,5 +204,6 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     tail = policy.protected_tail(state.next_budget(row_tokens))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
-    tail = max(params.window, min(tail, keep - head - 1))  # never the last token to choose
+    # Never the last token to choose.
+    tail = max(policy.pinned_tail_tokens, min(tail, keep - head - 1))
     return [(0, head), (row_tokens - tail, row_tokens)]

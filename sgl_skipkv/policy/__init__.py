@@ -65,14 +65,19 @@ def make_policy(name: str, **params: Any) -> Policy:
     return with_params(policy_class(name), params)
 
 
-def with_params(cls: type[Policy], params: Mapping[str, Any]) -> Policy:
+def with_params(
+    cls: type[Policy], params: Mapping[str, Any], model_window_tokens: int = 0
+) -> Policy:
     """A policy of this class, or with quotas for sentences where the parameters ask for them.
+
+    Args:
+        model_window_tokens: the largest window of the model's layers; 0: they have none.
 
     Raises:
         SettingError: unknown parameter, wrong type or range.
     """
     checked = build(cls.Params, params, prefix="kv_params.")
-    return (with_quotas(cls) if checked.quotas else cls)(checked)
+    return (with_quotas(cls) if checked.quotas else cls)(checked, model_window_tokens)
 
 
 __all__ = ["Policy", "PolicyParams", "make_policy", "names", "policy_class", "with_params"]

@@ -314,8 +314,9 @@ class Policy:
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False
 
-    def __init__(self, params: PolicyParams) -> None:
-        self.params = params
+    def __init__(self, params: PolicyParams, model_window_tokens: int = 0) -> None:
+        """model_window_tokens: the largest window of the model's layers; 0: they have none."""
+        self.params, self.model_window_tokens = params, model_window_tokens
 
     @property
     def records_queries(self) -> bool:
@@ -323,9 +324,14 @@ class Policy:
         return self.needs_queries or self.tracks_compactions or self.params.coverage < 1
 
     @property
+    def pinned_tail_tokens(self) -> int:
+        """Most recent tokens that every compaction keeps: ``window``, or the model's if longer."""
+        return max(self.params.window, self.model_window_tokens)
+
+    @property
     def min_budget_tokens(self) -> int:
-        """Smallest budget this policy can keep: sinks, window, and one token to choose."""
-        return self.params.sink + self.params.window + 1
+        """Smallest budget this policy can keep: sinks, pinned tail, and one token to choose."""
+        return self.params.sink + self.pinned_tail_tokens + 1
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
         """Budget after this many compactions, at most ``kv_budget``, whatever ``fraction`` says.

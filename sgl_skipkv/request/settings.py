@@ -147,8 +147,13 @@ def refuse_misspelt(names: Iterable[object]) -> None:
         raise SettingError(brief(name)[1:-1], "a key of a request", name, ", ".join(KEYS))
 
 
-def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSettings | None:
+def resolve_request(
+    keys: Mapping[str, Any], server: ServerConfig, model_window_tokens: int = 0
+) -> RequestSettings | None:
     """The settings of one request; None if neither the request nor the server sets any.
+
+    Args:
+        model_window_tokens: the largest window of the model's layers; 0: they have none.
 
     Raises:
         SettingError: wrong type or range, unknown policy or parameter, ``steering`` without a
@@ -156,12 +161,12 @@ def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSet
     """
     steering = _resolve_steering(keys.get("steering"), server)
     kv_budget = keys.get("kv_budget", server.kv_budget)
-    policy = _resolve_policy(keys, server)
+    policy = _resolve_policy(keys, server, model_window_tokens)
     asks_for_policy = bool({"kv_policy", "kv_params"} & keys.keys())
     if kv_budget is not None:
         _check_budget(kv_budget, policy, server)
     elif not asks_for_policy:
-        policy = _resolve_policy({"kv_policy": "full"}, server)
+        policy = _resolve_policy({"kv_policy": "full"}, server, model_window_tokens)
     elif policy.evicts:
         expected = "an integer, because kv_policy and kv_params need a budget"
         choices = "add kv_budget, or start the server with --kv-budget"
@@ -176,7 +181,9 @@ def resolve_request(keys: Mapping[str, Any], server: ServerConfig) -> RequestSet
     return RequestSettings(policy, kv_budget, steering, kv_reuse)
 
 
-def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
+def _resolve_policy(
+    keys: Mapping[str, Any], server: ServerConfig, model_window_tokens: int
+) -> Policy:
     name, given = keys.get("kv_policy", server.kv_policy), keys.get("kv_params")
     cls = policy_class(name)
     known = cls.Params.model_fields
@@ -188,7 +195,12 @@ def _resolve_policy(keys: Mapping[str, Any], server: ServerConfig) -> Policy:
     if parameters.keys() <= known.keys():
         of_server = {one: getattr(server, setting) for one, setting in _SERVER_DEFAULTS.items()}
         parameters = {**of_server, **parameters}
-    return with_params(cls, parameters)
+    policy = with_params(cls, parameters, model_window_tokens)
+    if policy.params.drop_thoughts and model_window_tokens:
+        # Behind dropped thoughts a window would reach farther back than in the text.
+        expected = f"false, because the model has windows of up to {model_window_tokens} tokens"
+        raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")
+    return policy
 
 
 def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> None:
@@ -196,7 +208,10 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
     least, detail = 1, ""
     if policy.evicts:
         least = policy.min_budget_tokens
-        detail = f" for policy {policy.name} (sink {params.sink} + window {params.window} + 1)"
+        window = f"window {params.window}"
+        if policy.model_window_tokens > params.window:
+            window = f"{policy.model_window_tokens}, the model's window of so many tokens,"
+        detail = f" for policy {policy.name} (sink {params.sink} + {window} + 1)"
     # type(), not isinstance(): True is an instance of int.
     if type(kv_budget) is not int or not least <= kv_budget <= server.kv_budget_max:
         expected = f"an integer in [{least}, {server.kv_budget_max}]{detail}"
@@ -208,14 +223,17 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         raise SettingError("kv_params.window", expected, params.window, choices)
 
 
-def check_server_defaults(server: ServerConfig) -> None:
+def check_server_defaults(server: ServerConfig, model_window_tokens: int = 0) -> None:
     """Validate the server's default policy, parameters and budget, like those of a request.
+
+    Args:
+        model_window_tokens: the largest window of the model's layers; 0: they have none.
 
     Raises:
         SettingError: one of them is wrong.
     """
     try:
-        policy = _resolve_policy({}, server)
+        policy = _resolve_policy({}, server, model_window_tokens)
     except SettingError as error:
         parameter = error.field.removeprefix("kv_params.")
         setting = _SERVER_DEFAULTS.get(parameter)
@@ -229,7 +247,7 @@ def check_server_defaults(server: ServerConfig) -> None:
         choices = "any integer in that range, or leave it out"
         raise SettingError("kv_budget_max", expected, server.kv_budget_max, choices)
     keys = {} if server.kv_budget is not None else {"kv_budget": server.kv_budget_max}
-    resolve_request(keys, server)
+    resolve_request(keys, server, model_window_tokens)
 
 
 def _resolve_reuse(

@@ -149,6 +149,14 @@ SPECS: dict[str, Spec] = {
     ),
     # Interleaved, partial rotation, and norms on what a layer adds to its residual.
     "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
+    # Layers with windows, and requests that forget them.
+    "gemma3": Spec(
+        ("oracle_windows",),
+        "gemma3",
+        ONE_BATCH,
+        CHECKED,
+        {"env": rank_plants.environment("unprotected")},
+    ),
     "llama, no overlap": Spec(("oracle_reuse",), "llama", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
     "qwen3": Spec(("oracle_reuse",), "qwen3", CHUNKS_OF_64),
     # A float8 cache.

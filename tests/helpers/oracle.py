@@ -71,7 +71,7 @@ class MaskingOracle:
         logits = torch.empty(len(output_ids), self.model.config.vocab_size)
         for first, stop, phase in phases(len(output_ids), events):
             visible = visible_keys(len(prompt_ids), len(prompt_ids) + stop, phase)
-            mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+            mask = attention_masks(self.model.config, visible)
             fed = ids[: len(prompt_ids) + stop]
             with torch.no_grad(), self._adding(addition, len(prompt_ids), stop):
                 out = self.model(
@@ -100,6 +100,26 @@ class MaskingOracle:
             yield
         finally:
             hook.remove()
+
+
+def has_windows(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def attention_masks(config: Any, visible: Tensor) -> Tensor | dict[str, Tensor]:
+    """What the model takes for an attention mask: 0 where a query sees a key, very low elsewhere.
+    Of a model with windows one for each kind of layer, which it would not narrow by itself.
+
+    Args:
+        visible: bool [n, n], for layers without a window.
+    """
+    lowest = torch.finfo(config.dtype).min
+    mask = torch.zeros(visible.shape, dtype=config.dtype).masked_fill(~visible, lowest)[None, None]
+    if not has_windows(config):
+        return mask
+    position = torch.arange(len(visible))
+    far = position[:, None] - position >= config.sliding_window
+    return {"full_attention": mask, "sliding_attention": mask.masked_fill(far, lowest)}
 
 
 def steering_factors(

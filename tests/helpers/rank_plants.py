@@ -1,5 +1,5 @@
-"""What tests plant in the ranks of a real server: traces of all, faults of the last one, and
-mistakes that must be seen.
+"""What tests plant in a real server: traces of all ranks, faults of the last one, and mistakes that
+must be seen.
 
 A request is made to fail by its name, or by its policy's interval.
 """
@@ -101,9 +101,24 @@ def _other_draw(ranks: Any) -> None:
         Random._draw = lambda self, inputs: draw(self, inputs).flip(0)  # type: ignore[method-assign]
 
 
+def _unprotected(ranks: Any) -> None:
+    """A request with such a name is compacted as if the model had no windows."""
+    from sgl_skipkv.eviction.runtime import Runtime
+
+    opened = Runtime.open
+
+    def forgetting(runtime: Any, rid: str, settings: Any, prompt_ids: Any) -> Any:
+        if rid.startswith("unprotected"):
+            settings.policy.model_window_tokens = 0
+        return opened(runtime, rid, settings, prompt_ids)
+
+    Runtime.open = forgetting  # type: ignore[method-assign]
+
+
 PLANTS: dict[str, Callable[[Any], None]] = {
     "traces": lambda ranks: None,
     "faults": _faults,
     "no-gather": _no_gather,
     "other-draw": _other_draw,
+    "unprotected": _unprotected,
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budgets import budget_at, least_budget
-from oracle import Event, visible_keys
+from oracle import Event, attention_masks, has_windows, visible_keys
 from score_formulas import attention_rows, by_quotas, carried, distinct, drawn, scores_of
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from sgl_skipkv.policy.query_centres import TEXT
 
 Span = tuple[int, int]
+FULL = "full_attention"
 AHEAD_TOKENS = 4  # decode steps from a measurement to the compaction that reads it
 DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
@@ -164,7 +165,7 @@ class ScoreOracle:
                 scores = scores_of(
                     policy.name, params, prompt, held, row, queries[:, window], row_keys, steps
                 )
-            tail = params.window
+            tail = max(params.window, self.window_tokens)
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
             if policy.name == "distinct":
@@ -239,8 +240,16 @@ class ScoreOracle:
 
     @property
     def frequencies(self) -> Tensor:
-        found: Tensor = self.model.model.rotary_emb.inv_freq.double()
+        rotary = self.model.model.rotary_emb
+        each_kind = getattr(rotary, "full_attention_inv_freq", None)
+        found: Tensor = (rotary.inv_freq if each_kind is None else each_kind).double()
         return found
+
+    @property
+    def window_tokens(self) -> int:
+        """As config.json has it; 0: no layer has a window."""
+        config = self.model.config
+        return int(config.sliding_window) if has_windows(config) else 0
 
     def _unrotated(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """complex128 [L, T, heads, F], of [L, T, heads, d]."""
@@ -288,8 +297,9 @@ class ScoreOracle:
         return found / (layers * heads)
 
     def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], values, hidden states [T, D]."""
-        mask = torch.zeros(1, 1, *visible.shape, dtype=torch.float64).masked_fill(~visible, -1e300)
+        """Rotated queries [L, T, Hq, d] and keys [L, T, Hkv, d], values, hidden states [T, D]; of
+        the layers without a window, which alone score."""
+        mask = attention_masks(self.model.config, visible)
         _SEEN.clear()
         with torch.no_grad():
             hidden = self.model.model(
@@ -298,7 +308,9 @@ class ScoreOracle:
                 position_ids=torch.arange(len(ids))[None],
                 cached=self.cached,
             ).last_hidden_state[0]
-        queries, keys, values = map(torch.stack, zip(*_SEEN, strict=True))
+        kinds = getattr(self.model.config, "layer_types", None) or [FULL] * len(_SEEN)
+        scored = [one for one, kind in zip(_SEEN, kinds, strict=True) if kind == FULL]
+        queries, keys, values = map(torch.stack, zip(*scored, strict=True))
         return queries, keys, values, hidden
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
-FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma")
+FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -47,7 +47,10 @@ _SIZES: dict[str, Any] = {
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
 _HEADS_OF_16: dict[str, Any] = {"head_dim": 16, "pad_token_id": 0}
-# What a family has beside the sizes: no window, and factors other than 1 where it has factors.
+#: of gemma3: config.json's, so a query sees itself and 31 tokens before it
+WINDOW = 32
+# What a family has beside the sizes: no window but gemma3's, and factors other than 1 where it has
+# factors.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {
@@ -69,10 +72,23 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     # SGLang's Gemma has the exact GELU, by this name in transformers; its embedding is tied.
     "gemma": {**_HEADS_OF_16, "hidden_act": "gelu_python", "tie_word_embeddings": True},
+    "gemma3": {
+        **{**_HEADS_OF_16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+        **{"num_hidden_layers": 4, "tie_word_embeddings": True},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }
+_NORM_GAIN = 3.0
+_SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
 # Gains on the usual initialisation, by the first part of a name that matches.
 _GAINS = {
-    **{"q_norm": 3.0, "k_norm": 3.0, "qkv_proj": 20.0, "q_proj": 20.0, "k_proj": 20.0},
+    **{
+        "q_norm": _NORM_GAIN,
+        "k_norm": _NORM_GAIN,
+        "qkv_proj": 20.0,
+        "q_proj": 20.0,
+        "k_proj": 20.0,
+    },
     **{"v_proj": 60.0, "o_proj": 60.0, "post_mlp_layernorm": 1.0, "mlp": 4.0, "lm_head": 4.0},
     **{"": 1.0},
 }
@@ -101,7 +117,7 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
     pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
-    kind = "llama" if family == "thinking" else family
+    kind = {"thinking": "llama", "gemma3": "gemma3_text"}.get(family, family)
     torch.manual_seed(FAMILIES.index(family))
     sizes = {**_SIZES, **_EXTRA.get(family, {}), "vocab_size": len(pieces)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
@@ -110,8 +126,10 @@ def save_model(family: str, folder: Path) -> Path:
             parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
             if "qkv_proj" in name:
                 parameter[-_VALUE_ROWS:].mul_(_PHI3_VALUES)
-            if family == "gemma" and "embed_tokens" in name:
+            if family in ("gemma", "gemma3") and "embed_tokens" in name:
                 parameter.mul_(_TIED_EMBEDDINGS)
+            if family == "gemma3" and any(norm in name for norm in _SHARP_NORMS):
+                parameter.fill_(_NORM_GAIN - 1.0)  # Gemma's norms multiply with 1 + weight
         if family == "thinking":  # most outputs have one, and an answer behind it
             model.lm_head.weight[THINK_END] *= 1.3
     model.save_pretrained(folder)

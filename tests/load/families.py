@@ -37,9 +37,9 @@ from sgl_skipkv.policy import names
 
 FAMILIES = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
-    *("olmo2", "granite", "gemma"),
+    *("olmo2", "granite", "gemma", "gemma3"),
 )
-UNSTEERED = ("olmo2", "granite", "gemma")
+UNSTEERED = ("olmo2", "granite", "gemma", "gemma3")
 POLICIES = [name for name in names() if name != "full"]
 STEERED_POLICIES = ("full", "streaming", "skipkv+")
 BUDGET, INTERVAL, TOKENS, PROMPT_TOKENS = 40, 16, 150, 60

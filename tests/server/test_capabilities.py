@@ -106,18 +106,58 @@ def test_mla_is_refused_by_its_pool() -> None:
     assert refused == "KV pool MLATokenToKVPool (supported: MHATokenToKVPool)"
 
 
-def test_windows_are_refused() -> None:
+def test_windows_need_one_pool_and_a_layer_that_sees_everything() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    check, plain = row_named("sliding window").check, ({}, {})
-    assert check(scheduler_with(MHATokenToKVPool, *plain)) is None
-    hybrid = scheduler_with(MHATokenToKVPool, *plain, is_hybrid_swa=True)
-    assert check(hybrid) == "hybrid sliding-window attention"
-    chunked = scheduler_with(MHATokenToKVPool, *plain)
+    hybrid, full = row_named("hybrid sliding window").check, row_named("full attention").check
+    windows, plain = {"sliding_window_size": 31}, ({}, {})
+    for layers in (plain, (windows, {})):
+        scheduler = scheduler_with(MHATokenToKVPool, *layers)
+        assert hybrid(scheduler) is None and full(scheduler) is None
+        refused = hybrid(scheduler_with(MHATokenToKVPool, *layers, is_hybrid_swa=True))
+        assert refused.startswith("hybrid sliding-window attention")
+        assert "--disable-hybrid-swa-memory" in refused
+    refused = full(scheduler_with(MHATokenToKVPool, windows, windows))
+    assert refused.startswith("a sliding window in every attention layer")
+
+
+def test_chunked_attention_is_refused() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    check, chunked = row_named("chunked attention").check, scheduler_with(MHATokenToKVPool, {}, {})
+    assert check(chunked) is None
     chunked.tp_worker.model_runner.attention_chunk_size = 64
     assert check(chunked).startswith("chunked attention")
-    one_window = scheduler_with(MHATokenToKVPool, {}, {"sliding_window_size": 31})
-    assert check(one_window).startswith("sliding-window layers")
+
+
+def test_what_scores_do_not_know_of_the_attention_is_refused() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    sinks, cap = (row_named(name).check for name in ("attention sinks", "capped attention logits"))
+    scheduler = scheduler_with(MHATokenToKVPool, {}, {})
+    assert sinks(scheduler) is None and cap(scheduler) is None
+    for attention in scheduler.tp_worker.model_runner.model:
+        attention.logit_cap = 50.0
+    assert cap(scheduler) == "attention logits capped at 50: scores have no cap"
+    parent = torch.nn.Module()
+    parent.attn = scheduler.tp_worker.model_runner.model[0]
+    scheduler.tp_worker.model_runner.model = parent
+    parent.sinks = None
+    assert sinks(scheduler) is None
+    parent.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert sinks(scheduler).startswith("attention sinks of Module")
+
+
+def test_the_largest_window_counts_as_in_config_json() -> None:
+    from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
+
+    sizes = (31, -1, 63, -1)
+    layers = [SimpleNamespace(sliding_window_size=size) for size in sizes]
+    assert model_window_tokens(layers, None) == model_window_tokens(layers, 31) == 64
+    assert model_window_tokens(layers, 127) == 128  # of backends that read the runner's
+    assert scored_layers(layers) == [layers[1], layers[3]]
+    # Without a window layer no backend reads it.
+    assert model_window_tokens(layers[1:2], 31) == 0
 
 
 def test_layers_of_different_heads_are_refused() -> None:

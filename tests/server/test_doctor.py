@@ -99,8 +99,9 @@ SIZES: dict[str, Any] = {
 #: type, architecture, more of its config, and what is said of it
 CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}, "MLA (latent keys)"),
-    ("gemma2", "Gemma2ForCausalLM", {}, "sliding window (2 of 3 layers, window 4096)"),
-    ("gemma3_text", "Gemma3ForCausalLM", {}, "sliding window (3 of 3 layers, window 4096)"),
+    ("gemma2", "Gemma2ForCausalLM", {}, "capped attention logits (at 50.0)"),
+    ("gemma3_text", "Gemma3ForCausalLM", {}, "full attention (3 of 3 layers, window 4096)"),
+    ("gpt_oss", "GptOssForCausalLM", {}, "--disable-hybrid-swa-memory helps"),
     ("gpt_oss", "GptOssForCausalLM", {}, "attention sinks (learned, one per head)"),
     ("qwen3_next", "Qwen3NextForCausalLM", {}, "hybrid / mamba (layers without a KV cache)"),
     ("bert", "BertModel", {}, "embedding models (BertModel)"),
@@ -122,10 +123,14 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
         assert main(["doctor", "--model", str(path)]) == 0
     printed = capsys.readouterr().out
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    assert architecture in printed and "3 layers, 4 query heads, 2 KV heads of 16" in printed
+    layers = 4 if kind == "gemma3" else 3
+    assert architecture in printed
+    assert f"{layers} layers, 4 query heads, 2 KV heads of 16" in printed
+    least = "37 tokens: each compaction keeps the window of 32" if kind == "gemma3" else "13 tokens"
+    assert re.search(rf"least kv_budget +│ {least}", printed)
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
-    assert steered == (kind not in ("olmo2", "granite", "gemma"))
+    assert steered == (kind not in ("olmo2", "granite", "gemma", "gemma3"))
 
 
 @pytest.mark.parametrize(

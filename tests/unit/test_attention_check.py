@@ -21,15 +21,13 @@ from sgl_skipkv.patches.startup.attention_check import (
 HEADS, KV_HEADS, WIDTH, TOKENS, LAYERS, SCALE = 4, 2, 16, 80, 3, 0.25
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, cap: float = 0.0, sink: float = 0.0) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, window: int = TOKENS, sink: float = 0.0) -> Tensor:
     """Query by query and head by head in float64; a sink adds to the denominator."""
     out = torch.zeros(len(q), HEADS, WIDTH, dtype=torch.float64)
     for t in range(len(q)):
         for head in range(HEADS):
-            seen = slice(0, t + 1), head // (HEADS // KV_HEADS)
+            seen = slice(max(t - window, 0), t + 1), head // (HEADS // KV_HEADS)
             logits = k[seen].double() @ q[t, head].double() * SCALE
-            if cap:
-                logits = cap * (logits / cap).tanh()
             weights = logits.exp()
             out[t, head] = weights @ v[seen].double() / (weights.sum() + sink)
     return out.float()
@@ -47,12 +45,13 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-@pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_the_formula(cap: float) -> None:
+@pytest.mark.parametrize("window", [0, 1, 20])
+def test_the_formula(window: int) -> None:
     q, k, v = drawn(1, HEADS), drawn(2, KV_HEADS), drawn(3, KV_HEADS)
-    output = attended(q, k, v, cap)
-    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, cap) < 1e-5
-    halved = attention_gap(q[-7:], k, v, 2 * output[-7:], SCALE, cap)
+    output = attended(q, k, v, window or TOKENS)
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, window) < 1e-5
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, window + 1) > 0.1
+    halved = attention_gap(q[-7:], k, v, 2 * output[-7:], SCALE, window)
     assert math.isclose(float(halved), 0.5, rel_tol=1e-4)
 
 
@@ -63,6 +62,10 @@ def test_half_precision_is_far_within_the_limit() -> None:
 
 
 Layer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def layer_module(number: int) -> Any:
+    return SimpleNamespace(layer_id=number, head_dim=WIDTH, sliding_window_size=-1)
 
 
 def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionCheck:
@@ -77,7 +80,7 @@ def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionChec
     check = AttentionCheck(scheduler, SCALE)
     batch = SimpleNamespace(out_cache_loc=torch.randperm(2 * TOKENS)[:TOKENS])
     for number, layer in enumerate(layers):
-        module = SimpleNamespace(layer_id=number, head_dim=WIDTH, logit_cap=0.0)
+        module = layer_module(number)
         values = drawn(3 + number, KV_HEADS)
         q, cached, output = layer(drawn(1 + number, HEADS), drawn(2 + number, KV_HEADS), values)
         args = (q.flatten(1), None, None, batch)
@@ -85,7 +88,7 @@ def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionChec
         pool.k_buffer[number][batch.out_cache_loc] = cached
         pool.v_buffer[number][batch.out_cache_loc] = values
         q.zero_()  # a backend may do with its queries as it likes
-        check.after(module, args, output.flatten(1))
+        check.after(module, args, {}, output.flatten(1))
     return check
 
 
@@ -130,10 +133,10 @@ def test_one_other_layer_is_enough(other: Layer) -> None:
 
 def test_an_attention_of_two_outputs_is_refused() -> None:
     check = checked(right)
-    module = SimpleNamespace(layer_id=0, head_dim=WIDTH, logit_cap=0.0)
+    module = layer_module(0)
     queries = drawn(1, HEADS).flatten(1)
     check.before(module, (queries,))
-    check.after(module, (queries,), (queries, queries))
+    check.after(module, (queries,), {}, (queries, queries))
     with pytest.raises(OtherAttention, match="attention layer 0"):
         check.conclude()
 

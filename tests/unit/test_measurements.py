@@ -85,21 +85,40 @@ def test_a_changed_table_is_refused() -> None:
         _rotation(rotary)
 
 
-def test_all_layers_must_turn_alike() -> None:
+def model(*ropes: Any, windows: int = 0) -> torch.nn.Module:
+    """One layer with each of these; the last ``windows`` of them have a sliding window."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    def model(*ropes: Any) -> torch.nn.Module:
-        layers = []
-        for i, rope in enumerate(ropes):
-            layer = torch.nn.Module()
-            layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, i), rope
-            layers.append(layer)
-        return torch.nn.ModuleList(layers)
+    layers = []
+    for i, rope in enumerate(ropes):
+        layer, size = torch.nn.Module(), 31 if i >= len(ropes) - windows else -1
+        layer.attn = RadixAttention(2, 16, 1.0, 2, i, sliding_window_size=size)
+        layer.rotary_emb = rope
+        layers.append(layer)
+    return torch.nn.ModuleList(layers)
 
+
+def test_all_layers_must_turn_alike() -> None:
     rope = embedding()
     assert rotation_of(model(rope, rope)).scale == 1.0
     with pytest.raises(NoRotation, match="layers with different rotary embeddings"):
         rotation_of(model(rope, embedding(base=500)))
+    assert rotation_of(model(rope, embedding(base=500), windows=1)).scale == 1.0
+
+
+@pytest.mark.parametrize("scaled", [1.0, 8.0])
+def test_a_model_s_own_rotary_embedding_must_be_that_of_its_layers(scaled: float) -> None:
+    """As Gemma 3's: its layers name an embedding without the scaling that the model turns by."""
+    rope = embedding()
+    whole, own = torch.nn.Module(), torch.nn.Module()
+    own.inv_freq, own.attention_scaling = rope._compute_inv_freq(10000) / scaled, 1.0
+    whole.model = model(rope, rope)
+    whole.model.rotary_emb = own
+    if scaled == 1.0:
+        assert rotation_of(whole).scale == 1.0
+        return
+    with pytest.raises(NoRotation, match="not the rotary embedding of its layers"):
+        rotation_of(whole)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -163,7 +182,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
         by_head = (x.view(1, -1, 2, 16).transpose(1, 2) for x in args[:3])
         output = scaled_dot_product_attention(*by_head, is_causal=True, scale=scheduler.true_scale)
         for hook in layer.attn._forward_hooks.values():
-            hook(layer.attn, args, output[0].transpose(0, 1).flatten(1))
+            hook(layer.attn, args, {}, output[0].transpose(0, 1).flatten(1))
 
     monkeypatch.setattr(measurements, "_prefill", prefill)
     return scheduler, SimpleNamespace(recorder=recorder, scale=0.25)

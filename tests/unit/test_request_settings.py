@@ -16,6 +16,7 @@ from sgl_skipkv.policy import names
 from sgl_skipkv.request.settings import (
     KEYS,
     RequestSettings,
+    check_server_defaults,
     refuse_misspelt,
     resolve_request,
     take_keys,
@@ -351,3 +352,34 @@ def test_names_of_others_pass() -> None:
     assert len(names) > 60
     refuse_misspelt(names - set(KEYS))
     refuse_misspelt([*KEYS, "kv_cache", "kv_transfer_params", "steer", "", 7, None, "x" * 10**6])
+
+
+@pytest.mark.parametrize("policy", [name for name in names() if name != "full"])
+def test_the_least_budget_holds_the_model_s_window(policy: str) -> None:
+    """A maximum with the policy's own window, not a sum; and nothing shrinks below it."""
+    keys = {"kv_policy": policy, "kv_params": {"fraction": 0.01, "interval": 8}}
+    why = f"{policy} (sink 4 + 1024, the model's window of so many tokens, + 1)"
+    with assert_refused("kv_budget", f"an integer in [1029, {LIMIT}] for policy {why}"):
+        resolve_request({**keys, "kv_budget": 1028}, SERVER, 1024)
+    settings = resolve_request({**keys, "kv_budget": 1029}, SERVER, 1024)
+    assert settings is not None and settings.policy.min_budget_tokens == 4 + 1024 + 1
+    assert settings.share(2000, 0) == settings.least_tokens(0) == 1029
+    for compactions in (0, 1):
+        grown = settings.policy.budget_after(1029, compactions)
+        assert grown + 8 * (1 - compactions) >= 1029
+    shorter = resolve_request({**keys, "kv_budget": 13}, SERVER, 8)
+    assert shorter is not None and shorter.policy.pinned_tail_tokens == 8
+
+
+def test_what_a_window_does_to_server_defaults_and_dropped_thoughts() -> None:
+    check_server_defaults(ServerConfig(kv_budget=1029), 1024)
+    with assert_refused("kv_budget"):
+        check_server_defaults(ServerConfig(kv_budget=1028), 1024)
+    with assert_refused("kv_budget_max"):
+        check_server_defaults(ServerConfig(kv_budget_max=1028), 1024)
+    dropping = {"kv_budget": 64, "kv_reuse": "keep", "kv_params": {"drop_thoughts": True}}
+    assert resolve_request(dropping, SERVER) is not None
+    with assert_refused("kv_params.drop_thoughts"):
+        resolve_request(dropping, SERVER, 32)
+    with assert_refused("kv_params.drop_thoughts"):
+        check_server_defaults(ServerConfig(kv_params={"drop_thoughts": True}), 32)

@@ -1,0 +1,92 @@
+"""A model with windows: the last tokens stay, and its layers without a window choose the others.
+
+``tests/load/families.py`` does the same with longer outputs, for ``make reliability``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from score_oracle import SPELLED_OUT, score_tolerance
+from servers import HTTPFailure, Server, logprob_gap
+from tiny_models import LINE_END_IDS, WINDOW, prompt_ids
+
+from sgl_skipkv.policy import make_policy, names
+
+pytestmark = pytest.mark.server
+
+TOKENS, BUDGET, LEAST = 120, 56, 4 + WINDOW + 1
+LOGPROB_TOLERANCE = 2e-4
+POLICIES = [name for name in names() if name != "full"]
+SHARES: dict[str, dict[str, Any]] = {
+    "rkv": {"fraction": 0.25},
+    "snapkv": {"coverage": 0.3},
+    "keydiff": {"quotas": True},
+    "streaming": {"protect_prompt": False},
+    "skipkv+": {"recent": 20},
+}
+
+
+def parameters(policy: str) -> dict[str, Any]:
+    return {"interval": 16, "delimiters": "any-newline", **SHARES.get(policy, {})}
+
+
+def call(rid: str, policy: str, kv_budget: int = BUDGET, **keys: Any) -> dict[str, Any]:
+    budget = {"kv_budget": kv_budget, "kv_policy": policy, "kv_params": parameters(policy)}
+    return {"rid": rid, "input_ids": prompt_ids(policy, 30), "tokens": TOKENS} | budget | keys
+
+
+@pytest.fixture(scope="module")
+def server(fleet: Fleet) -> Iterator[Server]:
+    yield from fleet.lent("gemma3")
+
+
+def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
+    calls = [call(name, name) for name in POLICIES]
+    calls += [call("least", "h2o", LEAST), call("unprotected", "snapkv", 40, kv_params={})]
+    calls[-1]["kv_params"] = {"interval": 16, "kernel": 1}
+    judge, objected, chosen = oracle("gemma3").judge, 0, 0
+    for asked, answer in zip(calls, server.generate_all(calls), strict=True):
+        rid, prompt, ids = asked["rid"], asked["input_ids"], answer["output_ids"]
+        events = server.events(rid)
+        verdict = judge(prompt, ids, events)
+        gap = logprob_gap(answer, verdict.logprobs.tolist())
+        if rid == "unprotected":
+            assert verdict.wrong and gap > 10 * LOGPROB_TOLERANCE
+            continue
+        assert verdict.wrong == [] and gap <= LOGPROB_TOLERANCE, (rid, verdict.wrong, gap)
+        objected += bool(judge(prompt, ids, []).wrong)
+        compactions = [event for event in events if event["event"] == "compact"]
+        for event in compactions:
+            now = len(prompt) + event["generated"]
+            assert event["kept"][-WINDOW:] == [*range(now - WINDOW, now)], rid
+        if asked["kv_policy"] in SPELLED_OUT:
+            policy = make_policy(asked["kv_policy"], **asked["kv_params"])
+            delimiters = [token in LINE_END_IDS for token in ids]
+            sides = prompt, ids, compactions, delimiters, policy
+            found = score_oracle("gemma3").choices(*sides)
+            # The first compaction of rpc comes when there is as much as its least budget.
+            choices = [one for one in found if not one.kept.all()]
+            assert len(choices) == len(found) - (policy.name == "rpc")
+            assert max(one.inversion for one in choices) < score_tolerance(policy.name), rid
+            chosen += len(choices)
+    assert objected >= 0.9 * (len(calls) - 1)  # without masks the oracle objects
+    assert chosen >= 3 * len(SPELLED_OUT)
+    kept = [one["after"] - 30 for one in server.events("rkv") if one["event"] == "compact"]
+    assert kept[0] == LEAST  # a quarter of what was generated would be less
+
+
+def test_what_a_window_would_break_is_refused(server) -> None:
+    reason = f"sink 4 + {WINDOW}, the model's window of so many tokens, + 1"
+    dropping = {"drop_thoughts": True}
+    for kv_budget, keys, said in (
+        (LEAST - 1, {}, f"kv_budget: expected an integer in [{LEAST}, "),
+        (LEAST - 1, {}, reason),
+        (BUDGET, {"kv_reuse": "keep", "kv_params": dropping}, "kv_params.drop_thoughts: expected"),
+    ):
+        with pytest.raises(HTTPFailure) as refused:
+            server.generate(**call("refused", "streaming", kv_budget, **keys))
+        assert refused.value.status == 400 and said in str(refused.value)
