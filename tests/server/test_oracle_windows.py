@@ -13,6 +13,7 @@ from fleet import Fleet
 from score_oracle import SPELLED_OUT, score_tolerance
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import LINE_END_IDS, WINDOW, prompt_ids
+from turns import Turn
 
 from sgl_skipkv.policy import make_policy, names
 
@@ -77,6 +78,24 @@ def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
     assert chosen >= 3 * len(SPELLED_OUT)
     kept = [one["after"] - 30 for one in server.events("rkv") if one["event"] == "compact"]
     assert kept[0] == LEAST  # a quarter of what was generated would be less
+
+
+@pytest.mark.parametrize("mode", ["keep", "budget"])
+def test_a_history_ends_with_the_window(server, oracle, mode) -> None:
+    """Cut as early as it may be: behind its last compaction, where no other token is left over."""
+    keys = {"kv_reuse": mode, "kv_params": {"interval": 16}}
+    asked = call(f"first-{mode}", "rkv", **keys)
+    first = Turn(asked["input_ids"], server.generate(**asked))
+    first.events = server.events(first.rid)
+    assert first.judge(oracle("gemma3")) <= LOGPROB_TOLERANCE
+    evicted_at = 30 + first.compactions[-1]["generated"]
+    prompt = [*first.tokens[:evicted_at], *prompt_ids("next", 20)]
+    asked = {**call(f"second-{mode}", "rkv", **keys), "input_ids": prompt}
+    second = Turn(prompt, server.generate(**asked), [first])
+    second.events = server.events(second.rid)
+    assert second.judge(oracle("gemma3")) <= LOGPROB_TOLERANCE
+    assert second.info["reused_tokens"] == evicted_at and second.info["compactions"] > 0
+    assert second.compactions[: len(first.compactions)] == first.compactions
 
 
 def test_what_a_window_would_break_is_refused(server) -> None:
