@@ -16,7 +16,13 @@ import torch
 from sgl_skipkv.kernels.on_device import KEY_NAMES
 from sgl_skipkv.patches.engine.families import STEERED_TYPES
 from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
-from sgl_skipkv.patches.engine.windows import scored_layers
+from sgl_skipkv.patches.startup.attention_kinds import (
+    attention_sinks,
+    counting_attention,
+    full_attention,
+    hybrid_window,
+    logit_cap,
+)
 from sgl_skipkv.patches.startup.flags import config_of
 
 Check = Callable[[Any], str | None]
@@ -76,51 +82,6 @@ def _quantised_kv(scheduler: Any) -> str | None:
     if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
         return None
     return f"KV cache dtype {pool.dtype}: block-scaled values"
-
-
-def _hybrid_window(scheduler: Any) -> str | None:
-    if not scheduler.is_hybrid_swa:
-        return None
-    return (
-        "hybrid sliding-window attention: its pool frees a window's slots by logical length "
-        "(one pool for all layers: --disable-hybrid-swa-memory)"
-    )
-
-
-def _counting_attention(scheduler: Any) -> str | None:
-    runner = scheduler.tp_worker.model_runner
-    if runner.attention_chunk_size is not None:
-        return "chunked attention: its chunks count row entries"
-    for layer in attention_layers(runner.model):
-        if (layer.xai_temperature_len or 0) > 0:
-            return "attention whose temperature counts row entries"
-        if layer.is_cross_attention:
-            return "cross-attention layers"
-    return None
-
-
-def _full_attention(scheduler: Any) -> str | None:
-    layers = attention_layers(scheduler.tp_worker.model_runner.model)
-    if layers and not scored_layers(layers):
-        return "a sliding window in every attention layer: none could score"
-    return None
-
-
-def _attention_sinks(scheduler: Any) -> str | None:
-    model = scheduler.tp_worker.model_runner.model
-    layers = attention_layers(model)
-    for module in model.modules():
-        if getattr(module, "sinks", None) is not None and any(
-            m in layers for m in module.children()
-        ):
-            return f"attention sinks of {type(module).__name__}: scores do not count what they take"
-    return None
-
-
-def _logit_cap(scheduler: Any) -> str | None:
-    layers = attention_layers(scheduler.tp_worker.model_runner.model)
-    caps = {layer.logit_cap for layer in layers if (layer.logit_cap or 0) > 0}
-    return f"attention logits capped at {max(caps):g}: scores have no cap" if caps else None
 
 
 def _uniform_layers(scheduler: Any) -> str | None:
@@ -253,12 +214,12 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     (
         "hybrid sliding window",
         "its pool frees by logical length; --disable-hybrid-swa-memory helps",
-        _hybrid_window,
+        hybrid_window,
     ),
-    ("chunked attention", "chunks and temperatures count row entries", _counting_attention),
-    ("full attention", "a window layer does not see what may be evicted", _full_attention),
-    ("attention sinks", "scores do not count what a sink takes", _attention_sinks),
-    ("capped attention logits", "scores have no cap", _logit_cap),
+    ("chunked attention", "chunks and temperatures count row entries", counting_attention),
+    ("full attention", "a window layer does not see what may be evicted", full_attention),
+    ("attention sinks", "scores do not count what a sink takes", attention_sinks),
+    ("capped attention logits", "scores have no cap", logit_cap),
     ("layers of different shapes", "one ring holds all queries", _uniform_layers),
     (
         "speculative decoding",

@@ -1,0 +1,59 @@
+"""Rows of the capability matrix about a model's attention: why eviction cannot work with it, or
+None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_skipkv.patches.engine.model_side import attention_layers
+from sgl_skipkv.patches.engine.windows import scored_layers
+
+
+def hybrid_window(scheduler: Any) -> str | None:
+    """Window layers in a pool of their own."""
+    if not scheduler.is_hybrid_swa:
+        return None
+    return (
+        "hybrid sliding-window attention: its pool frees a window's slots by logical length "
+        "(one pool for all layers: --disable-hybrid-swa-memory)"
+    )
+
+
+def counting_attention(scheduler: Any) -> str | None:
+    """Attention that counts row entries, or reads other rows."""
+    runner = scheduler.tp_worker.model_runner
+    if runner.attention_chunk_size is not None:
+        return "chunked attention: its chunks count row entries"
+    for layer in attention_layers(runner.model):
+        if (layer.xai_temperature_len or 0) > 0:
+            return "attention whose temperature counts row entries"
+        if layer.is_cross_attention:
+            return "cross-attention layers"
+    return None
+
+
+def full_attention(scheduler: Any) -> str | None:
+    """No layer without a window."""
+    layers = attention_layers(scheduler.tp_worker.model_runner.model)
+    if layers and not scored_layers(layers):
+        return "a sliding window in every attention layer: none could score"
+    return None
+
+
+def attention_sinks(scheduler: Any) -> str | None:
+    """Layers that hand sinks to their attention."""
+    model = scheduler.tp_worker.model_runner.model
+    layers = attention_layers(model)
+    for module in model.modules():
+        if getattr(module, "sinks", None) is not None and any(
+            m in layers for m in module.children()
+        ):
+            return f"attention sinks of {type(module).__name__}: scores do not count what they take"
+    return None
+
+
+def logit_cap(scheduler: Any) -> str | None:
+    """Layers with a cap on their logits."""
+    layers = attention_layers(scheduler.tp_worker.model_runner.model)
+    caps = {layer.logit_cap for layer in layers if (layer.logit_cap or 0) > 0}
+    return f"attention logits capped at {max(caps):g}: scores have no cap" if caps else None
