@@ -1,4 +1,4 @@
-"""Eight model families under the masking oracle: every policy, and steering where it is supported.
+"""Nine model families under the masking oracle: every policy, and steering where it is supported.
 
 Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
 
