@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
-from sgl_skipkv.patches.startup.attention_check import AttentionCheck
+from sgl_skipkv.patches.engine.forward import attention_layers, whole
+from sgl_skipkv.patches.engine.model_side import ModelSide
+from sgl_skipkv.patches.startup.attention_check import AttentionCheck, OtherAttention
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.query_centres import (
@@ -98,8 +99,9 @@ def _seen(
     runner, head_dim = scheduler.tp_worker.model_runner, side.recorder.shape.head_dim
     centres, reach = dict[int, Means](), dict[int, Tensor]()
 
-    def remember(layer: Any, args: tuple[Any, ...]) -> None:
-        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in args[:2])
+    def remember(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        both = whole(args[0], kwargs.get("q_rope")), whole(args[1], kwargs.get("k_rope"))
+        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in both)
         reach[layer.layer_id] = head_reach(queries, keys, side.scale)
         if rotation is not None:
             centres[layer.layer_id] = means(rotation, queries)
@@ -109,8 +111,8 @@ def _seen(
         hook
         for layer in layers
         for hook in (
-            layer.register_forward_pre_hook(remember),
-            layer.register_forward_pre_hook(check.before),
+            layer.register_forward_pre_hook(remember, with_kwargs=True),
+            layer.register_forward_pre_hook(check.before, with_kwargs=True),
             layer.register_forward_hook(check.after),
         )
     ]
@@ -123,6 +125,12 @@ def _seen(
         for hook in hooks:
             hook.remove()
     order = [layer.layer_id for layer in layers]
+    if not reach.keys() >= {*order}:
+        raise OtherAttention(
+            "prefills that attend to keys of every head instead of the cached latents, so the "
+            "queries of a prompt cannot be recorded (flashinfer: "
+            "--flashinfer-mla-disable-ragged; fa3, triton: --enable-deterministic-inference)"
+        )
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
@@ -161,6 +169,8 @@ def rotation_of(model: Any) -> Rotation:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     names = [name for name, one in model.named_modules() if isinstance(one, RadixAttention)]
+    if any(name.endswith(".attn_mqa") for name in names):
+        raise NoRotation("MLA: queries are turned in part, behind their latent part")
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     embeddings = [getattr(parent, "rotary_emb", None) for parent in parents]
     rotations = {id(one): _rotation(one) for one in embeddings}
