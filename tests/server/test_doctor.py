@@ -98,7 +98,10 @@ SIZES: dict[str, Any] = {
 }
 #: type, architecture, more of its config, and what is said of it
 CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}, "MLA (latent keys)"),
+    (
+        *("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4, "index_topk": 64}),
+        "sparse attention (an indexer beside the latents)",
+    ),
     ("gemma2", "Gemma2ForCausalLM", {}, "sliding window (2 of 3 layers, window 4096)"),
     ("gemma3_text", "Gemma3ForCausalLM", {}, "sliding window (3 of 3 layers, window 4096)"),
     ("gpt_oss", "GptOssForCausalLM", {}, "attention sinks (learned, one per head)"),
@@ -122,10 +125,13 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
         assert main(["doctor", "--model", str(path)]) == 0
     printed = capsys.readouterr().out
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    assert architecture in printed and "3 layers, 4 query heads, 2 KV heads of 16" in printed
+    latent = kind == "deepseek_v3"
+    cached = "MLA: 3 layers, 4 query heads, 1 latent of 32" if latent else "2 KV heads of 16"
+    assert architecture in printed and "3 layers, 4 query heads" in printed and cached in printed
+    assert ("no: 400 (MLA, rope yarn)" in printed) == latent
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
-    assert steered == (kind not in ("olmo2", "granite", "gemma"))
+    assert steered == (kind not in ("olmo2", "granite", "gemma", "deepseek_v3"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_a_type_that_was_not_tested_and_a_rotation_that_does_not_turn_back(
     folder = write_config(tmp_path, "mixtral", "MixtralForCausalLM", rope_parameters=scaling)
     assert main(["doctor", "--model", str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert "no: 400 (rope dynamic)" in printed and "no: not tested on such layers" in printed
+    assert "no: 400 (heads, rope dynamic)" in printed and "no: not tested on such layers" in printed
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"model_type": "no-such-type"}'])
