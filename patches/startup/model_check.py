@@ -97,9 +97,10 @@ def _why(name: str) -> str:
 def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
     """Rows of the capability matrix that refuse this model, and what was seen in its file."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     text = config.hf_text_config
+    latent = config.attention_arch == AttentionArch.MLA  # its keys are wider than its values
     kinds = [*(getattr(text, "layer_types", None) or ())]
     windows = kinds.count("sliding_attention")
     kv_heads = getattr(text, "num_key_value_heads", None)
@@ -116,7 +117,7 @@ def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
         (
             "layers of different shapes",
             "heads or their sizes differ",
-            isinstance(kv_heads, list | tuple) or config.has_asymmetric_kv,
+            isinstance(kv_heads, list | tuple) or (config.has_asymmetric_kv and not latent),
         ),
         ("multimodal rotary positions", "mrope_section", config.model_is_mrope),
         ("encoder-decoder", architecture, config.is_encoder_decoder),

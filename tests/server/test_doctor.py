@@ -99,7 +99,11 @@ SIZES: dict[str, Any] = {
 #: type, architecture, more of its config, and what is said of it
 CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (
-        *("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4, "index_topk": 64}),
+        *(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            {"num_key_value_heads": 4, "index_topk": 64, "index_head_dim": 128},
+        ),
         "sparse attention (an indexer beside the latents)",
     ),
     ("gemma2", "Gemma2ForCausalLM", {}, "sliding window (2 of 3 layers, window 4096)"),
