@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
@@ -18,21 +21,39 @@ from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.request.state import RequestState
 
 
+def attention_layers(model: Any) -> list[Any]:
+    """The model's attention layers that attend to what is cached, in order.
+
+    With MLA a layer has two of them: ``attn_mqa`` asks latents with absorbed queries, ``attn_mha``
+    is of prefills whose keys are those of each head, which nobody caches.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, RadixAttention) and name.rpartition(".")[2] != "attn_mha"
+    ]
+
+
 def attach(model: Any, recorder: Recorder) -> None:
     """Give the scored attention layers and the logits layer a reference to the recorder.
 
     It cannot be an attribute of the forward batch: a runner may copy that before the model sees it.
     """
     from sglang.srt.layers.logits_processor import LogitsProcessor
-    from sglang.srt.layers.radix_attention import RadixAttention
 
-    modules = [*model.modules()]
-    attention = [module for module in modules if isinstance(module, RadixAttention)]
-    for place, layer in enumerate(scored_layers(attention)):
+    for place, layer in enumerate(scored_layers(attention_layers(model))):
         layer.skipkv, layer.skipkv_place = recorder, place
-    for module in modules:
+    for module in model.modules():
         if isinstance(module, LogitsProcessor):
             module.skipkv = recorder
+
+
+def whole(part: Tensor, rotary: Tensor | None) -> Tensor:
+    """float [T, heads, d], queries or keys as they are cached: with MLA some backends get the
+    latent part and the rotary part apart."""
+    return part if rotary is None else torch.cat([part, rotary], dim=-1)
 
 
 def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +145,7 @@ def record_queries(
             forward_batch.req_pool_indices, forward_batch.positions.long()
         )
     if recorder.current is not None:
-        recorder.record_queries(recorder.current, place, q)
+        recorder.record_queries(recorder.current, place, whole(q, kwargs.get("q_rope")))
 
 
 def record_hidden(

@@ -20,9 +20,13 @@ _FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
 
 
 def kv_buffers(allocator: Any) -> list[Tensor]:
-    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores."""
+    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores.
+
+    With MLA the latents of every layer, [slots, 1, r + rotary]: keys that contain their values.
+    """
     kv_pool = allocator.get_kvcache()
-    return [*kv_pool.k_buffer, *kv_pool.v_buffer]
+    latents = getattr(kv_pool, "kv_buffer", None)
+    return [*kv_pool.k_buffer, *kv_pool.v_buffer] if latents is None else [*latents]
 
 
 def wait_for_forward(req_to_token_pool: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.kernels.on_device import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KVScale
-from sgl_skipkv.patches.engine.forward import attach
+from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -56,13 +56,6 @@ class ModelSide:
             or (self.steerer is not None and self.steerer.factors is not None)
             or (self.capture is not None and self.capture.pending)
         )
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """The model's attention layers, in order."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
 def build_model_side(

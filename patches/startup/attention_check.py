@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers
+from sgl_skipkv.patches.engine.forward import whole
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 
 _LAST_QUERIES = 16
@@ -39,8 +39,9 @@ def attention_gap(
     ``|softmax(scale q k) v - output| / |output|``.
 
     Args:
-        queries, output: float [T, Hq, d], of the last T tokens.
-        keys, values: float [n, Hkv, d], of all tokens.
+        queries, output: float [T, Hq, d] and [T, Hq, v], of the last T tokens.
+        keys, values: float [n, Hkv, d] and [n, Hkv, v], of all tokens. With MLA the output is in
+            latent space, as the values are.
         window: tokens before its own that a query sees; 0: all of them.
 
     Returns:
@@ -69,13 +70,13 @@ class AttentionCheck:
     def __init__(self, scheduler: Any, scale: float) -> None:
         runner = scheduler.tp_worker.model_runner
         self._exact = runner.kv_cache_dtype == runner.dtype
-        self._buffers = kv_buffers(scheduler.token_to_kv_pool_allocator) if self._exact else []
+        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._scale, self._queries = scale, dict[int, Tensor]()
         self.gaps = dict[int, Tensor]()
 
-    def before(self, layer: Any, args: tuple[Any, ...]) -> None:
+    def before(self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook: the layer may change its queries in place."""
-        queries = args[0].detach()
+        queries = whole(args[0], kwargs.get("q_rope")).detach()
         recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
         self._queries[layer.layer_id] = recent.clone()
 
@@ -90,9 +91,9 @@ class AttentionCheck:
             self.gaps[layer.layer_id] = torch.full((), torch.nan, device=queries.device)
             return
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
-        slots, half = batch.out_cache_loc, len(self._buffers) // 2
-        keys, values = (self._buffers[i][slots] for i in (layer.layer_id, half + layer.layer_id))
-        shown = output.detach().reshape(len(slots), -1, layer.head_dim)[-len(queries) :]
+        slots = batch.out_cache_loc
+        keys, values = (part[slots] for part in self._pool.get_kv_buffer(layer.layer_id))
+        shown = output.detach().reshape(len(slots), queries.shape[1], -1)[-len(queries) :]
         window = max(layer.sliding_window_size, 0)
         gap = attention_gap(queries, keys, values, shown, self._scale, window)
         self.gaps[layer.layer_id] = gap

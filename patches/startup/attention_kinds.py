@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.model_side import attention_layers
+from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.windows import scored_layers
 
 

@@ -15,15 +15,11 @@ from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
+from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.metrics import Metrics
-from sgl_skipkv.patches.engine.model_side import (
-    attention_layers,
-    build_model_side,
-    kv_scales_of,
-    model_side_of,
-)
+from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import OtherAttention
@@ -83,11 +79,14 @@ def _can_record(scheduler: Any) -> bool:
 
     ``bind`` checks the rest and reports all reasons.
     """
+    from sglang.srt.configs.model_config import AttentionArch
+
     if missing_capabilities(scheduler, settings_only=True) or scheduler.tokenizer is None:
         return False
     layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
     shapes = {(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in layers}
-    return len(shapes) == 1 and all(width == value_width for _, width, value_width in shapes)
+    latent = scheduler.model_config.attention_arch == AttentionArch.MLA  # a key contains its value
+    return len(shapes) == 1 and all(latent or width == of_value for _, width, of_value in shapes)
 
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:

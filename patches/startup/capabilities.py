@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.kernels.on_device import KEY_NAMES
+from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.patches.engine.families import STEERED_TYPES
-from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
+from sgl_skipkv.patches.engine.forward import attention_layers
+from sgl_skipkv.patches.engine.model_side import model_side_of
 from sgl_skipkv.patches.startup.attention_kinds import (
     attention_sinks,
     counting_attention,
@@ -70,14 +71,45 @@ def _pool(scheduler: Any) -> str | None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if _latent_pool(scheduler) is not None:
+        return None
     if type(pool) is not MHATokenToKVPool:
-        return f"KV pool {type(pool).__name__} (supported: MHATokenToKVPool)"
+        supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
+        return f"KV pool {type(pool).__name__} ({supported})"
     return None if pool.kv_cache_layout == "nhd" else f"KV layout {pool.kv_cache_layout}"
 
 
+def _latent_pool(scheduler: Any) -> Any:
+    """The pool of MLA's latents; None: it is another one. Sparse attention has a subclass, whose
+    rows hold more."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return pool if type(pool) is MLATokenToKVPool else None
+
+
+def _latents(scheduler: Any) -> str | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    pool = _latent_pool(scheduler)
+    if pool is None:
+        return None
+    if pool.dtype not in TRITON_NAMES or pool.store_dtype != pool.dtype:
+        return f"MLA with KV cache dtype {pool.dtype}: untested"
+    if (size := get_parallel().tp_size) > 1:
+        return f"MLA with tensor parallelism (tp_size={size}): untested"
+    for layer in attention_layers(scheduler.tp_worker.model_runner.model):
+        widths = layer.tp_k_head_num, layer.head_dim, layer.v_head_dim
+        if widths != (1, pool.kv_cache_dim, pool.kv_lora_rank):
+            return (
+                f"MLA with attention layers that do not read its latents (layer {layer.layer_id})"
+            )
+    return None
+
+
 def _quantised_kv(scheduler: Any) -> str | None:
-    if _pool(scheduler) is not None:
-        return None  # the row of ``_pool`` reports it; other pools have other attributes
+    if _pool(scheduler) is not None or _latent_pool(scheduler) is not None:
+        return None  # the row of ``_pool`` or ``_latents`` reports it; these have other attributes
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
         return None
@@ -210,7 +242,6 @@ _SWITCHES: Rows = (
 #: name, why, check
 _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("ROCm", "untested: unavailable", _rocm),
-    ("MLA", "one latent vector per token; no keys per head to score", _pool),
     (
         "hybrid sliding window",
         "its pool frees by logical length; --disable-hybrid-swa-memory helps",
@@ -247,6 +278,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         "page size > 1", "no", "a page can only be freed whole, with kept tokens", _page_size
     ),
     Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
+    Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", _pool),
+    Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", _latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
@@ -267,13 +300,14 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "triattention, expected",
         "per request",
-        "400 where a rotary embedding's turn does not follow from the position",
+        "400 with MLA, and where a rotary embedding's turn does not follow from the position",
     ),
     Capability("kv_reuse", "per request", "400 without a radix cache and with --kv-events-config"),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
     *(Capability(name, "no", why, Switch(attribute, name)) for name, why, attribute in _SWITCHES),
     *(Capability(name, "no", why, check) for name, why, check in _OTHERS),
+    Capability("sparse attention", "no", "which tokens are attended to depends on row entries"),
     # What layers do not tell: ``attention_check`` compares their output in the first prefill.
     Capability("rotation inside the attention", "no", "recorded queries are not the keys' own"),
 )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.patches.engine.model_side import ModelSide, attention_layers
+from sgl_skipkv.patches.engine.forward import attention_layers, whole
+from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.windows import scored_layers
-from sgl_skipkv.patches.startup.attention_check import AttentionCheck
+from sgl_skipkv.patches.startup.attention_check import AttentionCheck, OtherAttention
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.query_centres import (
@@ -99,17 +100,18 @@ def _seen(
     runner, head_dim = scheduler.tp_worker.model_runner, side.recorder.shape.head_dim
     centres, reach = dict[int, Means](), dict[int, Tensor]()
 
-    def remember(layer: Any, args: tuple[Any, ...]) -> None:
-        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in args[:2])
+    def remember(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        both = whole(args[0], kwargs.get("q_rope")), whole(args[1], kwargs.get("k_rope"))
+        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in both)
         reach[layer.layer_id] = head_reach(queries, keys, side.scale)
         if rotation is not None:
             centres[layer.layer_id] = means(rotation, queries)
 
     layers = attention_layers(runner.model)
     scored = scored_layers(layers)
-    hooks = [layer.register_forward_pre_hook(remember) for layer in scored]
+    hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in scored]
     for layer in layers:
-        hooks.append(layer.register_forward_pre_hook(check.before))
+        hooks.append(layer.register_forward_pre_hook(check.before, with_kwargs=True))
         hooks.append(layer.register_forward_hook(check.after, with_kwargs=True))
     empty = torch.zeros(0, dtype=torch.int64, device=side.recorder.device)
     side.recorder.current = Recording(empty, empty, tokens=empty)  # nothing, but no graph runs
@@ -120,6 +122,12 @@ def _seen(
         for hook in hooks:
             hook.remove()
     order = [layer.layer_id for layer in scored]
+    if not reach.keys() >= {*order}:
+        raise OtherAttention(
+            "prefills that attend to keys of every head instead of the cached latents, so the "
+            "queries of a prompt cannot be recorded (flashinfer: "
+            "--flashinfer-mla-disable-ragged; fa3, triton: --enable-deterministic-inference)"
+        )
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
@@ -157,6 +165,8 @@ def rotation_of(model: Any) -> Rotation:
     """
     scored = scored_layers(attention_layers(model))
     names = [name for name, one in model.named_modules() if one in scored]
+    if any(name.endswith(".attn_mqa") for name in names):
+        raise NoRotation("MLA: queries are turned in part, behind their latent part")
     parents = [model.get_submodule(name.rpartition(".")[0]) for name in names]
     embeddings = [getattr(parent, "rotary_emb", None) for parent in parents]
     rotations = {id(one): _rotation(one) for one in embeddings}

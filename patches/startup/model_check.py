@@ -27,7 +27,7 @@ class ModelReport:
 
     Attributes:
         architecture, model_type: as in the file.
-        kv_heads, head_dim: of a layer; meaningless with MLA.
+        kv_heads, head_dim: of a layer; with MLA of what is cached, one latent with its rotary key.
         tested: whether the type is one of ``FAMILIES``.
         reasons: why eviction cannot work; none: nothing in the file is against it.
         steered: whether steering is supported.
@@ -59,7 +59,7 @@ class ModelReport:
     def measures_queries(self) -> bool:
         # Gemma 3 turns its queries by an embedding that its layers know without its scaling.
         known = ("default",) if self.architecture.startswith("Gemma3") else _ROTATIONS
-        return self.rotation in known
+        return self.attention != "MLA" and self.rotation in known
 
 
 def check_model(path: Path) -> ModelReport:
@@ -82,14 +82,15 @@ def check_model(path: Path) -> ModelReport:
         raise SettingError("model", expected, got, choices) from error
     text, architecture = config.hf_text_config, config.hf_config.architectures[0]
     rope = getattr(text, "rope_parameters", None) or {}
+    latent = config.attention_arch == AttentionArch.MLA
     return ModelReport(
         architecture=architecture,
         model_type=config.hf_config.model_type,
-        attention="MLA" if config.attention_arch == AttentionArch.MLA else "heads",
+        attention="MLA" if latent else "heads",
         layers=config.num_hidden_layers,
         query_heads=config.get_total_num_attention_heads(),
-        kv_heads=config.get_total_num_kv_heads(),
-        head_dim=config.head_dim,
+        kv_heads=1 if latent else config.get_total_num_kv_heads(),
+        head_dim=config.kv_lora_rank + config.qk_rope_head_dim if latent else config.head_dim,
         tested=architecture in FAMILIES,
         reasons=tuple(
             f"{name} ({seen}): {_why(name)}" for name, seen in _against(config, architecture)
@@ -117,14 +118,15 @@ def _why(name: str) -> str:
 def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
     """Rows of the capability matrix that refuse this model, and what was seen in its file."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     text, windows = config.hf_text_config, _windows(config)
+    latent = config.attention_arch == AttentionArch.MLA  # its keys are wider than its values
     seen = f"{windows} of {config.num_hidden_layers} layers, window {config.sliding_window_size}"
     cap, chunks = getattr(text, "attn_logit_softcapping", None), config.attention_chunk_size
     kv_heads = getattr(text, "num_key_value_heads", None)
     found = (
-        ("MLA", "latent keys", config.attention_arch == AttentionArch.MLA),
+        ("sparse attention", "an indexer beside the latents", is_deepseek_dsa(config.hf_config)),
         ("hybrid / mamba", "layers without a KV cache", mambaish_config(config) is not None),
         ("hybrid sliding window", seen, config.is_hybrid_swa),
         ("full attention", seen, windows == config.num_hidden_layers),
@@ -134,7 +136,7 @@ def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
         (
             "layers of different shapes",
             "heads or their sizes differ",
-            isinstance(kv_heads, list | tuple) or config.has_asymmetric_kv,
+            isinstance(kv_heads, list | tuple) or (config.has_asymmetric_kv and not latent),
         ),
         ("multimodal rotary positions", "mrope_section", config.model_is_mrope),
         ("encoder-decoder", architecture, config.is_encoder_decoder),

@@ -18,9 +18,8 @@ def show_model(path: Path, console: Console) -> int:
     from sgl_skipkv.patches.startup.model_check import check_model
 
     report = check_model(path)
-    heads = f"{report.query_heads} query heads"
-    if report.attention != "MLA":
-        heads += f", {report.kv_heads} KV heads of {report.head_dim}"
+    cached = "latent" if report.attention == "MLA" else "KV heads"
+    heads = f"{report.query_heads} query heads, {report.kv_heads} {cached} of {report.head_dim}"
     tested = "[green]yes[/]: docs/models.md" if report.tested else "[yellow]no[/]"
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("type", f"{report.architecture} ({report.model_type})")
@@ -35,7 +34,8 @@ def show_model(path: Path, console: Console) -> int:
             least += f": each compaction keeps the window of {report.window_tokens}"
         table.add_row("least kv_budget", least)
         queries = "[green]yes[/]" if report.measures_queries else "[red]no[/]: 400"
-        table.add_row("policies triattention, expected", f"{queries} (rope {report.rotation})")
+        turned = f"{report.attention}, rope {report.rotation}"
+        table.add_row("policies triattention, expected", f"{queries} ({turned})")
         steering = "[green]yes[/]" if report.steered else "[red]no[/]: not tested on such layers"
         table.add_row("steering", steering)
     console.print(table)

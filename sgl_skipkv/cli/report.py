@@ -68,7 +68,8 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
 
 
 def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
-    """Keys and values of one token in all layers: ``2 * layers * Hkv * d * value_bytes``.
+    """Keys and values of one token in all layers: ``2 * layers * Hkv * d * value_bytes``; with MLA
+    its latent and its rotary key, ``layers * (r + rotary) * value_bytes``.
 
     Args:
         config: a model's ``config.json``.
@@ -78,7 +79,8 @@ def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
         SettingError: the configuration lacks a size.
     """
     layers, _, kv_heads, head_dim, _ = _sizes(config)
-    return 2 * layers * kv_heads * head_dim * value_bytes
+    numbers = head_dim if _is_latent(config) else 2 * kv_heads * head_dim
+    return layers * numbers * value_bytes
 
 
 def recorded_bytes(
@@ -87,8 +89,9 @@ def recorded_bytes(
     """Device memory of the plugin beside the KV pool, by kind.
 
     ``queries = layers * (requests + 1) * window * Hq * d * value_bytes``, the most recent queries
-    of each; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D + S))`` and a few bytes, the
-    tables of sentence vectors; ``workspace = compaction_work_bytes`` on a GPU, for one compaction.
+    of each, with MLA ``d = r + rotary``; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D
+    + S))`` and a few bytes, the tables of sentence vectors; ``workspace = compaction_work_bytes``
+    on a GPU, for one compaction.
 
     Args:
         config: a model's ``config.json``.
@@ -110,12 +113,19 @@ def recorded_bytes(
     }
 
 
+def _is_latent(config: dict[str, Any]) -> bool:
+    return config.get("kv_lora_rank") is not None
+
+
 def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """Layers, query heads, KV heads, head size and hidden size."""
+    """Layers, query heads, KV heads, head size and hidden size; with MLA one KV head of latents."""
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
+        if _is_latent(config):
+            kv_heads = 1
+            head_dim = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
         return int(config["num_hidden_layers"]), heads, kv_heads, head_dim, hidden
     except KeyError as error:
         got = f"one without {error.args[0]}"

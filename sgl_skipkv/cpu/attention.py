@@ -69,9 +69,10 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
     ) -> torch.Tensor:
         """Causal attention of the requests' new tokens, written to ``output``.
 
-        query, output: [new tokens, Hq, d]; k_cache, v_cache: [slots, Hkv, d]; req_to_token: [rows,
-        width]; req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens: [B], row, tokens,
-        cached tokens and new tokens of each request.
+        query: [new tokens, Hq, d]; output: [new tokens, Hq, v]; k_cache: [slots, Hkv, d]; v_cache:
+        [slots, Hkv, v]; req_to_token: [rows, width]; req_pool_indices, seq_lens,
+        extend_prefix_lens, extend_seq_lens: [B], row, tokens, cached tokens and new tokens of each
+        request.
         """
         not_here = self._is_left_to_stock(query, k_cache, encoder_lens, options)
         if not_here or not options["causal"]:
@@ -95,7 +96,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                     *(by_head[None], keys[None], values[None]),
                     **{"scale": options["scaling"], "is_causal": True, "enable_gqa": True},
                 )
-            output[start:stop] = attended.reshape(-1, new, query.shape[2]).movedim(1, 0)
+            output[start:stop] = attended.reshape(-1, new, output.shape[2]).movedim(1, 0)
         return output
 
     def _run_sdpa_forward_decode(
@@ -112,8 +113,9 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
     ) -> torch.Tensor:
         """Attention of one query per request over its page-table row, written to ``output``.
 
-        query, output: [B, Hq, d]; k_cache, v_cache: [slots, Hkv, d]; req_to_token: [rows, width];
-        req_pool_indices, seq_lens: [B], row and tokens of each request.
+        query: [B, Hq, d]; output: [B, Hq, v]; k_cache: [slots, Hkv, d]; v_cache: [slots, Hkv, v];
+        req_to_token: [rows, width]; req_pool_indices, seq_lens: [B], row and tokens of each
+        request.
         """
         if self._is_left_to_stock(query, k_cache, encoder_lens, options):
             stock: torch.Tensor = super()._run_sdpa_forward_decode(
@@ -199,6 +201,6 @@ def _as_list(values: torch.Tensor) -> list[int]:
 def _gathered(
     k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of slots, [Hkv, tokens, d]."""
+    """Keys and values of slots, [Hkv, tokens, d] and [Hkv, tokens, v]."""
     keys = k_cache.index_select(0, slots).transpose(0, 1)
     return keys, v_cache.index_select(0, slots).transpose(0, 1)

@@ -60,11 +60,18 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
     def init_backend(self) -> None:
         # These imports need an active platform.
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.models.deepseek_common.attention_backend_handler import (
+            AttentionBackendRegistry,
+            AttnForwardMethod,
+        )
 
         from sgl_skipkv.cpu.attention import GroupedTorchAttnBackend
 
         # Under a name that SGLang's checks know.
         register_attention_backend("torch_native")(GroupedTorchAttnBackend)
+        # Attention over latents in every pass: SGLang's other form needs kernels of a GPU.
+        method = AttnForwardMethod.MLA
+        AttentionBackendRegistry.register("torch_native", lambda layer, batch: method)
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

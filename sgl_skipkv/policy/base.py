@@ -157,7 +157,10 @@ class PagedCache:
             on_device.device_tensor([layer.data_ptr() for layer in part], first.device)
             for part in (layers, v_layers)
         )
-        alike = [v.stride() == first.stride() and v.dtype == first.dtype for v in v_layers]
+        alike = [
+            (v.shape, v.stride(), v.dtype) == (first.shape, first.stride(), first.dtype)
+            for v in v_layers
+        ]
         of_keys, of_values = (
             None if one is None else on_device.device_tensor(one, first.device, torch.float32)
             for one in (k_scales, v_scales)
@@ -199,6 +202,11 @@ class KeyLocation:
 @dataclass(frozen=True)
 class ScoreInput:
     """Everything a policy may look at: one request, at one compaction.
+
+    With MLA there is one KV head, ``Hkv = 1``. A key is what is cached: the latent of r numbers and
+    the rotary key behind it. A query is absorbed, ``W_UK q``, and its rotary part behind it, so
+    their product is that of the ordinary query and key. A value is the latent. What compares keys
+    compares latents with their rotary keys, what measures values measures latents.
 
     Attributes:
         positions: int64 [n], logical position of each cached token, ascending, prompt included.

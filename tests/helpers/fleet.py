@@ -168,6 +168,14 @@ SPECS: dict[str, Spec] = {
     ),
     "recomputing": retracting(200, retraction_backup_bytes=0),  # nothing is backed up
     "restoring": retracting(3),
+    # MLA, retracted now and then.
+    "latents": retracting(
+        40,
+        files=("oracle_latents",),
+        model="deepseek_v3",
+        more=ONE_BATCH,
+        steering_layer=None,
+    ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(
         ("oracle_thoughts",),

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
+FAMILIES += ("deepseek_v3",)
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -71,6 +72,21 @@ _EXTRA: dict[str, dict[str, Any]] = {
     },
     "phi3": {"pad_token_id": 0},
     # SGLang's Gemma has the exact GELU, by this name in transformers; its embedding is tied.
+    # MLA: a latent of 24 numbers and 8 rotated ones per token. No experts: torch would compile
+    # their router first, for a minute.
+    "deepseek_v3": {
+        **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        **{"first_k_dense_replace": 3, "moe_layer_freq": 1, "num_mtp_layers": 0},
+        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        # SGLang has no other rotation on a CPU; its factor on the logits is not 1, either.
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+            "original_max_position_embeddings": 8192,
+        },
+        "pad_token_id": 0,
+    },
     "gemma": {**_HEADS_OF_16, "hidden_act": "gelu_python", "tie_word_embeddings": True},
     "gemma3": {
         **{**_HEADS_OF_16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
@@ -82,13 +98,9 @@ _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
 # Gains on the usual initialisation, by the first part of a name that matches.
 _GAINS = {
-    **{
-        "q_norm": _NORM_GAIN,
-        "k_norm": _NORM_GAIN,
-        "qkv_proj": 20.0,
-        "q_proj": 20.0,
-        "k_proj": 20.0,
-    },
+    **{"q_b_proj": 20.0, "kv_a_proj": 20.0, "kv_b_proj": 20.0},
+    **{"q_norm": _NORM_GAIN, "k_norm": _NORM_GAIN},
+    **{"qkv_proj": 20.0, "q_proj": 20.0, "k_proj": 20.0},
     **{"v_proj": 60.0, "o_proj": 60.0, "post_mlp_layernorm": 1.0, "mlp": 4.0, "lm_head": 4.0},
     **{"": 1.0},
 }

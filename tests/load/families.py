@@ -33,14 +33,16 @@ from row_table import show
 from servers import Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 
-from sgl_skipkv.policy import names
+from sgl_skipkv.policy import names, policy_class
 
 FAMILIES = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
-    *("olmo2", "granite", "gemma", "gemma3"),
+    *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3"),
 )
-UNSTEERED = ("olmo2", "granite", "gemma", "gemma3")
+UNSTEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3")
 POLICIES = [name for name in names() if name != "full"]
+#: MLA, whose queries no policy turns back
+LATENT = ("deepseek_v3",)
 STEERED_POLICIES = ("full", "streaming", "skipkv+")
 BUDGET, INTERVAL, TOKENS, PROMPT_TOKENS = 40, 16, 150, 60
 LAYER, STRENGTH = 1, 1.25
@@ -94,8 +96,11 @@ def judged(
 
 def run(family: str, folder: Path, count: int) -> list[Row]:
     model, steers = save_model(family, folder / "model"), family not in UNSTEERED
+    policies = [
+        name for name in POLICIES if family not in LATENT or not policy_class(name).needs_rotation
+    ]
     asked = {
-        policy: [request(f"{policy}-{i}", policy) for i in range(count)] for policy in POLICIES
+        policy: [request(f"{policy}-{i}", policy) for i in range(count)] for policy in policies
     }
     steered = {
         policy: [request(f"steered-{policy}-{i}", policy, steering=STRENGTH) for i in range(count)]

@@ -12,7 +12,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.kernels import on_device
-from sgl_skipkv.patches.engine import model_side
+from sgl_skipkv.patches.engine import forward, model_side
 from sgl_skipkv.patches.startup import capabilities
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
@@ -97,13 +97,58 @@ def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more:
     )
 
 
-def test_mla_is_refused_by_its_pool() -> None:
+def test_other_pools_are_refused_by_name() -> None:
+    """Sparse attention has a pool of latents and more."""
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
+
+    check = row_named("KV pool").check
+    assert check(scheduler_with(MHATokenToKVPool)) is None
+    assert check(scheduler_with(MLATokenToKVPool)) is None
+    refused = check(scheduler_with(DSATokenToKVPool))
+    supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
+    assert refused == f"KV pool DSATokenToKVPool ({supported})"
+
+
+def test_what_mla_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+    layer = {"num_kv_heads": 1, "head_dim": 32, "v_head_dim": 24}
     check = row_named("MLA").check
-    assert check(scheduler_with(MHATokenToKVPool)) is None
-    refused = check(scheduler_with(MLATokenToKVPool))
-    assert refused == "KV pool MLATokenToKVPool (supported: MHATokenToKVPool)"
+
+    def refused(*layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, ranks: int = 1):
+        scheduler = scheduler_with(MLATokenToKVPool, *layers)
+        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        pool.dtype, pool.kv_cache_dim, pool.kv_lora_rank = dtype, 32, 24
+        pool.store_dtype = dtype if dtype.itemsize > 1 else torch.uint8
+        on_a_server(monkeypatch, "parallel.tp_size", ranks)
+        return check(scheduler)
+
+    assert check(scheduler_with(MHATokenToKVPool, {}, {})) is None
+    assert refused(layer, layer) is None
+    float8 = refused(layer, layer, dtype=torch.float8_e4m3fn)
+    assert float8 == "MLA with KV cache dtype torch.float8_e4m3fn: untested"
+    assert refused(layer, layer, ranks=2) == "MLA with tensor parallelism (tp_size=2): untested"
+    for other in ({"num_kv_heads": 4}, {"head_dim": 24}, {"v_head_dim": 32}):
+        reads_else = "MLA with attention layers that do not read its latents (layer 1)"
+        assert refused(layer, {**layer, **other}) == reads_else
+
+
+def test_of_two_attentions_of_a_layer_the_one_over_the_cache_counts() -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    both = {"attn_mqa": 1, "attn_mha": 4}
+    model = torch.nn.ModuleList(
+        torch.nn.ModuleDict({name: RadixAttention(4, 16, 1.0, n, i) for name, n in both.items()})
+        for i in range(2)
+    )
+    assert forward.attention_layers(model) == [layer["attn_mqa"] for layer in model]
+    forward.attach(model, recorder := object())
+    attached = [name for name, one in model.named_modules() if hasattr(one, "skipkv")]
+    assert attached == ["0.attn_mqa", "1.attn_mqa"] and model[0]["attn_mqa"].skipkv is recorder
 
 
 def test_windows_need_one_pool_and_a_layer_that_sees_everything() -> None:

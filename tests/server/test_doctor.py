@@ -98,7 +98,14 @@ SIZES: dict[str, Any] = {
 }
 #: type, architecture, more of its config, and what is said of it
 CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("deepseek_v3", "DeepseekV3ForCausalLM", {"num_key_value_heads": 4}, "MLA (latent keys)"),
+    (
+        *(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            {"num_key_value_heads": 4, "index_topk": 64, "index_head_dim": 128},
+        ),
+        "sparse attention (an indexer beside the latents)",
+    ),
     ("gemma2", "Gemma2ForCausalLM", {}, "capped attention logits (at 50.0)"),
     ("gemma3_text", "Gemma3ForCausalLM", {}, "full attention (3 of 3 layers, window 4096)"),
     ("gpt_oss", "GptOssForCausalLM", {}, "--disable-hybrid-swa-memory helps"),
@@ -123,14 +130,15 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
         assert main(["doctor", "--model", str(path)]) == 0
     printed = capsys.readouterr().out
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    layers = 4 if kind == "gemma3" else 3
-    assert architecture in printed
-    assert f"{layers} layers, 4 query heads, 2 KV heads of 16" in printed
+    latent, layers = kind == "deepseek_v3", 4 if kind == "gemma3" else 3
+    cached = "1 latent of 32" if latent else "2 KV heads of 16"
+    assert architecture in printed and f"{layers} layers, 4 query heads, {cached}" in printed
+    assert ("no: 400 (MLA, rope yarn)" in printed) == latent
     least = "37 tokens: each compaction keeps the window of 32" if kind == "gemma3" else "13 tokens"
     assert re.search(rf"least kv_budget +│ {least}", printed)
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
-    assert steered == (kind not in ("olmo2", "granite", "gemma", "gemma3"))
+    assert steered == (kind not in ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3"))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_a_type_that_was_not_tested_and_a_rotation_that_does_not_turn_back(
     folder = write_config(tmp_path, "mixtral", "MixtralForCausalLM", rope_parameters=scaling)
     assert main(["doctor", "--model", str(folder)]) == 0
     printed = capsys.readouterr().out
-    assert "no: 400 (rope dynamic)" in printed and "no: not tested on such layers" in printed
+    assert "no: 400 (heads, rope dynamic)" in printed and "no: not tested on such layers" in printed
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"model_type": "no-such-type"}'])

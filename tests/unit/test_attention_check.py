@@ -71,7 +71,8 @@ def layer_module(number: int) -> Any:
 def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionCheck:
     """After a prefill of layers that say what is recorded, what is cached, and their output."""
     buffers = [torch.zeros(2 * TOKENS, KV_HEADS, WIDTH) for _ in range(2 * len(layers))]
-    pool = SimpleNamespace(k_buffer=buffers[: len(layers)], v_buffer=buffers[len(layers) :])
+    cached_keys, cached_values = buffers[: len(layers)], buffers[len(layers) :]
+    pool = SimpleNamespace(get_kv_buffer=lambda i: (cached_keys[i], cached_values[i]))
     runner = SimpleNamespace(kv_cache_dtype=dtype, dtype=torch.float32)
     scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner),
@@ -84,9 +85,9 @@ def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionChec
         values = drawn(3 + number, KV_HEADS)
         q, cached, output = layer(drawn(1 + number, HEADS), drawn(2 + number, KV_HEADS), values)
         args = (q.flatten(1), None, None, batch)
-        check.before(module, args)
-        pool.k_buffer[number][batch.out_cache_loc] = cached
-        pool.v_buffer[number][batch.out_cache_loc] = values
+        check.before(module, args, {})
+        cached_keys[number][batch.out_cache_loc] = cached
+        cached_values[number][batch.out_cache_loc] = values
         q.zero_()  # a backend may do with its queries as it likes
         check.after(module, args, {}, output.flatten(1))
     return check
@@ -135,7 +136,7 @@ def test_an_attention_of_two_outputs_is_refused() -> None:
     check = checked(right)
     module = layer_module(0)
     queries = drawn(1, HEADS).flatten(1)
-    check.before(module, (queries,))
+    check.before(module, (queries,), {})
     check.after(module, (queries,), {}, (queries, queries))
     with pytest.raises(OtherAttention, match="attention layer 0"):
         check.conclude()

@@ -35,7 +35,10 @@ from bench.report.rooms import (
 # Who may import SGLang, and what below its root (``import sglang`` itself is free to them).
 SGLANG = {
     "patches": ("sglang.",),
-    "cpu": ("sglang.srt.platforms.", "sglang.srt.layers.attention."),
+    "cpu": (
+        *("sglang.srt.platforms.", "sglang.srt.layers.attention."),
+        "sglang.srt.models.deepseek_common.attention_backend_handler.",
+    ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),
 }

@@ -117,6 +117,15 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
     assert sum(kinds.values()) / pool <= limit
 
 
+def test_latents_and_their_queries() -> None:
+    """DeepSeek R1: 576 cached numbers per layer, and 128 heads that ask 576 each."""
+    config = {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
+    config |= {"hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert kv_bytes_per_token(config, 2) == 61 * 576 * 2
+    rings = [recorded_bytes(config, calls, ServerConfig(), 2)["queries"] for calls in (1, 2)]
+    assert rings[1] - rings[0] == 61 * 8 * 128 * 576 * 2  # 72 MB
+
+
 @pytest.mark.parametrize(
     ("name", "text", "field"),
     [
