@@ -1,6 +1,7 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
 # make test    every test, most of them through real servers (12 minutes on 2 cores, up to 19 on a slow day)
+# make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make lint    ruff and mypy --strict
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test fuzz reliability lint bench-quick
+.PHONY: setup demo test explorer fuzz reliability lint bench-quick
 
 setup:
 	rm -rf $(VENV)
@@ -33,6 +34,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -P -m pytest --numprocesses $(WORKERS)
+
+explorer: $(READY) | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[browser]'
+	$(BIN)/python -P -m pytest tests/explorer
 
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz/fuzz.py

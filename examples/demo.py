@@ -1,8 +1,9 @@
 """What a KV budget does, on the bundled model and this machine: ``make demo``.
 
 Starts the real SGLang server, runs ``quickstart.py`` against it, then gives the same problems to
-the same small KV pool without a budget and with two, and shows one trace with what was evicted
-struck through. It needs no network, ends by itself and leaves no process behind.
+the same small KV pool without a budget and with two, shows one trace with what was evicted struck
+through, and writes the explorer's page of one problem under three policies. It needs no network,
+ends by itself and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from transformers import AutoTokenizer
 
 from sgl_skipkv.cli.server_process import ServerProcess
 from sgl_skipkv.cli.trace_view import show
+from sgl_skipkv.cli.view import write_page
+from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.request.trace import read_trace
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +42,8 @@ POOL_TOKENS = 4096
 BUDGETS: tuple[int | None, ...] = (None, 512, 256)
 # Compactions come more often than by default: the traces of this model are short.
 KV_PARAMS = {"interval": 32}
+#: side by side on the page, with the last budget; ``skipkv`` with the model's own threshold
+POLICIES: dict[str, dict[str, Any]] = {"distinct": {}, "skipkv": {"tau": 0.85}, "streaming": {}}
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,21 @@ def run_round(
     )
 
 
+def ask_policies(server: ServerProcess, problem: dict[str, Any], tokenizer: Any) -> list[str]:
+    """One problem under several policies; returns their request ids."""
+    chat = [{"role": "user", "content": problem["prompt"]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    keys = {"max_new_tokens": 3000, "temperature": 0, "kv_budget": BUDGETS[-1]}
+
+    def ask(policy: str) -> str:
+        params = {**keys, "kv_policy": policy, "kv_params": {**KV_PARAMS, **POLICIES[policy]}}
+        server.post("/generate", {"text": text, "sampling_params": params, "rid": policy})
+        return policy
+
+    with ThreadPoolExecutor(len(POLICIES)) as pool:
+        return list(pool.map(ask, POLICIES))
+
+
 def results_table(rounds: list[Round]) -> Table:
     table = Table(
         title=f"{rounds[0].problems} hard problems at once, a KV pool of {POOL_TOKENS:,} tokens",
@@ -163,6 +184,9 @@ def results_table(rounds: list[Round]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--page", type=Path, default=Path("skipkv-demo.html"), help="file for the explorer's page"
+    )
     parser.add_argument("--problems", type=int, default=10, help="hard problems per round")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
@@ -188,7 +212,9 @@ def main() -> None:
                     for kv_budget in BUDGETS
                 ]
             console.print(results_table(rounds))
+            rids = ask_policies(server, problems[0], tokenizer)
             events = [event for event in read_trace(trace) if event["rid"] == f"{BUDGETS[-1]}-0"]
+        write_page(trace, arguments.page, partial(pieces, tokenizer), rids)
     console.rule(f"one trace, kv_budget {BUDGETS[-1]}: evicted text is struck through")
     show(console, events, tokenizer)
     none, small = rounds[0], rounds[-1]
@@ -198,6 +224,8 @@ def main() -> None:
         f"kv_budget {small.kv_budget} ({small.right} of {small.problems} answers right) and "
         f"{none.peak_running} without one ({none.right} right)."
     )
+    console.print("The same problem under three policies, token by token; open it in a browser:")
+    console.print(str(arguments.page.resolve()), soft_wrap=True, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ class ServerConfig(Settings):
     # Internal: folder for hidden states of `skipkv steering extract`.
     steering_capture: str | None = None
     trace: str | None = Field(None, description="append one JSON line per compaction to this file")
+    explorer: bool = Field(False, description="serve the trace, with its text, at /skipkv")
     query_text: str | None = Field(
         None, description="text file on which the model's heads are measured at start"
     )
@@ -127,6 +128,9 @@ class ServerConfig(Settings):
             expected = f"an integer in [1, kv_budget_max = {self.kv_budget_max}]"
             choices = "a smaller kv_budget or a larger kv_budget_max"
             raise SettingError("kv_budget", expected, self.kv_budget, choices)
+        if self.explorer and self.trace is None:
+            expected = "false, because no trace is given"
+            raise SettingError("explorer", expected, True, "name a trace too (--skipkv-trace FILE)")
         if self.steering is not None and self.steering_vector is None:
             expected = "nothing, because no steering_vector is given"
             raise SettingError("steering", expected, self.steering, "name a steering_vector too")

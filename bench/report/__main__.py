@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and eight files in docs/ between their markers
+python -m bench.report            # rewrite README.md and nine files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -31,7 +31,7 @@ DOCUMENTS = (
     README,
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
-    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "models")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models")),
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "conversation_first_token": conversation_tables.conversation_first_token,
     "conversation_pressure": conversation_tables.conversation_pressure,
     "off_cost": system_tables.off_cost,
+    "explorer": system_tables.explorer,
     "similarity": accuracy_tables.similarity,
     "strength": lambda: steering_tables.strength("wanderer"),
     "strength_reasoner": lambda: steering_tables.strength("reasoner"),

@@ -38,6 +38,7 @@ ROOMS = {
     "request": "what one request asked for,\nand what is known of it",
     "reuse": "what finished requests leave,\nand what continues it",
     "eviction": "plan a compaction, rewrite\nthe row, free the slots",
+    "explorer": "a trace as a page: its data,\nits parts, a live one",
     "patches/hook": "one hook into SGLang",
     "patches/readiness": "ready, unavailable\nor refused",
     "patches/hooks": "tables of every hooked\nfunction",
@@ -47,7 +48,7 @@ ROOMS = {
     "patches/startup": "flags, capabilities, start",
     "plugin": "SGLang's entry point",
     "frontend": "sgl.gen(kv_budget=)",
-    "cli": "skipkv doctor, trace,\nreport, steering",
+    "cli": "skipkv doctor, trace, view,\nreport, steering",
     "": "sgl_skipkv.install()",
 }
 

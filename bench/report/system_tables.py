@@ -84,6 +84,25 @@ def launches() -> str:
     return table(header, lines, found, "launches")
 
 
+def explorer() -> str:
+    found = recorded("explorer")
+    header = ["generated tokens", "requests side by side", "page, bytes", "data, bytes"]
+    header += ["first paint, ms", "text painted, ms", "slider step, ms, median", "longest"]
+    header += ["computed in it, ms, median", "longest", "load of the machine"]
+    names = ("tokens", "side_by_side", "page_bytes", "data_bytes", "first_paint_ms")
+    lines = [
+        [
+            *(f"{int(row[name]):,}" for name in (*names, "text_painted_ms")),
+            *(row[f"step_{kind}"] for kind in ("ms_p50", "ms_max", "cpu_ms_p50", "cpu_ms_max")),
+            row["machine_load"],
+        ]
+        for row in found
+    ]
+    return f"Chromium {found[-1]['chromium']}, headless.\n\n" + table(
+        header, lines, found, "explorer"
+    )
+
+
 def fuzz() -> str:
     found = recorded("fuzz")
     lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())

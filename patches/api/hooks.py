@@ -5,7 +5,7 @@ They are also installed where eviction is not supported, so that a request with 
 
 from __future__ import annotations
 
-from sgl_skipkv.patches.hook import Hook, after, around, before, replace
+from sgl_skipkv.patches.hook import Hook, after, around, before, replace, uses
 
 API_HOOKS: tuple[Hook, ...] = (
     # -- APIs
@@ -66,6 +66,11 @@ API_HOOKS: tuple[Hook, ...] = (
         "options=None)",
         "api.ollama:add_option_keys",
         "SGLang drops unknown options here",
+    ),
+    uses(
+        "utils.auth.auth_level(level)",
+        "api.explorer:add_explorer",
+        "the explorer's routes ask for the key of an administrator, where one is set",
     ),
     # -- life of a request
     after(

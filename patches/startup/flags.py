@@ -24,6 +24,7 @@ FLAGS: dict[str, tuple[str, type]] = {
     "--steering": ("steering", float),
     "--steering-gamma": ("steering_gamma", float),
     "--skipkv-trace": ("trace", str),
+    "--skipkv-explorer": ("explorer", bool),
 }
 CONFIG_FLAG = "--skipkv-config"
 
@@ -33,7 +34,8 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sgl_skipkv", "A KV budget for every request.")
     for flag, (name, kind) in FLAGS.items():
         text = ServerConfig.model_fields[name].description
-        group.add_argument(flag, type=kind, default=None, help=text)
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        group.add_argument(flag, default=None, help=text, **how)
     group.add_argument(CONFIG_FLAG, default=None, help="A JSON file with sgl_skipkv's settings.")
 
 

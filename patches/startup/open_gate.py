@@ -7,10 +7,12 @@ from typing import Any
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.api.explorer import add_explorer
 from sgl_skipkv.patches.api.gate import Gate, collect_keys
 from sgl_skipkv.patches.api.routes import bind_routes
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
+from sgl_skipkv.patches.startup.replicas import trace_paths
 
 # Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
 # ZeroMQ context would wait for ever for sockets that were collected with it.
@@ -34,6 +36,9 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     manager.skipkv = Gate(config, readiness, window_tokens)
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
+        if config.explorer and config.trace is not None:
+            paths = trace_paths(config.trace, manager.server_args.dp_size)
+            add_explorer(server.app, paths, manager.tokenizer)
 
 
 def _wrong_preferred(manager: Any) -> str | None:

@@ -26,7 +26,16 @@ def trace_path(name: str) -> str:
     from sglang.srt.runtime_context import get_parallel
 
     replica = get_parallel().dp_rank
-    if replica is None:
-        return name
+    return name if replica is None else _path_of(name, replica)
+
+
+def trace_paths(name: str, replicas: int) -> dict[str, str]:
+    """The trace files of a server, under the names of its replicas; one alone has the name ""."""
+    if replicas == 1:
+        return {"": name}
+    return {f"dp{replica}": _path_of(name, replica) for replica in range(replicas)}
+
+
+def _path_of(name: str, replica: int) -> str:
     path = Path(name)
     return str(path.with_name(f"{path.stem}.dp{replica}{path.suffix}"))

@@ -20,10 +20,13 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
     if not finite:
         state.failure = "a score was not finite, so the kept tokens are arbitrary"
     spans = {i: state.span(i) for i in sentences.live}
-    evicted = [span for span in spans.values() if not _has_kept(span, kept)]
+    gone = [i for i, span in spans.items() if not _has_kept(span, kept)]
     sentences.live = [i for i, span in spans.items() if _has_kept(span, kept)]
-    state.report.evicted_sentences += len(evicted)
+    state.report.evicted_sentences += len(gone)
     if trace is not None:
+        sentences.read_similar()
+        compares = state.settings.policy.needs_sentences
+        similar = {"similar": [_similar(state, i) for i in gone]} if compares else {}
         trace.write(
             "compact",
             rid=state.rid,
@@ -33,8 +36,16 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
             before=last.row_tokens,
             after=len(kept),
             kept=kept,
-            evicted_sentences=evicted,
+            evicted_sentences=[spans[i] for i in gone],
+            **similar,
         )
+
+
+def _similar(state: RequestState, sentence: int) -> tuple[int, int, float] | None:
+    """Span of the later sentence that is most similar to this one, and their cosine."""
+    if (found := state.sentences.similar.get(sentence)) is None:
+        return None
+    return (*state.span(found[0]), round(found[1], 4))
 
 
 def _has_kept(span: tuple[int, int], kept: Sequence[int]) -> bool:

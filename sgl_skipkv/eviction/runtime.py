@@ -24,6 +24,7 @@ from sgl_skipkv.eviction.in_parts import attempted, in_parts
 from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
+from sgl_skipkv.eviction.similar_sentences import note_similar
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.query_centres import QueryCentres
@@ -33,7 +34,7 @@ from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, Prompt, RequestState, SentenceState
-from sgl_skipkv.request.summary import summarise
+from sgl_skipkv.request.summary import summarise, trace_fields
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.continuation import Left, continue_history, history_of
 from sgl_skipkv.reuse.histories import Found, Histories
@@ -270,7 +271,10 @@ class Runtime:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
             read_back(request.state, self._trace)
-        return self._compaction(self.planner.plan(due), req_to_token)
+        plans = self.planner.plan(due)
+        if self._trace is not None:
+            note_similar(plans, self.recorder)
+        return self._compaction(plans, req_to_token)
 
     def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
         return Compaction(plans, req_to_token, self.recorder, check=self.config.check_ledger)
@@ -351,6 +355,7 @@ class Runtime:
                 prompt_tokens=state.prompt.tokens,
                 output_ids=list(output_ids),
                 finish_reason=reason,
+                **trace_fields(state),
                 **state.report.summary,
             )
 

@@ -6,7 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -83,6 +83,21 @@ class KVState:
     not_before: int = 0
 
 
+class Compared(NamedTuple):
+    """Written by ``eviction.similar_sentences``, where there is a trace.
+
+    Attributes:
+        entries: sentence index of each entry of the device's table.
+        best: float64 [2, entries], host copy: cosine and index of the entry that is most similar
+            among those behind it.
+        copied: event recorded after the copy; None on a CPU.
+    """
+
+    entries: list[int]
+    best: Tensor
+    copied: Any
+
+
 @dataclass
 class SentenceState:
     """The request's sentences, and their entries in the device's sentence table. Written by
@@ -93,6 +108,8 @@ class SentenceState:
         seen: how many closed sentences ``live`` takes into account.
         table: sentence index of each entry of the device's table, when ``table_closed`` sentences
             were closed.
+        compared: of the last compaction, until it is read back.
+        similar: sentence index -> the most similar later one in any compaction, and their cosine.
     """
 
     tracker: SentenceTracker
@@ -100,12 +117,29 @@ class SentenceState:
     seen: int = 0
     table: list[int] = field(default_factory=list)
     table_closed: int = 0
+    compared: Compared | None = None
+    similar: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def feed(self, generated: Sequence[int]) -> None:
         """Find the sentences of these tokens, which begin with those that were fed before."""
         self.tracker.feed(generated[self.tracker.seen_tokens :])
         self.live.extend(range(self.seen, len(self.tracker.closed)))
         self.seen = len(self.tracker.closed)
+
+    def read_similar(self) -> None:
+        """Take over what the last compaction compared; the copy has usually finished."""
+        compared, self.compared = self.compared, None
+        if compared is None:
+            return
+        if compared.copied is not None:
+            compared.copied.synchronize()
+        cosines, partners = compared.best.tolist()
+        # The last entry has none behind it.
+        for sentence, cosine, partner in zip(
+            compared.entries[:-1], cosines[:-1], partners[:-1], strict=True
+        ):
+            if cosine > self.similar.get(sentence, (0, -1.0))[1]:
+                self.similar[sentence] = compared.entries[int(partner)], cosine
 
     def entries(self, capacity: int) -> list[int]:
         """Sentence index of each entry in use of the device's table, whose size is ``capacity``."""
@@ -121,6 +155,7 @@ class Continued:
     by ``patches.engine.reuse``.
 
     Attributes:
+        rid: of the request that left it.
         key: the radix tree's key of each row entry of the history.
         tokens: of the history; those before ``cut`` are the request's.
         cut: logical tokens of the history.
@@ -132,6 +167,7 @@ class Continued:
         copied_tokens: KV tokens that were copied.
     """
 
+    rid: str
     key: array[int]
     tokens: array[int]
     cut: int

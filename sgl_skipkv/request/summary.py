@@ -45,3 +45,20 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
         summary["copied_kv_tokens"] = 0 if continued is None else continued.copied_tokens
         summary["kv_reuse_miss"] = state.reuse.miss
     return {name: value for name, value in summary.items() if value is not None}
+
+
+def trace_fields(state: RequestState) -> dict[str, Any]:
+    """What the last line of the trace has beside the summary: spans are logical positions.
+
+    ``continues`` names the request whose history this one went on from, and how many tokens both
+    have in common.
+    """
+    fields: dict[str, Any] = {
+        "kv_params": state.settings.policy.params.model_dump(mode="json"),
+        "sentence_spans": [state.span(i) for i in range(len(state.sentences.tracker.closed))],
+    }
+    if state.settings.kv_reuse is not None:
+        fields["kv_reuse"] = state.settings.kv_reuse
+    if (continued := state.reuse.continued) is not None:
+        fields["continues"] = {"rid": continued.rid, "tokens": continued.cut}
+    return fields

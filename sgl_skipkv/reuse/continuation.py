@@ -58,6 +58,7 @@ def continue_history(
     history, cut = found
     row_tokens, recordings = cut - history.evicted_tokens, history.recordings
     continued = state.reuse.continued = Continued(
+        history.rid,
         history.key[:row_tokens],
         history.tokens,
         cut,
@@ -124,6 +125,7 @@ def history_of(
             compactions=state.compactions - (left.thought is not None),
         )
     return History(
+        state.rid,
         namespace,
         left.tokens,
         sent_tokens(state, left),

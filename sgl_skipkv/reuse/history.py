@@ -58,6 +58,7 @@ class History:
     """A row that a finished request left in the radix tree.
 
     Attributes:
+        rid: of that request.
         namespace: of the requests that may continue it.
         tokens: the tokens of prompt and output that have KV or had it, in order.
         sent: the same as the next prompt has them, without thoughts that were dropped; ``tokens``
@@ -70,6 +71,7 @@ class History:
         recordings: None unless the history counts against the budget of the next turn.
     """
 
+    rid: str
     namespace: Hashable
     tokens: array[int]
     sent: array[int]

@@ -156,8 +156,10 @@ def test_every_api(server: Server, turns: list[Turn], path: str, mode: str, stre
         assert answer.status == 200, answer.text
     first, second = finished(server, before)
     assert first["reused_tokens"] == first["reused_kv_tokens"] == first["copied_kv_tokens"] == 0
-    assert first["kv_reuse_miss"] == "none"
+    assert first["kv_reuse_miss"] == "none" and "continues" not in first
     assert_second(second, turn, mode)
+    assert first["kv_reuse"] == second["kv_reuse"] == mode
+    assert second["continues"] == {"rid": first["rid"], "tokens": second["reused_tokens"]}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -78,6 +78,8 @@ SERVED = {
 }
 #: what cannot even start here, and why
 ELSEWHERE = {
+    "explorer": "needs a browser: tests/explorer/test_in_browser.py runs it",
+    "explorer.figure": "needs a browser: tests/explorer/test_in_browser.py runs it",
     "accuracy.parity": "compares with kvpress itself: no stand-in can have its scores",
     "accuracy.parity_kvpress": "run by accuracy.parity in an environment that has kvpress",
     "accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress",

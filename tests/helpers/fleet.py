@@ -107,7 +107,7 @@ SPECS: dict[str, Spec] = {
         ("replicas",),
         REASONER,
         (
-            *("--dp-size", "2", "--enable-metrics"),
+            *("--dp-size", "2", "--enable-metrics", "--skipkv-explorer"),
             *("--kv-budget", "64", "--kv-policy", "streaming", "--kv-interval", "8"),
         ),
     ),

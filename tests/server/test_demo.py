@@ -30,5 +30,8 @@ def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
     assert demo.returncode == 0, demo.stderr[-3000:]
     for part in ("quickstart.py", "of 3 say", "of 1", "struck through", "ran at once"):
         assert part in demo.stdout, part
+    page = tmp_path / "skipkv-demo.html"
+    assert str(page.resolve()) in demo.stdout
+    assert '"rid":"distinct"' in page.read_text() and '"rid":"streaming"' in page.read_text()
     environments = [one.info["environ"] for one in psutil.process_iter(["environ"])]
     assert not [one for one in environments if one and mark in one.values()]

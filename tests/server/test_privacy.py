@@ -119,6 +119,14 @@ def test_the_trace_is_where_token_ids_are(server: Server, after_calls: Any) -> N
     assert finished
 
 
+@pytest.mark.parametrize("path", ["/skipkv", "/skipkv/trace?since=0"])
+def test_a_trace_is_not_served_unless_asked_for(server: Server, path: str) -> None:
+    """The session's server writes a trace, and was started without ``--skipkv-explorer``."""
+    with pytest.raises(HTTPFailure) as caught:
+        server.get(path)
+    assert caught.value.status == 404
+
+
 def test_the_search_finds_what_is_there() -> None:
     ids = [3, 14, 15, 92, 65]
     assert told("[7, 3, 14, 15, 92, 65]", ids) and told("x 3,14,15,92,65", ids)

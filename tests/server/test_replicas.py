@@ -102,6 +102,22 @@ def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> 
     assert compactions[0] == 2 * compactions[1] > 0
 
 
+def test_the_explorer_shows_all_replicas(replicas: Server) -> None:
+    body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}
+    answers = {
+        f"dp{rank}": replicas.post("/generate", {**body, "routed_dp_rank": rank}) for rank in (0, 1)
+    }
+    assert "<title>KV cache explorer</title>" in replicas.get("/skipkv")
+    shown = replicas.get("/skipkv/trace?since=0,0")
+    for source, answer in answers.items():
+        rid = answer["meta_info"]["id"]
+        (request,) = [one for one in shown["requests"] if one["rid"] == rid]
+        assert request["source"] == source and request["ids"] == answer["output_ids"]
+        assert "".join(request["text"]).strip() == answer["text"].strip()
+        assert len(request["steps"]) == answer["meta_info"]["skipkv"]["compactions"] > 0
+    assert replicas.get(f"/skipkv/trace?since={shown['cursor']}")["requests"] == []
+
+
 def test_replicas_check_keys_and_give_defaults(replicas: Server) -> None:
     body = {"text": PROBLEM, "sampling_params": GREEDY}
     wrong = {**body, "sampling_params": {**GREEDY, "kv_budget": 0}}

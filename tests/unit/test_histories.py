@@ -65,7 +65,7 @@ def history(drawn: Drawn) -> History:
     key = private_keys(len(drawn.tokens))
     tokens, sent = array("q", drawn.tokens), array("q", drawn.sent)
     return History(
-        *(drawn.namespace, tokens, sent if drawn.thought else tokens, key),
+        *("request", drawn.namespace, tokens, sent if drawn.thought else tokens, key),
         *(drawn.prompt_tokens, drawn.edge, drawn.prompt_tokens, last, None),
     )
 

@@ -7,6 +7,7 @@ compaction as it runs, and the source of everything that runs there. With one it
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from triton_tools import DEVICES
 
 from sgl_skipkv import policy
 from sgl_skipkv.kernels import on_device
+from sgl_skipkv.request.trace import TraceWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("eviction", "offload", "policy", "recording", "request", "steering")
@@ -35,6 +37,7 @@ WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchron
 #: function -> why it may
 ALLOWED = {
     ("last_compaction.py", "read"): "of a copy that was started many steps ago",
+    ("state.py", "read_similar"): "of a copy that was started with that of what was kept",
     ("demand.py", "measured_row_tokens"): "of a copy that was started four steps ago",
     ("steerer.py", "nonexecution_sentences"): "for tests; says so",
     ("page_table.py", "check_ledger"): "a debug check; says so",
@@ -52,11 +55,17 @@ def nothing_waits(device: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [name for name in policy.names() if name != "full"])
+@pytest.mark.parametrize(
+    ("name", "traced"),
+    [*((name, False) for name in policy.names() if name != "full"), ("skipkv", True)],
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_operation_of_a_compaction_reads_the_device(name: str, device: str) -> None:
+def test_no_operation_of_a_compaction_reads_the_device(
+    name: str, traced: bool, device: str
+) -> None:
     """In plain torch, and on a GPU; launches.py looks the same way at interpreted kernels."""
-    server = SyntheticServer(check_ledger=False, device=torch.device(device))
+    trace = TraceWriter(os.devnull) if traced else None
+    server = SyntheticServer(check_ledger=False, device=torch.device(device), trace=trace)
     keys = {"kv_policy": name, "kv_budget": 24}
     calls = [
         served(server, seed=seed, **keys, kv_params=params)

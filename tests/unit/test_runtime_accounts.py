@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import BUDGET, PROMPT, SyntheticServer, served, words
@@ -82,8 +83,36 @@ def test_trace_of_a_call(tmp_path: Path) -> None:
     assert gone_in_all == summary["evicted_sentences"]
     assert finish == {
         **{"event": "finish", "rid": "r-1", "prompt_tokens": PROMPT, "finish_reason": "stop"},
+        "kv_params": call.state.settings.policy.params.model_dump(mode="json"),
+        "sentence_spans": [[PROMPT + 5 * s, PROMPT + 5 * s + 5] for s in range(20)],
         **{"output_ids": call.tokens[:101], **summary},
     }
+
+
+@pytest.mark.parametrize("rows", [3, 512])
+def test_trace_of_what_was_similar(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each evicted sentence, the later one with the highest cosine of any compaction so far."""
+    monkeypatch.setattr("sgl_skipkv.eviction.similar_sentences._ROWS", rows)
+    server, path = traced(tmp_path)
+    call = served(server, words(5) * 25, kv_policy="skipkv", rid="r-3")
+    server.run(call, 100)
+    server.finish(call)
+    *compactions, finish = read_trace(path)
+    spans = finish["sentence_spans"]
+    vectors = torch.stack([call.hidden[start:stop].double().mean(dim=0) for start, stop in spans])
+    cosines = torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=2)
+    seen = 0
+    for event in compactions:
+        closed = sum(stop <= PROMPT + event["generated"] for _, stop in spans)
+        for span, similar in zip(event["evicted_sentences"], event["similar"], strict=True):
+            i = spans.index(span)
+            best = max(range(i + 1, closed), key=lambda j, i=i: cosines[i, j])
+            assert similar[:2] == spans[best]
+            assert similar[2] == pytest.approx(float(cosines[i, best]), abs=1e-4)
+            seen += 1
+    assert seen == finish["evicted_sentences"] > 2
 
 
 def test_trace_of_a_retracted_call(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""The routes of the explorer: ``GET /skipkv``, the page, and what it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+from fastapi import HTTPException, Request
+from fastapi.responses import HTMLResponse, Response
+
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.explorer.live import LiveTrace
+from sgl_skipkv.explorer.page import page_of
+from sgl_skipkv.explorer.text import pieces
+
+PAGE: Final = "/skipkv"
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def add_explorer(app: Any, paths: Mapping[str, str], tokenizer: Any) -> None:
+    """Serve the page of these trace files, by the names of their replicas.
+
+    SGLang's middleware asks for its API key here as for every route: for that of an administrator
+    where one is set, because the text is of all clients. FastAPI runs functions that are not
+    asynchronous in threads, so no request waits while a file is read.
+    """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    trace = LiveTrace(paths, partial(pieces, tokenizer))
+
+    def page(request: Request) -> HTMLResponse:
+        refuse_other_sites(request)
+        return HTMLResponse(page_of(trace.data(), live=True), headers=_HEADERS)
+
+    def news(request: Request, since: str) -> Response:
+        refuse_other_sites(request)
+        try:
+            data = trace.data(since)
+        except SettingError as error:
+            raise HTTPException(400, str(error)) from error
+        # In ASCII, as a request id of a client may have a lone surrogate, which has no UTF-8.
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+        return Response(text, media_type="application/json", headers=_HEADERS)
+
+    for path, endpoint in ((PAGE, page), (f"{PAGE}/trace", news)):
+        guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
+        app.add_api_route(path, guarded, methods=["GET"], include_in_schema=False)
+
+
+def refuse_other_sites(request: Request) -> None:
+    """SGLang lets pages of any site read its answers; text of other people is not for them.
+
+    A browser names the origin when a page of another site asks, and not for its own.
+    """
+    if "origin" in request.headers:
+        raise HTTPException(403, "the explorer answers its own page only")

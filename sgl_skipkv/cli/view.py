@@ -1,0 +1,111 @@
+"""``skipkv view``: a trace as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from sgl_skipkv.cli.files import load_tokenizer
+from sgl_skipkv.config import SettingError, brief, why_unopened
+from sgl_skipkv.explorer.book import Book, Decode, TracedRequest
+from sgl_skipkv.explorer.events import event_of
+from sgl_skipkv.explorer.page import page_of
+from sgl_skipkv.explorer.text import pieces
+from sgl_skipkv.request.trace import read_trace
+
+#: requests on a page where none are named
+DEFAULT_REQUESTS: Final = 12
+
+
+def add_view(commands: Any) -> None:
+    """Add the command to the parser."""
+    view = commands.add_parser(
+        "view", help="write a trace as one HTML page: text, KV over time, what lived how long"
+    )
+    view.set_defaults(run=view_trace)
+    view.add_argument("file", help="written by --skipkv-trace")
+    view.add_argument(
+        "--model-path",
+        help="folder with the model's tokenizer; without it the page shows token ids, because a "
+        "trace holds no text",
+    )
+    view.add_argument(
+        "--rid",
+        nargs="+",
+        help=f"request ids, the first four side by side; default: the last {DEFAULT_REQUESTS} "
+        "requests, one at a time. Earlier turns that they continue come along",
+    )
+    view.add_argument("-o", "--out", type=Path, help="file to write; default: FILE.html")
+
+
+def view_trace(arguments: argparse.Namespace, console: Console) -> int:
+    """Write the page, and print where it is."""
+    out = arguments.out or Path(arguments.file).with_suffix(".html")
+    decode = None
+    if arguments.model_path is not None:
+        decode = partial(pieces, load_tokenizer("model-path", arguments.model_path))
+    write_page(Path(arguments.file), out, decode, arguments.rid)
+    console.print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, markup=False)
+    return 0
+
+
+def write_page(
+    trace: Path, out: Path, decode: Decode | None, rids: Sequence[str] | None = None
+) -> None:
+    """Write a page of these requests of a trace, or of its last ones.
+
+    Raises:
+        SettingError: no trace, no such request, or a file that cannot be written.
+    """
+    book = Book()
+    for line in read_trace(trace):
+        try:
+            event = event_of(line)
+        except ValueError as error:
+            expected = "lines of a trace, with the fields of their event"
+            choices = "a file written by --skipkv-trace"
+            raise SettingError("file", expected, str(error), choices) from error
+        if event is not None:
+            book.add(event)
+    chosen, side_by_side = _chosen([*book], rids)
+    requests = [request.data(decode) for request in _with_earlier_turns(chosen)]
+    page = page_of({"requests": requests, "side_by_side": side_by_side})
+    try:
+        out.write_text(page, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        expected, got = "a file that can be written", f"{out} ({why_unopened(error)})"
+        raise SettingError("out", expected, got, "a writable path") from error
+
+
+def _chosen(
+    requests: Sequence[TracedRequest], rids: Sequence[str] | None
+) -> tuple[list[TracedRequest], list[int]]:
+    """The requests of the page, and the numbers of those that it begins with side by side."""
+    if not requests:
+        choices = "a trace of requests with a budget"
+        raise SettingError("file", "at least one request", "a trace without one", choices)
+    if rids is None:
+        return [*requests[-DEFAULT_REQUESTS:]], []
+    last = {request.rid: request for request in requests}  # a client may use an id again
+    for rid in rids:
+        if rid not in last:
+            known = ", ".join(brief(one) for one in [*last][-10:])
+            raise SettingError("rid", "a request of the trace", rid, known)
+    chosen = [last[rid] for rid in dict.fromkeys(rids)]
+    return chosen, [request.number for request in chosen]
+
+
+def _with_earlier_turns(chosen: Sequence[TracedRequest]) -> list[TracedRequest]:
+    """These and those that they continue, in the order of the trace."""
+    found: dict[int, TracedRequest] = {}
+    for request in chosen:
+        turn: TracedRequest | None = request
+        while turn is not None and turn.number not in found:
+            found[turn.number] = turn
+            turn = turn.continues
+    return [found[number] for number in sorted(found)]
