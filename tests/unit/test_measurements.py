@@ -178,7 +178,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         args = (queries, keys, values, SimpleNamespace(out_cache_loc=slots))
         for hook in layer.attn._forward_pre_hooks.values():
-            hook(layer.attn, args)
+            hook(layer.attn, args, {})
         by_head = (x.view(1, -1, 2, 16).transpose(1, 2) for x in args[:3])
         output = scaled_dot_product_attention(*by_head, is_causal=True, scale=scheduler.true_scale)
         for hook in layer.attn._forward_hooks.values():
