@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
+
+import sglang
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches import registry
@@ -12,6 +15,8 @@ from sgl_skipkv.patches.api.routes import bind_routes
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
 
+logger = logging.getLogger(__name__)
+
 # Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
 # ZeroMQ context would wait for ever for sockets that were collected with it.
 _kept_alive: list[Any] = []
@@ -19,11 +24,13 @@ _kept_alive: list[Any] = []
 
 def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Engine._set_startup_time``: the schedulers have reported; open the gate or exit."""
+    if (untested := registry.opened_for(sglang.__version__)) is not None:
+        logger.warning(untested)
     config = config_of(manager.server_args)
     reasons = list(registry.problems())
     for info in init_result.scheduler_infos:
         report = info.get("skipkv")
-        missing = ["the scheduler did not report its state (another SGLang)"]
+        missing = ["the scheduler did not report its state (--dp-size needs SGLang 0.5.23)"]
         reasons += missing if report is None else report["reasons"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)
