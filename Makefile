@@ -6,6 +6,8 @@
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
+# make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
+# make dist    builds the wheel and the sdist and tries both, beside a plain SGLang (about 5 minutes)
 PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
@@ -14,7 +16,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test explorer fuzz reliability lint bench-quick
+.PHONY: setup demo test explorer fuzz reliability lint bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -22,7 +24,7 @@ setup:
 
 $(READY): pyproject.toml .ci/constraints.txt | $(UV)
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[bench,dev]'
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[sglang,bench,dev]'
 	touch $@
 
 .uv/bin/uv:
@@ -55,3 +57,9 @@ bench-quick: $(READY)
 	rm -f bench/rows/quick.csv .sweep/quick.jsonl
 	$(BIN)/python -m bench.accuracy --rows quick --levels medium --problems 32 --sampling greedy --servers 2 --parallel 32 --policies skipkv+ skipkv rkv random
 	$(BIN)/python -m bench.accuracy.figure --rows quick --out .sweep/figures
+
+canary: | $(UV)
+	$(PYTHON) tests/release/canary.py $(or $(SGLANG),$(error SGLANG: expected a version, as in make canary SGLANG=0.5.23)) --uv $(UV) --workers $(WORKERS)
+
+dist: | $(UV)
+	$(PYTHON) tests/release/dist.py --uv $(UV)

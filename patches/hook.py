@@ -1,12 +1,13 @@
-"""One hook into SGLang, and the check that its target has the expected signature."""
+"""One hook into SGLang, and the checks of its target: the signature, and a hash of the source."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -22,6 +23,7 @@ class Hook:
         signature: the expected parameters, without annotations; ``class`` for a class.
         function: ``module:attribute`` below ``sgl_skipkv.patches.``.
         why: what would be wrong without it.
+        versions: of SGLang that have this target; none: all tested ones have it.
     """
 
     kind: Kind
@@ -29,6 +31,7 @@ class Hook:
     signature: str
     function: str
     why: str
+    versions: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -39,10 +42,10 @@ class Hook:
         return self.kind not in ("extend", "use")
 
 
-def _hook(kind: Kind, target: str, function: str, why: str) -> Hook:
+def _hook(kind: Kind, target: str, function: str, why: str, *versions: str) -> Hook:
     """With the expected signature at the end of ``target``; a class has none."""
     name, opening, parameters = target.partition("(")
-    return Hook(kind, name, opening + parameters or "class", function, why)
+    return Hook(kind, name, opening + parameters or "class", function, why, versions)
 
 
 before = partial(_hook, "before")
@@ -55,8 +58,8 @@ extends = partial(_hook, "extend")
 uses = partial(_hook, "use")
 
 
-def current_signature(hook: Hook) -> str:
-    """The parameters of a hook's target, without annotations; ``class`` for a class.
+def target_of(hook: Hook) -> Any:
+    """The function or class that a hook names, as it is now.
 
     Raises:
         ImportError, AttributeError, KeyError: no such target in this SGLang.
@@ -64,12 +67,33 @@ def current_signature(hook: Hook) -> str:
     owner_path, _, name = hook.path.rpartition(".")
     # From __dict__: hooking an inherited method would copy it onto the subclass.
     target = vars(pkgutil.resolve_name(owner_path))[name]
-    target = getattr(target, "__func__", target)
+    return getattr(target, "__func__", target)
+
+
+def current_signature(hook: Hook) -> str:
+    """The parameters of a hook's target, without annotations; ``class`` for a class.
+
+    Raises:
+        ImportError, AttributeError, KeyError: no such target in this SGLang.
+    """
+    target = target_of(hook)
     if isinstance(target, type):
         return "class"
     signature = inspect.signature(target)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def body_hash(hook: Hook) -> str:
+    """The first 12 hexadecimal digits of SHA-256 of the source of a hook's target.
+
+    A wrapper has another source than the function inside, so hash before hooks are applied.
+
+    Raises:
+        ImportError, AttributeError, KeyError: no such target in this SGLang.
+    """
+    source = inspect.getsource(target_of(hook))
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def check(hook: Hook) -> str | None:

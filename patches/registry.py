@@ -6,22 +6,50 @@ its target and signature before it is registered, and afterwards that SGLang app
 
 from __future__ import annotations
 
+import os
 import pkgutil
+from collections.abc import Iterable
 
+import sglang
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
-from sgl_skipkv.patches.hook import check
+from sgl_skipkv.patches.hook import Hook, check
 from sgl_skipkv.patches.startup.hooks import MEMORY_HOOKS, STARTUP_HOOKS
 
-TESTED_SGLANG = ("0.5.23",)
+#: from the oldest to the newest
+TESTED_SGLANG = ("0.5.22", "0.5.23")
 #: also installed where eviction is not supported, so that requests with a budget get 400
 ALWAYS = (*STARTUP_HOOKS, *API_HOOKS)
 HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
+#: names the one untested SGLang version that may run all the same (CONTRIBUTING.md, "Canary")
+GATE_VARIABLE = "SGL_SKIPKV_UNTESTED_SGLANG"
 
 _problems_before: list[str] = []
+
+
+def tested_version_for(sglang_version: str) -> str:
+    """The tested version whose hooks are meant for this one; the newest for an untested one."""
+    return sglang_version if sglang_version in TESTED_SGLANG else TESTED_SGLANG[-1]
+
+
+def of_version(hooks: Iterable[Hook], sglang_version: str) -> tuple[Hook, ...]:
+    """Those of ``hooks`` that this version of SGLang is to have."""
+    version = tested_version_for(sglang_version)
+    return tuple(hook for hook in hooks if not hook.versions or version in hook.versions)
+
+
+def opened_for(sglang_version: str) -> str | None:
+    """What to log where an untested SGLang runs because the operator named it; None elsewhere."""
+    if sglang_version in TESTED_SGLANG or os.environ.get(GATE_VARIABLE) != sglang_version:
+        return None
+    tested = ", ".join(TESTED_SGLANG)
+    return (
+        f"sgl_skipkv: SGLang {sglang_version} is not a tested version ({tested}); budgets are "
+        f"served because {GATE_VARIABLE} names it, and their results may be wrong"
+    )
 
 
 def install(sglang_version: str) -> list[str]:
@@ -31,12 +59,13 @@ def install(sglang_version: str) -> list[str]:
     unchanged.
     """
     _problems_before.clear()
-    if sglang_version not in TESTED_SGLANG:
+    if sglang_version not in TESTED_SGLANG and opened_for(sglang_version) is None:
         tested = ", ".join(TESTED_SGLANG)
         _problems_before.append(f"SGLang {sglang_version} is not a tested version ({tested})")
-    problem_of = {hook: check(hook) for hook in HOOKS}
+    hooks = of_version(HOOKS, sglang_version)
+    problem_of = {hook: check(hook) for hook in hooks}
     _problems_before.extend(problem for problem in problem_of.values() if problem is not None)
-    for hook in ALWAYS if _problems_before else HOOKS:
+    for hook in of_version(ALWAYS, sglang_version) if _problems_before else hooks:
         if problem_of[hook] is None and hook.hooked:
             function = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
             HookRegistry.register(hook.path, function, HookType(hook.kind))
@@ -54,6 +83,6 @@ def problems() -> list[str]:
         return list(_problems_before)
     return [
         f"hook {hook.target} was not applied"
-        for hook in HOOKS
+        for hook in of_version(HOOKS, sglang.__version__)
         if hook.hooked and hook.path not in HookRegistry._patched
     ]

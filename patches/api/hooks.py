@@ -77,6 +77,26 @@ API_HOOKS: tuple[Hook, ...] = (
         "managers.scheduler.Scheduler._create_generation_req(self, recv_req, *args, **kwargs)",
         "engine.scheduler:open_request",
         "open a request's state",
+        "0.5.23",
+    ),
+    around(
+        "managers.scheduler.Scheduler._handle_generate_request(self, recv_req, mm_cleanup, *, "
+        "mm_input_error=None)",
+        "engine.sglang_0_5_22:remember_received",
+        "know which message a request is made from",
+        "0.5.22",
+    ),
+    before(
+        "beam_search.coordinator.BeamCoordinator.validate_and_init(self, req, recv_req)",
+        "engine.sglang_0_5_22:open_beam",
+        "refuse a budget before beam search gives the request other parameters",
+        "0.5.22",
+    ),
+    before(
+        "managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache(self, req)",
+        "engine.sglang_0_5_22:open_created",
+        "open a request's state",
+        "0.5.22",
     ),
     # -- output
     after(

@@ -20,7 +20,9 @@ def unwrap_meta_info(
     if META_KEY not in meta_info:
         return
     del meta_info[META_KEY]
-    state.customized_info_reported_keys.discard(META_KEY)
+    if hasattr(state, "customized_info_reported_keys"):
+        state.customized_info_reported_keys.discard(META_KEY)
+    # SGLang 0.5.22 has no such set: it reports what is accumulated.
     values = state.customized_info_accumulated.pop(META_KEY)
     if values:
         meta_info[META_KEY] = values[-1]

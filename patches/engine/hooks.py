@@ -102,6 +102,14 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "managers.scheduler.Scheduler.send_abort_output(self, abort_req, req)",
         "engine.backup:drop_backup",
         "free the backup of a request that ends while it waits, and report its summary",
+        "0.5.23",
+    ),
+    before(
+        "managers.scheduler_components.output_sender.SenderWrapper.send_output(self, output, "
+        "recv_obj=None)",
+        "engine.sglang_0_5_22:drop_aborted",
+        "free the backup of a request that ends while it waits, and report its summary",
+        "0.5.22",
     ),
     around(
         "managers.scheduler.Scheduler.pause_generation(self, recv_req)",

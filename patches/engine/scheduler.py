@@ -194,4 +194,13 @@ def end_stranded(scheduler: Any, req: Any) -> None:
     )
     logger.error(reason.message)
     state.runtime.close(state, 0, req.output_ids, "abort")
-    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)
+    send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
+
+
+def send_abort(scheduler: Any, abort_req: Any, req: Any) -> None:
+    """Say that a request has ended outside the output stream. SGLang 0.5.22 has no
+    ``send_abort_output``, which does what is done here and serves the Rust server too."""
+    if hasattr(scheduler, "send_abort_output"):
+        scheduler.send_abort_output(abort_req, req)
+    else:
+        scheduler.ipc_channels.send_to_tokenizer.send_output(abort_req, req)

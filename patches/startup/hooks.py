@@ -29,6 +29,7 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
         "managers.data_parallel_controller.DataParallelController.get_init_info(self)",
         "startup.replicas:report_all",
         "with --dp-size the schedulers' states end here",
+        "0.5.23",
     ),
     after(
         "entrypoints.engine.Engine._set_startup_time(tokenizer_manager, scheduler_init_result, "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
+
+import sglang
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches import registry
@@ -14,6 +17,8 @@ from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.replicas import trace_paths
 
+logger = logging.getLogger(__name__)
+
 # Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
 # ZeroMQ context would wait for ever for sockets that were collected with it.
 _kept_alive: list[Any] = []
@@ -21,11 +26,13 @@ _kept_alive: list[Any] = []
 
 def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Engine._set_startup_time``: the schedulers have reported; open the gate or exit."""
+    if (untested := registry.opened_for(sglang.__version__)) is not None:
+        logger.warning(untested)
     config = config_of(manager.server_args)
     reasons, window_tokens = list(registry.problems()), 0
     for info in init_result.scheduler_infos:
         report = info.get("skipkv")
-        missing = ["the scheduler did not report its state (another SGLang)"]
+        missing = ["the scheduler did not report its state (--dp-size needs SGLang 0.5.23)"]
         reasons += missing if report is None else report["reasons"]
         window_tokens = 0 if report is None else report["model_window_tokens"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)

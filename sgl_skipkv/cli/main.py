@@ -8,11 +8,14 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from sgl_skipkv.cli import report
 from sgl_skipkv.cli.endpoint import check_endpoint
@@ -24,6 +27,9 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
 _PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
+# What this package takes from SGLang's environment and does not install by itself.
+_OF_SGLANG = ("sglang", "torch", "transformers", "triton", "safetensors")
+_CHOICES = "the environment of your server, or pip install 'sgl-skipkv[sglang]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments, Console(soft_wrap=False)) or 0
     except SettingError as error:
         parser.error(str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OF_SGLANG:
+            raise
+        expected = f"the package {error.name}, which comes with SGLang"
+        parser.error(
+            str(SettingError(arguments.command, expected, "an environment without it", _CHOICES))
+        )
 
 
 def _table(title: str, *columns: str, **options: Any) -> Table:
@@ -211,8 +224,6 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
         return check_endpoint(arguments.url, arguments.api_key, console)
     if arguments.model is not None:
         return show_model(arguments.model, console)
-    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
-
     table = _table("versions", show_header=False)
     for name in _PACKAGES:
         try:
@@ -221,19 +232,22 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
             table.add_row(name, "not installed")
     table.add_row("python", platform.python_version())
     table.add_row("SGLANG_PLATFORM", os.environ.get("SGLANG_PLATFORM") or "not set")
+    if find_spec("sglang") is None:
+        console.print(table)
+        console.print(f"[bold red]unavailable[/]: no SGLang here; choices: {escape(_CHOICES)}")
+        return 1
+    from sgl_skipkv.patches import registry
+    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
+    from sgl_skipkv.patches.startup.hook_bodies import hook_states
+
     table.add_row("platform", platform_name())
     console.print(table)
 
-    from sgl_skipkv.patches import registry
-
-    registry.load()
-    problems = registry.problems()
+    states, problems = hook_states()
     table = _table("hooks", "hook", "kind", "state", "why")
-    for hook in registry.HOOKS:
-        name = f"hook {hook.target} "
-        errors = [problem.removeprefix(name) for problem in problems if name in problem]
-        state = f"[red]{errors[0]}[/]" if errors else "ok"
-        table.add_row(hook.target, hook.kind, state, hook.why)
+    for hook, state, text in states:
+        cell = Text(text, {"ok": "", "changed": "yellow", "wrong": "red"}[state])
+        table.add_row(hook.target, hook.kind, cell, hook.why)
     console.print(table)
 
     colours = {"yes": "green", "no": "red", "per request": "yellow"}
@@ -242,6 +256,8 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
         table.add_row(row.name, f"[{colours[row.supported]}]{row.supported}[/]", row.why)
     console.print(table)
 
+    if (untested := registry.opened_for(metadata.version("sglang"))) is not None:
+        console.print(f"[bold yellow]warning[/]: {untested}")
     if problems:
         console.print("[bold red]unavailable[/]: " + "; ".join(problems))
         console.print("A server still starts; requests with a budget get HTTP 400.")

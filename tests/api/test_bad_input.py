@@ -64,6 +64,7 @@ def assert_generate_refuses(server: Server, field: str, params: dict[str, Any], 
     return assert_refused(server, field, body)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("where", ["sampling_params", "custom_params", "streamed"])
 def test_generate_refuses_every_wrong_value(server: Server, where: str) -> None:
     def send(wrong: tuple[str, dict[str, Any]]) -> None:
@@ -121,6 +122,7 @@ def test_ids_outside_the_vocabulary(server: Server, path: str, stream: bool) -> 
     server.post(path, plain_body(path, {}, prompt=[VOCAB_SIZE - 1]))
 
 
+@pytest.mark.smoke
 def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) -> None:
     session = server.post("/open_session", {"capacity_of_str_len": 1000})
     try:
@@ -155,6 +157,7 @@ def test_sglang_checks_its_own_parameters_late_in_a_stream(server: Server) -> No
     )
 
 
+@pytest.mark.smoke
 def test_unknown_names_are_still_refused_by_sglang(server: Server) -> None:
     for params in ({"kv_cache": 64}, {"kv_budget": 64, "nonsense": 1}):
         assert refusal(server, "/generate", {"text": "abc", "sampling_params": params})

@@ -88,6 +88,7 @@ def test_custom_params_work_by_themselves_and_others_pass(server: Server, refere
     assert generated(server, others)["text"] == reference
 
 
+@pytest.mark.smoke
 def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
     body = {"text": PROMPT, "sampling_params": {**GREEDY, **KEYS_SENT}, "stream": True}
     stream = requests.post(server.url + "/generate", json=body, timeout=120)
@@ -98,6 +99,7 @@ def test_streaming_ends_with_one_object(server: Server, reference: str) -> None:
     assert len(chunks) > 1 and all("skipkv" not in chunk["meta_info"] for chunk in chunks[:-1])
 
 
+@pytest.mark.smoke
 def test_openai_completions(client: openai.OpenAI, reference: str) -> None:
     ask: dict[str, Any] = {"model": "default", "max_tokens": TOKENS, "temperature": 0}
     ask |= {"prompt": PROMPT, "extra_body": {**KEYS_SENT, "ignore_eos": True}}
@@ -106,6 +108,7 @@ def test_openai_completions(client: openai.OpenAI, reference: str) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == reference
 
 
+@pytest.mark.smoke
 def test_openai_chat(client: openai.OpenAI, reference: str) -> None:
     ask: dict[str, Any] = {"model": "default", "max_tokens": TOKENS, "temperature": 0}
     ask["messages"] = [{"role": "user", "content": PROMPT}]
@@ -119,6 +122,7 @@ def test_openai_chat(client: openai.OpenAI, reference: str) -> None:
     assert "".join(deltas) == reference
 
 
+@pytest.mark.smoke
 def test_openai_responses(server: Server, client: openai.OpenAI) -> None:
     model, before = client.models.list().data[0].id, _counted(server, "compactions")
     ask: Any = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": TOKENS}
@@ -167,6 +171,7 @@ def test_worker_processes_load_the_plugin() -> None:
     assert done.stdout.split()[-1] == "sgl_skipkv.patches.api.openai"
 
 
+@pytest.mark.smoke
 def test_frontend_programs(server: Server, reference: str) -> None:
     """``sgl.gen(kv_budget=)``: two gens of one program with different budgets, and a fork."""
 
@@ -343,6 +348,7 @@ def test_metrics_count_what_calls_report(server: Server) -> None:
     assert counted == [info[what] for what in names]
 
 
+@pytest.mark.smoke
 def test_metrics_and_server_info(server: Server) -> None:
     metrics = server.get("/metrics")
     lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]

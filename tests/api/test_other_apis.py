@@ -48,6 +48,7 @@ def streamed(server: Server, path: str, keys: dict[str, Any]) -> str:
     return answer.text
 
 
+@pytest.mark.smoke
 def test_anthropic_messages(server: Server, reference: str) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     ask: Any = {"model": "default", "messages": TURNS, "max_tokens": TOKENS}

@@ -19,7 +19,8 @@ from tiny_models import FAMILIES
 from transformers import AutoConfig
 
 from sgl_skipkv.cli.main import main
-from sgl_skipkv.patches.registry import HOOKS
+from sgl_skipkv.patches.registry import HOOKS, of_version
+from sgl_skipkv.patches.startup import hook_bodies
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
 
 
@@ -28,9 +29,24 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+VERSION = metadata.version("sglang")
+OURS = of_version(HOOKS, VERSION)
+#: hooks whose functions doctor shall take for changed: one hash is another, one was never recorded
+CHANGED = [OURS[0].target, OURS[-1].target]
+
+
 @pytest.fixture(scope="module")
-def doctor() -> subprocess.CompletedProcess[str]:
-    command = "import sys; from sgl_skipkv.cli.main import main; sys.exit(main(['doctor']))"
+def doctor(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    hashes = json.loads(hook_bodies.FILE.read_text())
+    hashes[VERSION][CHANGED[0]] = "0" * 12
+    del hashes[VERSION][CHANGED[1]]
+    file = tmp_path_factory.mktemp("doctor") / "hook_bodies.json"
+    file.write_text(json.dumps(hashes))
+    command = (
+        "import sys, pathlib; from sgl_skipkv.patches.startup import hook_bodies; "
+        f"hook_bodies.FILE = pathlib.Path({str(file)!r}); "
+        "from sgl_skipkv.cli.main import main; sys.exit(main(['doctor']))"
+    )
     return subprocess.run(
         [sys.executable, "-P", "-c", command],
         env={**os.environ, "COLUMNS": "300"},
@@ -47,9 +63,10 @@ def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
         assert metadata.version(package) in doctor.stdout
     assert "skipkv_cpu" in doctor.stdout
     lines = doctor.stdout.splitlines()
-    for hook in HOOKS:
+    for hook in OURS:
         line = next(line for line in lines if hook.target in line and hook.why in line)
-        assert " ok " in line
+        changed = hook.target in CHANGED
+        assert (f"body changed since {VERSION}" if changed else " ok ") in line
     for row in CAPABILITIES:
         line = next(line for line in lines if row.name in line and row.why in line)
         assert f" {row.supported} " in line

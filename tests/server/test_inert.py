@@ -22,6 +22,7 @@ def plain_server(fleet: Fleet) -> Iterator[Server]:
     fleet.stop("plain")
 
 
+@pytest.mark.smoke
 def test_the_plain_server_has_no_plugin(plain_server: Server) -> None:
     assert "skipkv" not in plain_server.get("/server_info")
     assert "sgl_skipkv: " not in plain_server.log  # a checkout may have that name
@@ -38,6 +39,7 @@ def test_doctor_finds_no_budget_there(
     assert "status 400" in printed and "budgets arrive nowhere" in printed
 
 
+@pytest.mark.smoke
 def test_tokens_and_logprobs_are_the_same(server: Server, plain_server: Server) -> None:
     rng = random.Random(11)
     calls = [

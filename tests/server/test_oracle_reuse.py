@@ -144,6 +144,7 @@ def test_a_history_is_as_it_was_after_its_branches(server, mode):
         assert late.info["reused_kv_tokens"] == turn.info["reused_kv_tokens"] > 100
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fork_commits_its_text_once(server, oracle, mode):
     """As SGLang's frontend does: a request for 0 tokens, then the branches."""
@@ -231,6 +232,7 @@ def test_samples_continue_one_history(server, mode):
     assert [info["reused_tokens"] for info in infos] == [len(prompt) - 1] * 3
 
 
+@pytest.mark.smoke
 def test_a_flush_forgets_every_history(server):
     first = first_of_two(server, "flushed", "budget")
     server.wait_idle()
@@ -239,6 +241,7 @@ def test_a_flush_forgets_every_history(server):
     assert second.info["reused_tokens"] == 0
 
 
+@pytest.mark.smoke
 def test_a_long_conversation_stays_in_its_budget(server, oracle):
     """20 turns: the row holds the first prompt, the budget and the turn's own text."""
     turn, text = None, 12

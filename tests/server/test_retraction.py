@@ -35,6 +35,7 @@ def restoring(fleet: Fleet) -> Iterator[Server]:
     yield from fleet.lent("restoring")
 
 
+@pytest.mark.smoke
 def test_recomputed_calls_are_exact_and_evict_anew(small_server: Server, oracle: Any) -> None:
     policies = ("skipkv", "rkv", "streaming", "random")
     calls = [
@@ -99,6 +100,7 @@ def test_who_cannot_come_back_never_gives_way(small_server: Server) -> None:
     assert all(len(LONG_PROMPT) + event["generated"] + 2 < RETRACT_POOL_TOKENS for event in events)
 
 
+@pytest.mark.smoke
 def test_restored_calls_go_on_as_if_nothing_had_happened(restoring: Server) -> None:
     """Every policy beside a request that is always further: SGLang retracts the shorter output.
 

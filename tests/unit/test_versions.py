@@ -1,0 +1,98 @@
+"""The version gate, the hooks of each tested version, and where our own version is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang
+
+import sgl_skipkv
+from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.hook import before
+from sgl_skipkv.patches.startup import hook_bodies, open_gate
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UNTESTED = "0.5.99"
+
+
+def test_our_version_is_written_once() -> None:
+    assert "version" not in PROJECT["project"] and "version" in PROJECT["project"]["dynamic"]
+    assert metadata.version("sgl-skipkv") == sgl_skipkv.__version__
+
+
+def test_the_wheel_pins_no_sglang_and_the_extra_brings_the_newest() -> None:
+    project = PROJECT["project"]
+    heavy = ("sglang", "torch", "triton", "transformers")
+    assert not [name for name in project["dependencies"] if name.startswith(heavy)]
+    newest = registry.TESTED_SGLANG[-1]
+    assert project["optional-dependencies"]["sglang"] == [f"sglang=={newest}"]
+    assert f"sglang=={newest}" in (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    for version in registry.TESTED_SGLANG[:-1]:
+        assert f"sglang=={version}\n" in (ROOT / ".ci" / f"sglang-{version}.txt").read_text()
+
+
+def test_each_version_has_its_hooks_and_their_hashes() -> None:
+    hashes = json.loads(hook_bodies.FILE.read_text())
+    assert set(hashes) == set(registry.TESTED_SGLANG)
+    for version in registry.TESTED_SGLANG:
+        hooks = registry.of_version(registry.HOOKS, version)
+        assert {hook.target for hook in hooks} == hashes[version].keys()
+    named = {version for hook in registry.HOOKS for version in hook.versions}
+    assert named <= set(registry.TESTED_SGLANG), "a hook of a version that is not tested"
+    newest = registry.TESTED_SGLANG[-1]
+    assert registry.of_version(registry.HOOKS, UNTESTED) == registry.of_version(
+        registry.HOOKS, newest
+    )
+
+
+def test_a_hook_of_one_version() -> None:
+    one = before("a.b(self)", "c:d", "why", "0.5.22")
+    every = before("a.b(self)", "c:d", "why")
+    assert registry.of_version((one, every), "0.5.22") == (one, every)
+    assert registry.of_version((one, every), "0.5.23") == (every,)
+
+
+def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Closed for a version that nobody tested; open for the one that the variable names."""
+    refused = f"SGLang {UNTESTED} is not a tested version (0.5.22, 0.5.23)"
+    monkeypatch.setattr(registry, "check", lambda hook: None)
+    monkeypatch.setattr(registry.HookRegistry, "register", lambda *hook: None)
+    monkeypatch.setattr(registry, "_problems_before", [])
+    assert registry.install(UNTESTED) == registry.problems() == [refused]
+    monkeypatch.setenv(registry.GATE_VARIABLE, "0.5.98")
+    assert registry.install(UNTESTED) == [refused]
+    monkeypatch.setenv(registry.GATE_VARIABLE, UNTESTED)
+    assert registry.install(UNTESTED) == []
+    monkeypatch.setattr(registry, "check", lambda hook: f"hook {hook.target} not found")
+    assert "not found" in registry.install(UNTESTED)[0]  # it opens nothing else
+
+    monkeypatch.setattr(sglang, "__version__", UNTESTED)
+    monkeypatch.setattr(open_gate.registry, "problems", list)
+    manager = SimpleNamespace(server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={})
+    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": []}}])
+    with caplog.at_level(logging.WARNING):
+        open_gate.open_gate(None, manager, started)
+    assert f"{registry.GATE_VARIABLE} names it" in caplog.text and UNTESTED in caplog.text
+
+
+def test_replicas_of_an_older_sglang_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_gate.registry, "problems", list)
+    started = SimpleNamespace(scheduler_infos=[{}])
+    for keys, refused in (({}, False), ({"kv_budget": 64}, True)):
+        manager = SimpleNamespace(
+            server_args=SimpleNamespace(_skipkv=keys), preferred_sampling_params={}
+        )
+        if refused:
+            with pytest.raises(SystemExit, match=r"refused: .*--dp-size needs SGLang 0\.5\.23"):
+                open_gate.open_gate(None, manager, started)
+        else:
+            open_gate.open_gate(None, manager, started)
+            assert manager.skipkv.readiness.state == "unavailable"
