@@ -280,7 +280,9 @@ def test_preferred_parameters_of_the_operator() -> None:
         tokenizer.move_keys(manager, call, "", [5, 6])
         assert call.sampling_params == {"custom_params": custom}
 
-    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": []}}])
+    started = SimpleNamespace(
+        scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
+    )
     manager.server_args = SimpleNamespace(_skipkv={})
     open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
@@ -353,7 +355,7 @@ def test_metrics_and_server_info(server: Server) -> None:
     metrics = server.get("/metrics")
     lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]
     assert any('state="ready"' in line and line.endswith(" 1.0") for line in lines)
-    assert server.get("/server_info")["skipkv"] == {"reasons": []}
+    assert server.get("/server_info")["skipkv"] == {"reasons": [], "model_window_tokens": 0}
     assert "sgl_skipkv: ready" in server.log
 
 

@@ -104,7 +104,7 @@ def test_kv_reuse_is_refused_request_by_request(fleet: Fleet) -> None:
     for keys in ({"kv_budget": 64}, {"kv_budget": 64, "kv_reuse": False}):
         info = server.generate([3, 4, 5], 8, **keys)["meta_info"]["skipkv"]
         assert info["kv_budget"] == 64 and "kv_reuse_miss" not in info
-    assert server.get("/server_info")["skipkv"] == {"reasons": []}
+    assert server.get("/server_info")["skipkv"] == {"reasons": [], "model_window_tokens": 0}
     server.assert_clean()
     fleet.stop("extracting")
 

@@ -77,7 +77,9 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     monkeypatch.setattr(sglang, "__version__", UNTESTED)
     monkeypatch.setattr(open_gate.registry, "problems", list)
     manager = SimpleNamespace(server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={})
-    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": []}}])
+    started = SimpleNamespace(
+        scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
+    )
     with caplog.at_level(logging.WARNING):
         open_gate.open_gate(None, manager, started)
     assert f"{registry.GATE_VARIABLE} names it" in caplog.text and UNTESTED in caplog.text
