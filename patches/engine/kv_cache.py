@@ -38,23 +38,23 @@ def release_evicted(
     done: Sequence[Compaction],
     reqs: Mapping[RequestState, Any],
 ) -> None:
-    """Give the evicted slots back to SGLang and shorten its lengths of the compacted rows.
+    """Give the evicted slots back to SGLang, in whole pages and without waiting for the device, and
+    shorten its lengths of the compacted rows.
 
-    With ``poison_evicted``, a debug mode, the KV of these slots becomes NaN: a read of a freed slot
-    would go unnoticed, because old KV looks valid; NaN spreads to the output instead. It is written
-    on the stream of the compactions, which has waited for the running step.
+    With ``poison_evicted``, a debug mode, the KV of every slot that holds no token any more becomes
+    NaN: a read of it would go unnoticed, because old KV looks valid; NaN spreads to the output
+    instead. It is written on the stream of the compactions, which has waited for the running step.
     """
     binding = binding_of(req_to_token_pool)
     assert binding is not None
-    freed = [slots for compaction in done for slots in compaction.freed]
     if binding.config.poison_evicted:
-        poisoned = torch.cat(freed)
+        poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
         for buffer in kv_buffers(allocator):
             buffer[poisoned] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
-    for slots in freed:
-        allocator.free(slots)
     plans = [plan for compaction in done for plan in compaction.plans]
-    for plan in plans:
+    freed = [slots for compaction in done for slots in compaction.freed]
+    for plan, slots in zip(plans, freed, strict=True):
+        allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])
         kv = reqs[plan.state].kv
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens

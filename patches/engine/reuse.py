@@ -244,7 +244,8 @@ def _drop(
     check_lengths(req, state, row_tokens)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
-    compaction: Compaction | None = state.runtime.drop(due, span, req_to_token_pool.req_to_token)
+    table, buffers = req_to_token_pool.req_to_token, kv_buffers(allocator)
+    compaction: Compaction | None = state.runtime.drop(due, span, table, buffers)
     if compaction is None:
         return False
     release_evicted(*pools, [compaction], {state: req})

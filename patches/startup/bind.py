@@ -139,6 +139,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 recorder=side.recorder,
                 scale=side.scale,
                 pool_tokens=scheduler.max_total_num_tokens,
+                page_tokens=scheduler.page_size,
                 kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
                 steerer=side.steerer,
                 trace=trace,

@@ -19,7 +19,8 @@ from sgl_skipkv.patches.engine.model_side import attention_layers, model_side_of
 from sgl_skipkv.patches.startup.flags import config_of
 
 Check = Callable[[Any], str | None]
-BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+PAGE_SIZES = (1, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,21 @@ def _rocm(scheduler: Any) -> str | None:
 
 
 def _page_size(scheduler: Any) -> str | None:
-    if scheduler.page_size == 1:
+    if scheduler.page_size in PAGE_SIZES:
         return None
-    return f"page size {scheduler.page_size}: slots of a shared page cannot be freed one by one"
+    return f"page size {scheduler.page_size} (supported: {', '.join(map(str, PAGE_SIZES))})"
 
 
 def _allocator(scheduler: Any) -> str | None:
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
-    cls = type(scheduler.token_to_kv_pool_allocator)
-    return None if cls is TokenToKVPoolAllocator else f"allocator {cls.__name__}"
+    allocator = scheduler.token_to_kv_pool_allocator
+    expected = TokenToKVPoolAllocator if scheduler.page_size == 1 else PagedTokenToKVPoolAllocator
+    if type(allocator) is not expected:
+        return f"allocator {type(allocator).__name__} (supported: {expected.__name__})"
+    if allocator.page_size != scheduler.page_size:
+        return f"pages of {allocator.page_size} in memory and of {scheduler.page_size} in the tree"
+    return None
 
 
 def _pool(scheduler: Any) -> str | None:
@@ -245,9 +251,14 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
     Capability(
-        "page size > 1", "no", "a page can only be freed whole, with kept tokens", _page_size
+        "page size",
+        "yes",
+        f"{', '.join(map(str, PAGE_SIZES))}; above 1 a compaction moves KV",
+        _page_size,
     ),
-    Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
+    Capability(
+        "allocator", "yes", "TokenToKVPoolAllocator and PagedTokenToKVPoolAllocator", _allocator
+    ),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
     Capability(

@@ -53,6 +53,7 @@ class Runtime:
         backs_up: whether requests are backed up at all in this moment.
         open_requests: that hold a row of the page table; 0 when the server is idle.
         ranks: of the server; this is the runtime of one of them.
+        page_tokens: of the KV pool.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Runtime:
         recorder: Recorder,
         scale: float,
         pool_tokens: int,
+        page_tokens: int = 1,
         kv_token_bytes: int,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
@@ -74,7 +76,7 @@ class Runtime:
         self.recorder = recorder
         self.steerer = steerer
         self.thoughts = thoughts
-        self.pool_tokens = pool_tokens
+        self.pool_tokens, self.page_tokens = pool_tokens, page_tokens
         self._trace = trace
         checked = config.check_agreement and ranks.size > 1
         self._agreement = Agreement(recorder.device) if checked else None
@@ -139,10 +141,10 @@ class Runtime:
     def fits_pool(self, tokens: int) -> bool:
         """Whether a request with this many KV tokens can be admitted and decode one more.
 
-        The two extra tokens are that of the decode step and one that SGLang's admission adds for
-        page rounding; its comparison is strict.
+        Beside the token of the decode step SGLang's admission adds a page, for what is not used of
+        the first and the last one; its comparison is strict.
         """
-        return tokens + 2 < self.pool_tokens
+        return tokens + 1 + self.page_tokens < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens."""
@@ -245,14 +247,17 @@ class Runtime:
         alone, steps = self.ranks.size == 1, self.config.query_window
         list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
-    def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
+    def compact(
+        self, due: Sequence[Due], req_to_token: Tensor, buffers: Sequence[Tensor] = ()
+    ) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
         ``failure`` is set.
 
         Args:
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
+            buffers: of ``Compaction``; not read with pages of one token.
         """
-        cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
+        cache, prepare = due[0].cache, partial(self._prepare, req_to_token, buffers)
         heads = key_numbers = 0
         if cache is not None:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
@@ -266,14 +271,25 @@ class Runtime:
             done.append(compaction)
         return done
 
-    def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
+    def _prepare(
+        self, req_to_token: Tensor, buffers: Sequence[Tensor], due: Sequence[Due]
+    ) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
             read_back(request.state, self._trace)
-        return self._compaction(self.planner.plan(due), req_to_token)
+        return self._compaction(self.planner.plan(due), req_to_token, buffers)
 
-    def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
-        return Compaction(plans, req_to_token, self.recorder, check=self.config.check_ledger)
+    def _compaction(
+        self, plans: Sequence[Plan], req_to_token: Tensor, buffers: Sequence[Tensor]
+    ) -> Compaction:
+        return Compaction(
+            plans,
+            req_to_token,
+            self.recorder,
+            page_tokens=self.page_tokens,
+            buffers=buffers,
+            check=self.config.check_ledger,
+        )
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory."""
@@ -362,7 +378,13 @@ class Runtime:
         if found is not None:
             continue_history(state, found, state.sentences.tracker, max_new_tokens)
 
-    def drop(self, due: Due, span: tuple[int, int], req_to_token: Tensor) -> Compaction | None:
+    def drop(
+        self,
+        due: Due,
+        span: tuple[int, int],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor] = (),
+    ) -> Compaction | None:
         """Evict a span of logical positions from the row of a finished request. None: that failed,
         the row is as it was, and the request's ``failure`` is set.
 
@@ -371,7 +393,8 @@ class Runtime:
         """
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
-        prepared = next(attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
+        prepare = partial(self._prepare_drop, span, req_to_token, buffers)
+        prepared = next(attempted([due], prepare), None)
         if self.ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared
@@ -385,7 +408,11 @@ class Runtime:
         return compaction
 
     def _prepare_drop(
-        self, span: tuple[int, int], req_to_token: Tensor, due: Sequence[Due]
+        self,
+        span: tuple[int, int],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor],
+        due: Sequence[Due],
     ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
         """The compaction, the logical positions that it keeps, and their statistics."""
         (one,) = due
@@ -399,7 +426,7 @@ class Runtime:
                 statistics[name] = torch.cat([values[:first], values[stop:]])
         state.kv.statistics = {}  # they may lack the newest token
         kept = torch.tensor(positions[:first] + positions[stop:])
-        return self._compaction([plan], req_to_token), kept, statistics
+        return self._compaction([plan], req_to_token, buffers), kept, statistics
 
     def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
