@@ -1,4 +1,4 @@
-"""Move the KV of the tokens that stay to the front of their rows' own pages: all layers, one launch.
+"""Move the KV of tokens that stay to the front of their rows' own pages: all layers, one launch.
 
 For each request, with ``slots`` its row of the page table and ``kept`` the entries that stay:
 ``kv[slots[j]] = kv[slots[kept[j]]]`` in every layer's keys and values, for every ``j`` from the

@@ -14,6 +14,7 @@ from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 _FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
@@ -23,6 +24,20 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores."""
     kv_pool = allocator.get_kvcache()
     return [*kv_pool.k_buffer, *kv_pool.v_buffer]
+
+
+def own_slots(tree_cache: Any, tokens: int) -> Tensor:
+    """int64 [tokens], new slots from the beginning of a page on; the rest of the last page belongs
+    to their request, too.
+
+    Raises:
+        RuntimeError: the pool is full.
+    """
+    from sglang.srt.mem_cache.allocation import alloc_token_slots
+
+    page_tokens = tree_cache.token_to_kv_pool_allocator.page_size
+    slots: Tensor = alloc_token_slots(tree_cache, page_ceil(tokens, page_tokens))
+    return slots[:tokens]
 
 
 def wait_for_forward(req_to_token_pool: Any) -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.pages import KVMove, page_ceil
+from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentence_table import TableMoves
 from sgl_skipkv.request.last_compaction import LastCompaction
+from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 

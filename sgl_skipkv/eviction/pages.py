@@ -22,16 +22,6 @@ from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
 
-def page_floor(tokens: int, page_tokens: int) -> int:
-    """Tokens of the whole pages among so many."""
-    return tokens // page_tokens * page_tokens
-
-
-def page_ceil(tokens: int, page_tokens: int) -> int:
-    """Tokens of the pages that hold so many."""
-    return -(-tokens // page_tokens) * page_tokens
-
-
 class KVMove:
     """``kv[slots[j]] = kv[slots[kept[j]]]`` of several rows, in every buffer.
 
@@ -62,10 +52,9 @@ class KVMove:
             kept = [selection.kept for selection in selections]
             offsets = [0, *accumulate(one.shape[0] for one in kept)]
             device, alike = req_to_token.device, SlotBuffers.of(buffers, req_to_token.device)
-            at, first, kept_at = device_tensors([rows, firsts, offsets], device)
-            self._launch = partial(
-                move_kv, alike, req_to_token, at, first, torch.cat(kept), kept_at
-            )
+            at, firsts_at, kept_at = device_tensors([rows, firsts, offsets], device)
+            halves = torch.cat(kept), kept_at
+            self._launch = partial(move_kv, alike, req_to_token, at, firsts_at, *halves)
             return
         targets, sources = list[Tensor](), list[Tensor]()
         for row, (entries, evicted), first in zip(rows, selections, firsts, strict=True):
@@ -106,5 +95,6 @@ def check_pages(slots: Tensor, kept: Tensor, evicted: Tensor, page_tokens: int) 
     pages = slots[::page_tokens] // page_tokens
     if not torch.equal(slots, pages[entries // page_tokens] * page_tokens + entries % page_tokens):
         raise LedgerError(f"entry i is slot i % {page_tokens} of its page: {slots.tolist()}")
-    if pages.unique().shape[0] < pages.shape[0] or bool((pages <= 0).any()):
+    ordered = pages.sort().values
+    if bool((ordered[1:] == ordered[:-1]).any()) or bool((pages <= 0).any()):
         raise LedgerError(f"a row names page 0 or the same page twice: {pages.tolist()}")

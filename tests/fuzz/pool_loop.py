@@ -94,7 +94,7 @@ class Loop(Forward):
         if not self.waiting_queue and self.chunked_req is None:
             return None
         adder = Scheduler.get_prefill_adder_class(self)(
-            1,
+            self.page_size,
             self.tree_cache,
             self.token_to_kv_pool_allocator,
             self.running_batch,

@@ -128,6 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
         work_bytes=st.sampled_from([0, 96 << 20]),
         reuse_bytes=st.sampled_from([2000, 20_000, 1 << 20, 1 << 20, 1 << 20]),
         drops=st.sampled_from([False, False, True]),
+        page_tokens=st.sampled_from([1, 1, 2, 4, 8, 16]),
     )
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1

@@ -170,11 +170,12 @@ class TurnBooks:
         states = (getattr(req, "skipkv", None) for req in self.owners())
         rows = [one.reuse.continued.key for one in states if one and one.reuse.continued]
         for history in [one for one in self.left if one not in known]:
-            left, last = self.left.pop(history), history.key[-1]
+            left, key = self.left.pop(history), history.key + history.padding
+            last = key[-1]
             self.count["histories lost"] += 1
             # Text that is computed again brings its keys back. A private one comes back with a
             # request that continues this history and was restored from host memory.
             returns = last < VOCAB or any(last in key for key in (*rows, *(h.key for h in known)))
             if self.ample and not full and not returns:
-                found = self._in_tree(history.key, left.apart)
+                found = self._in_tree(key, left.apart)
                 assert len(found) < len(left.row), "a history was dropped that could be continued"

@@ -11,10 +11,11 @@ from kv_bytes import counted_bytes
 from torch import Tensor
 from triton_tools import device_fixture, far_tensor, forbid_launches, interpreted
 
-from sgl_skipkv.eviction.pages import KVMove, page_ceil
+from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import kv_move as module
 from sgl_skipkv.kernels.kv_move import SlotBuffers, move_kv
+from sgl_skipkv.request.pages import page_ceil
 
 device = device_fixture(module)
 

@@ -1,4 +1,4 @@
-"""Pages of 16, 32 and 64 tokens at length: sets of page 1, the masking oracle, restores, moved bytes.
+"""Pages of 16, 32 and 64 tokens at length: the sets of pages of one, the oracle, and restores.
 
     python tests/load/pages.py                        # about half an hour of two cores
     python tests/load/pages.py --parts sets --pages 16 --models llama --requests 1
@@ -65,7 +65,7 @@ def served(
     folder.mkdir(parents=True)
     flags = [*flags_of(folder, CHECKED), *ONE_BATCH, "--page-size", str(page)]
     answers, events = dict[str, Row](), dict[str, list[Row]]()
-    with Server(model, folder, flags + [*(() if overlap else WITHOUT_OVERLAP)], env=env) as server:
+    with Server(model, folder, [*flags, *(() if overlap else WITHOUT_OVERLAP)], env=env) as server:
         server.wait_ready(START_WITHIN_S)
         for wave in waves:
             for request, answer in zip(wave, server.generate_all(wave), strict=True):
