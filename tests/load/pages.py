@@ -27,6 +27,7 @@ from fleet import CHECKED, ONE_BATCH, WITHOUT_OVERLAP, flags_of
 from oracle import MaskingOracle
 from row_table import show
 from servers import Server, logprob_gap
+from talks import MODES, TEXT, Asked, Turn, converse, distance, draw, keys, verdict
 from tiny_models import prompt_ids, save_model
 
 from sgl_skipkv.policy import names
@@ -36,8 +37,8 @@ PAGES, MODELS = (16, 32, 64), ("llama", "qwen3")
 BUDGET, INTERVAL, TOKENS = 40, 16, 216
 LOGPROB_TOLERANCE, START_WITHIN_S = 2e-3, 900
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+PARTS, TURNS = ("sets", "restores", "turns"), 3
 Row = dict[str, Any]
-Sets = dict[str, list[list[int]]]
 
 
 def requests_of(count: int) -> list[list[Row]]:
@@ -133,12 +134,12 @@ def run_row(run: str, page: int, quantity: str, value: float, limit: str, held: 
 
 
 def restores(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
-    """Retracted every few steps: restored requests keep what they keep when nobody retracts."""
+    """Retracted every few steps: restored requests keep what they keep when nobody retracts. Without
+    overlap, or those that have just compacted would be recomputed."""
     rows, waves = list[Row](), requests_of(1)
-    for i, page in enumerate(pages):
-        overlap = i % 2 == 0
-        _, calm = served(model, folder / f"{page}-calm", page, waves, overlap)
-        _, events = served(model, folder / str(page), page, waves, overlap, **RETRACTING)
+    _, calm = served(model, folder / "calm", 1, waves, False)
+    for page in pages:
+        _, events = served(model, folder / str(page), page, waves, False, **RETRACTING)
         restored = exact = count = 0
         for rid, own in events.items():
             kinds = [event["event"] for event in own]
@@ -148,17 +149,58 @@ def restores(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
             exact += kept_sets(own) == kept_sets(calm[rid])
         rows.append(run_row("restores", page, "restores", count, ">= 20", count >= 20))
         rows.append(run_row("restores", page, "requests restored", restored, ">= 5", restored >= 5))
-        rows.append(run_row("restores", page, "of them as calm", exact, "all", exact == restored))
+        rows.append(
+            run_row("restores", page, "of them as pages of one", exact, "all", exact == restored)
+        )
     return rows
+
+
+def turns(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
+    """Conversations with ``kv_reuse``: every turn is the one that pages of one give."""
+    rows, expected = list[Row](), dict[str, Turn]()
+    oracle, cases = MaskingOracle(model), [(m, policy) for policy in POLICIES for m in MODES]
+    for page in (1, *pages):
+        (place := folder / str(page)).mkdir(parents=True)
+        flags = [*flags_of(place, CHECKED), *ONE_BATCH, "--page-size", str(page)]
+        said = dict[str, Turn]()
+        with Server(model, place, [*flags, "--max-total-tokens", "32768"]) as server:
+            server.wait_ready(START_WITHIN_S)
+            for some in (cases[::2], cases[1::2]):
+                for talk, branches in converse(server, some, asked, TURNS).values():
+                    said |= {turn.asked.rid: turn for turn in (*talk, *branches)}
+            server.assert_clean()
+        expected = expected or said
+        compactions = same = wrong = alike = 0
+        gap = 0.0
+        for rid, turn in said.items():
+            found, other = verdict(oracle, turn, turn.compactions), expected[rid]
+            wrong, gap = wrong + len(found.wrong), max(gap, distance(turn, found))
+            own, others = kept_sets(turn.own), kept_sets(other.own)
+            compactions, same = compactions + len(others), same + sum(map(list.__eq__, own, others))
+            names = ("reused_tokens", "reused_kv_tokens", "kv_reuse_miss")
+            alike += [turn.info[name] for name in names] == [other.info[name] for name in names]
+        right = wrong == 0 and gap <= LOGPROB_TOLERANCE
+        told = (
+            ("turns", len(said), "", True),
+            ("that reuse what pages of one do", alike, "all", alike == len(said)),
+            ("compactions", compactions, "> 0", compactions > 0),
+            ("of them as pages of one", same, "all", same == compactions),
+            ("wrong tokens", wrong, "0", right),
+        )
+        rows += [run_row("conversations", page, *one) for one in told]
+    return rows
+
+
+def asked(case: tuple[str, str], number: object, after: Turn | None) -> Asked:
+    text = draw((*case, number), TEXT if after else 90 + TEXT)
+    return Asked(f"talk-{'-'.join(case)}-{number}", text, keys(*case), after)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--parts", nargs="+", choices=("sets", "restores"), default=("sets", "restores")
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--pages", nargs="+", type=int, choices=PAGES, default=PAGES)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--requests", type=int, default=2, help="of each policy")
@@ -176,9 +218,11 @@ def main() -> int:
         for name, model in models.items():
             place = folder / f"{name}-sets"
             told(sets(model, name, place, arguments.pages, arguments.requests), "pages", "pages")
+    model = next(iter(models.values()))
     if "restores" in arguments.parts:
-        model = next(iter(models.values()))
         told(restores(model, folder / "restores", arguments.pages), "page_runs", "restores")
+    if "turns" in arguments.parts:
+        told(turns(model, folder / "turns", arguments.pages), "page_runs", "conversations")
     missed = [row for row in rows if row["ok"] == "no"]
     if not missed:
         shutil.rmtree(folder)
