@@ -134,8 +134,8 @@ def run_row(run: str, page: int, quantity: str, value: float, limit: str, held: 
 
 
 def restores(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
-    """Retracted every few steps: restored requests keep what they keep when nobody retracts. Without
-    overlap, or those that have just compacted would be recomputed."""
+    """Retracted every few steps: restored requests keep what they keep when nobody retracts.
+    Without overlap, or those that have just compacted would be recomputed."""
     rows, waves = list[Row](), requests_of(1)
     _, calm = served(model, folder / "calm", 1, waves, False)
     for page in pages:

@@ -148,8 +148,8 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         assert steerer._tables["nonexecution"][0] == 0
     assert compactions > 20
     assert launched == warm
-    called_by_kernels = {"widened", "_query_offsets", "_logits"}
-    assert {name for name, *_ in warm} == set(FUNCTIONS) - called_by_kernels
+    others = {"widened", "_query_offsets", "_logits", "_move_kv_kernel"}  # called; of larger pages
+    assert {name for name, *_ in warm} == set(FUNCTIONS) - others
 
 
 def test_scratch_memory_compiles_the_same_and_touches_nothing(
