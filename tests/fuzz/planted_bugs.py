@@ -158,12 +158,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         kv_cache.own_slots: {
             "a restored row begins within a page": ("slots[:tokens]", "slots[-tokens:]"),
         },
-        life.fits_pool: {
-            "the page that admission adds is not counted": (
-                "tokens + 1 + self.page_tokens",
-                "tokens + 2",
-            ),
-        },
         rewrite.write: {
             "the kept slots are written one entry too far": (
                 "[row, :keep_tokens] = slots",

@@ -71,6 +71,24 @@ def test_who_cannot_come_back_stays_while_another_can_go(overlap: bool) -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_row_whose_pages_do_not_fit_is_cut_as_sglang_cuts_it(
+    counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """85 tokens at most, in a pool of 96: in pages of 16 SGLang's admission wants one more."""
+    if not counts:
+        plant(monkeypatch, Runtime.fits_pool, "tokens + 1 + self.page_tokens", "tokens + 2")
+    world = World(page_tokens=16)
+    call = world.arrive([5] * 60, 200, **asks(16, "streaming"))
+    if counts:
+        world.run_dry()
+        assert len(call.output_ids) == POOL - 64 - 16 - 1
+        world.drain()
+    else:
+        with pytest.raises(AssertionError, match="everybody waits"):
+            world.run_dry()
+
+
 SELF_SET = [
     *(("rkv", {"coverage": 0.7}), ("h2o", {"coverage": 0.7}), ("streaming", {"coverage": 0.7})),
     *(("skipkv", {"fraction": 0.2}), ("rpc", {"fraction": 0.2, "coverage": 0.8})),

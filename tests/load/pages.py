@@ -24,6 +24,7 @@ from isolated import isolate
 isolate()  # before anything imports sglang
 
 from fleet import CHECKED, ONE_BATCH, WITHOUT_OVERLAP, flags_of
+from moved_bytes import moved_over_survivors
 from oracle import MaskingOracle
 from row_table import show
 from servers import Server, logprob_gap
@@ -37,7 +38,7 @@ PAGES, MODELS = (16, 32, 64), ("llama", "qwen3")
 BUDGET, INTERVAL, TOKENS = 40, 16, 216
 LOGPROB_TOLERANCE, START_WITHIN_S = 2e-3, 900
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
-PARTS, TURNS = ("sets", "restores", "turns"), 3
+PARTS, TURNS = ("sets", "restores", "bytes", "turns"), 3
 Row = dict[str, Any]
 
 
@@ -155,6 +156,17 @@ def restores(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
     return rows
 
 
+def moved(pages: Sequence[int]) -> list[Row]:
+    """What a compaction's move reads and writes of the KV cache."""
+    rows = list[Row]()
+    for page in pages:
+        for kind in ("random", "most recent"):
+            share = moved_over_survivors(kind, page)
+            what = f"read and written, over the survivors' KV, {kind} kept"
+            rows.append(run_row("moved bytes", page, what, share, "<= 2.2", 1 < share <= 2.2))
+    return rows
+
+
 def turns(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
     """Conversations with ``kv_reuse``: every turn is the one that pages of one give."""
     rows, expected = list[Row](), dict[str, Turn]()
@@ -221,6 +233,8 @@ def main() -> int:
     model = next(iter(models.values()))
     if "restores" in arguments.parts:
         told(restores(model, folder / "restores", arguments.pages), "page_runs", "restores")
+    if "bytes" in arguments.parts:
+        told(moved(arguments.pages), "page_runs", "moved bytes")
     if "turns" in arguments.parts:
         told(turns(model, folder / "turns", arguments.pages), "page_runs", "conversations")
     missed = [row for row in rows if row["ok"] == "no"]
