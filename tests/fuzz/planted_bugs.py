@@ -42,6 +42,18 @@ RARE = {
     "SGLang files the text of a prompt that contains a history",
     "another policy's request continues a history",
 }
+#: of pages of several tokens
+IN_PAGES = {
+    "slots move and not KV",
+    "KV is overwritten before it is read",
+    "a page without tokens is kept",
+    "the page of the last tokens is freed",
+    "a restored row begins within a page",
+    "a history's last page is shared with who goes on in it",
+    "the page that a prompt ends in is shared with who evicts behind it",
+    "the last page of a history is taken for there",
+    "the last page of a history is filed under one slot",
+}
 FREE = "allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])"
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
