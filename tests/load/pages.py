@@ -136,24 +136,36 @@ def run_row(run: str, page: int, quantity: str, value: float, limit: str, held: 
 
 def restores(model: Path, folder: Path, pages: Sequence[int]) -> list[Row]:
     """Retracted every few steps: restored requests keep what they keep when nobody retracts.
-    Without overlap, or those that have just compacted would be recomputed."""
-    rows, waves = list[Row](), requests_of(1)
+
+    SGLang retracts the shorter output, of equals the longer prompt, and never its last request: so
+    each request has one beside it. Without overlap, or those that have just compacted would be
+    recomputed.
+    """
+    (wave,) = requests_of(1)
+    rows, waves = list[Row](), [[one, beside(one)] for one in wave]
     _, calm = served(model, folder / "calm", 1, waves, False)
     for page in pages:
         _, events = served(model, folder / str(page), page, waves, False, **RETRACTING)
         restored = exact = count = 0
-        for rid, own in events.items():
-            kinds = [event["event"] for event in own]
+        for rid in (one["rid"] for one in wave):
+            kinds = [event["event"] for event in events[rid]]
             if "recompute" in kinds or "restore" not in kinds:
                 continue
             restored, count = restored + 1, count + kinds.count("restore")
-            exact += kept_sets(own) == kept_sets(calm[rid])
-        rows.append(run_row("restores", page, "restores", count, ">= 20", count >= 20))
-        rows.append(run_row("restores", page, "requests restored", restored, ">= 5", restored >= 5))
-        rows.append(
-            run_row("restores", page, "of them as pages of one", exact, "all", exact == restored)
+            exact += kept_sets(events[rid]) == kept_sets(calm[rid])
+        told = (
+            ("restores", count, ">= 20", count >= 20),
+            ("policies whose request was restored", restored, "all", restored == len(POLICIES)),
+            ("of them as pages of one, never retracted", exact, "all", exact == restored),
         )
+        rows += [run_row("restores", page, *one) for one in told]
     return rows
+
+
+def beside(one: Row) -> Row:
+    """A request that is always further, with a shorter prompt."""
+    own = {"rid": f"beside-{one['rid']}", "input_ids": prompt_ids(one["rid"], 8)}
+    return {**one, **own, "tokens": TOKENS + 60, "kv_policy": "streaming"}
 
 
 def moved(pages: Sequence[int]) -> list[Row]:
