@@ -31,6 +31,7 @@ SOONEST = {
     "a demand is that of the row before the last compaction": 13,
     "a demand is measured without the queries of a prefill": 6,
     "a history is shared although its demand may evict from it": 43,
+    "the page that a prompt ends in is shared with who evicts behind it": 6,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
 RARE = {

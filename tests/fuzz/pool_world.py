@@ -32,7 +32,7 @@ from pool_steering import GAMMA, make_steerer
 from pool_turns import BLANK, THINK_END, THINK_START, separated
 from score_inputs import some_centres, some_reach
 
-from sgl_skipkv.request.pages import page_ceil
+from sgl_skipkv.request.pages import page_ceil, page_floor
 
 
 def reuse_newest_first(allocator: Any) -> None:
@@ -232,6 +232,8 @@ class World(Loop):
         from sgl_skipkv.patches.engine.scheduler import open_request
 
         self.count["arrived"] += 1
+        # SGLang queues a prompt for ever that leaves less than a page of the pool beside its own.
+        prompt = prompt[: page_floor(POOL - self.page_size - 2, self.page_size)]
         if self.drops and "kv_params" in keys:
             drops = bool(keys.get("kv_reuse"))
             keys["kv_params"] = {**keys["kv_params"], "drop_thoughts": drops}
