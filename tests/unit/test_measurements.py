@@ -156,6 +156,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
     layer.attn, layer.rotary_emb = RadixAttention(2, 16, 1.0, 2, 0), embedding()
     model = torch.nn.ModuleList([layer])
     pool = SimpleNamespace(k_buffer=[torch.zeros(520, 2, 16)], v_buffer=[torch.zeros(520, 2, 16)])
+    pool.get_kv_buffer = lambda layer: (pool.k_buffer[layer], pool.v_buffer[layer])
     runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=torch.float32)
     scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner),
