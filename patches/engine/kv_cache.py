@@ -40,6 +40,15 @@ def own_slots(tree_cache: Any, tokens: int) -> Tensor:
     return slots[:tokens]
 
 
+def fill_last_page(req: Any, req_to_token: Tensor, slots: int) -> None:
+    """Let the row name all slots of its last page, which are its own: the tree has whole pages."""
+    row, row_tokens = req_to_token[req.kv.req_pool_idx], req.kv.kv_allocated_len
+    if slots:
+        more = torch.arange(1, slots + 1, dtype=row.dtype, device=row.device)
+        row[row_tokens : row_tokens + slots] = row[row_tokens - 1] + more
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = row_tokens + slots
+
+
 def wait_for_forward(req_to_token_pool: Any) -> None:
     """Let the schedule stream wait for the running step; the CPU does not wait."""
     binding = binding_of(req_to_token_pool)

@@ -22,6 +22,7 @@ from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
+    fill_last_page,
     kv_buffers,
     own_slots,
     paged_cache,
@@ -196,22 +197,13 @@ def leaving_history(req: Any, state: RequestState | None, tree_cache: Any) -> It
         history = None  # a row that fills the context; no prompt could continue it
     if history is not None:
         state.reuse.row_key = history.key + history.padding
-        _fill_last_page(req, table, len(history.padding))
+        fill_last_page(req, table, len(history.padding))
     try:
         yield
     finally:
         state.reuse.row_key = None
     if history is not None:
         state.runtime.histories.add(history)
-
-
-def _fill_last_page(req: Any, req_to_token: Tensor, slots: int) -> None:
-    """Let the row name all slots of its last page, which are its own: the tree has whole pages."""
-    row, row_tokens = req_to_token[req.kv.req_pool_idx], req.kv.kv_allocated_len
-    if slots:
-        more = torch.arange(1, slots + 1, dtype=row.dtype, device=row.device)
-        row[row_tokens : row_tokens + slots] = row[row_tokens - 1] + more
-        req.kv.kv_committed_len = req.kv.kv_allocated_len = row_tokens + slots
 
 
 def split_behind_row_prompt(

@@ -383,7 +383,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "if False:",
             ),
         },
-        reuse._fill_last_page: {
+        kv_cache.fill_last_page: {
             "the last page of a history is filed under one slot": ("+ more", "+ 0 * more"),
         },
         reuse.fill_with_keys: {
