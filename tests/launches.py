@@ -61,7 +61,7 @@ def launches(*names: str) -> Counter[str]:
     with on_triton(), as_one_each(lambda name, again: counted.names.update([name])):
         due = [server.due(call) for call in opened]
         with counted:
-            server.runtime.compact(due, server.req_to_token)
+            server.runtime.compactor.compact(due, server.req_to_token)
     return counted.names
 
 

@@ -183,7 +183,7 @@ class Compactor:
         due = []
         for b, (state, tokens) in enumerate(zip(self.states, row_tokens, strict=True)):
             self.runtime.observe(state, tokens)
-            if self.runtime.due(state, tokens):
+            if self.runtime.compactor.due(state, tokens):
                 due.append(b)
         for ids, token in zip(self.output_ids, new_ids, strict=False):
             ids.append(token)
@@ -204,7 +204,7 @@ class Compactor:
             for b in due
         ]
         freed: list[Tensor] = []
-        for done in self.runtime.compact(calls, self.req_to_token):
+        for done in self.runtime.compactor.compact(calls, self.req_to_token):
             freed += done.freed
             for plan in done.plans:
                 row_tokens[plan.state.held.row] -= plan.evicted_tokens

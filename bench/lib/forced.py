@@ -51,7 +51,7 @@ class Forced:
 
     Attributes:
         wrong: positions of trace tokens that the model would not have written.
-        compaction_s: seconds in ``Runtime.compact``.
+        compaction_s: seconds in ``Compactor.compact``.
         kept: logical positions in the row after each compaction.
         mean_kv_tokens: that the request held of its own, over all steps.
     """
@@ -215,27 +215,27 @@ class _Run:
         """Whether something happens before the decode step of a row of this length."""
         state = self.state
         return (
-            self.runtime.due(state, row_tokens)
-            or self.runtime.must_track(state, row_tokens)
+            self.runtime.compactor.due(state, row_tokens)
+            or self.runtime.compactor.must_track(state, row_tokens)
             or state.must_measure(row_tokens)
         )
 
     def _before_step(self) -> None:
         """As ``compact_due_requests`` in ``patches/engine/batch.py``."""
         state, due = self.state, self._due()
-        if self.runtime.due(state, self.row_tokens):
+        if self.runtime.compactor.due(state, self.row_tokens):
             start = time.perf_counter()
-            (done,) = self.runtime.compact([due], self.req_to_token)
+            (done,) = self.runtime.compactor.compact([due], self.req_to_token)
             self.compaction_s += time.perf_counter() - start
             (plan,) = done.plans
             self.row_tokens -= plan.evicted_tokens
             assert state.kv.last is not None
             self.kept.append(state.kv.last.positions.tolist())
         else:
-            if self.runtime.must_track(state, self.row_tokens):
-                self.runtime.track([due])
+            if self.runtime.compactor.must_track(state, self.row_tokens):
+                self.runtime.compactor.track([due])
             if state.must_measure(self.row_tokens):
-                self.runtime.measure([due])
+                self.runtime.compactor.measure([due])
         assert state.failure is None, state.failure
 
     def _due(self) -> Due:

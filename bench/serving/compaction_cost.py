@@ -4,9 +4,9 @@
     python -m bench.serving.compaction_cost --policies distinct h2o --rounds 41
 
 The same right traces of ``examples/reasoner`` under the same budget, one policy after the other in
-each round: seconds in ``Runtime.compact``, per compaction, one request at a time, plain torch. One
-row per policy in bench/rows/compaction_cost.csv: the median of the paired ratios to the last policy
-named, the base, and its 95% bootstrap interval.
+each round: seconds in ``Compactor.compact``, per compaction, one request at a time, plain torch.
+One row per policy in bench/rows/compaction_cost.csv: the median of the paired ratios to the last
+policy named, the base, and its 95% bootstrap interval.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         if state.failure is not None:
             end_request(req, state)
             continue
-        is_due = runtime.due(state, row_tokens)
+        is_due = runtime.compactor.due(state, row_tokens)
         if is_due:
             check_lengths(req, state, int(batch.seq_lens_cpu[i]))
             due.append(state)
-        if runtime.must_track(state, row_tokens, is_due):
+        if runtime.compactor.must_track(state, row_tokens, is_due):
             tracked.append(state)
         if not is_due and state.must_measure(row_tokens):
             measured.append(state)
@@ -71,10 +71,10 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         pairs = [(reqs[state], state) for state in states if state.failure is None]
         return [due_of(req, state, req.kv.kv_allocated_len, *pools, cache) for req, state in pairs]
 
-    runtime.track(sound(tracked))
-    runtime.measure(sound(measured))
+    runtime.compactor.track(sound(tracked))
+    runtime.compactor.measure(sound(measured))
     wanted = sound(due)
-    done = runtime.compact(wanted, batch.req_to_token_pool.req_to_token) if wanted else []
+    done = runtime.compactor.compact(wanted, batch.req_to_token_pool.req_to_token) if wanted else []
     if done:
         _shorten(batch, done, reqs)
 

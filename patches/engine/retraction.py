@@ -31,7 +31,7 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
         state = state_of(reqs[i])
         if state is None:
             return 0
-        ahead = state.runtime.compacted_ahead(state, len(reqs[i].output_ids))
+        ahead = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
         return 2 if must_not_retract(reqs[i]) else int(ahead)
 
     costs = {i: cost(i) for i in order}

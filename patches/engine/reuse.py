@@ -223,7 +223,7 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
         known_tokens = logical_tokens - int(new_tokens >= len(output))
         if known_tokens > state.kv.tracked_tokens:
             row_tokens = known_tokens - state.kv.evicted_tokens
-            runtime.track([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
+            runtime.compactor.track([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
     thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
     if thought is not None and thought.tokens >= new_tokens:
         thought = None  # no KV of an answer
@@ -244,7 +244,9 @@ def _drop(
     check_lengths(req, state, row_tokens)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
-    compaction: Compaction | None = state.runtime.drop(due, span, req_to_token_pool.req_to_token)
+    compaction: Compaction | None = state.runtime.compactor.drop(
+        due, span, req_to_token_pool.req_to_token
+    )
     if compaction is None:
         return False
     release_evicted(*pools, [compaction], {state: req})

@@ -13,9 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.patches.engine.families import STEERED_TYPES
-from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.model_side import model_side_of
 from sgl_skipkv.patches.startup.attention_kinds import (
     attention_sinks,
@@ -25,6 +23,14 @@ from sgl_skipkv.patches.startup.attention_kinds import (
     logit_cap,
 )
 from sgl_skipkv.patches.startup.flags import config_of
+from sgl_skipkv.patches.startup.pool_kinds import (
+    allocator,
+    kv_pool,
+    latents,
+    page_size,
+    quantised_kv,
+    uniform_layers,
+)
 
 Check = Callable[[Any], str | None]
 BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
@@ -52,80 +58,6 @@ def _backend(scheduler: Any) -> str | None:
 def _rocm(scheduler: Any) -> str | None:
     version = torch.version.hip
     return None if version is None else f"ROCm {version}: untested"
-
-
-def _page_size(scheduler: Any) -> str | None:
-    if scheduler.page_size == 1:
-        return None
-    return f"page size {scheduler.page_size}: slots of a shared page cannot be freed one by one"
-
-
-def _allocator(scheduler: Any) -> str | None:
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-
-    cls = type(scheduler.token_to_kv_pool_allocator)
-    return None if cls is TokenToKVPoolAllocator else f"allocator {cls.__name__}"
-
-
-def _pool(scheduler: Any) -> str | None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if _latent_pool(scheduler) is not None:
-        return None
-    if type(pool) is not MHATokenToKVPool:
-        supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
-        return f"KV pool {type(pool).__name__} ({supported})"
-    return None if pool.kv_cache_layout == "nhd" else f"KV layout {pool.kv_cache_layout}"
-
-
-def _latent_pool(scheduler: Any) -> Any:
-    """The pool of MLA's latents; None: it is another one. Sparse attention has a subclass, whose
-    rows hold more."""
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    return pool if type(pool) is MLATokenToKVPool else None
-
-
-def _latents(scheduler: Any) -> str | None:
-    from sglang.srt.runtime_context import get_parallel
-
-    pool = _latent_pool(scheduler)
-    if pool is None:
-        return None
-    if pool.dtype not in TRITON_NAMES or pool.store_dtype != pool.dtype:
-        return f"MLA with KV cache dtype {pool.dtype}: untested"
-    if (size := get_parallel().tp_size) > 1:
-        return f"MLA with tensor parallelism (tp_size={size}): untested"
-    for layer in attention_layers(scheduler.tp_worker.model_runner.model):
-        widths = layer.tp_k_head_num, layer.head_dim, layer.v_head_dim
-        if widths != (1, pool.kv_cache_dim, pool.kv_lora_rank):
-            return (
-                f"MLA with attention layers that do not read its latents (layer {layer.layer_id})"
-            )
-    return None
-
-
-def _quantised_kv(scheduler: Any) -> str | None:
-    if _pool(scheduler) is not None or _latent_pool(scheduler) is not None:
-        return None  # the row of ``_pool`` or ``_latents`` reports it; these have other attributes
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
-        return None
-    return f"KV cache dtype {pool.dtype}: block-scaled values"
-
-
-def _uniform_layers(scheduler: Any) -> str | None:
-    if _pool(scheduler) is not None:
-        return None
-    runner = scheduler.tp_worker.model_runner
-    layers = attention_layers(runner.model)
-    shapes = {(m.tp_q_head_num, m.tp_k_head_num, m.head_dim, m.scaling) for m in layers}
-    cached_layers = runner.token_to_kv_pool.layer_num
-    if len(layers) == cached_layers and len(shapes) == 1:
-        return None
-    return f"{len(layers)} attention layers of {len(shapes)} shapes over {cached_layers} cached"
 
 
 def _graphs(scheduler: Any) -> str | None:
@@ -258,7 +190,7 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("attention sinks", "scores do not count what a sink takes", attention_sinks),
     ("capped attention logits", "scores have no cap", logit_cap),
-    ("layers of different shapes", "one ring holds all queries", _uniform_layers),
+    ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
         "speculative decoding",
         "lengths are only known on the device",
@@ -282,13 +214,13 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
     Capability(
-        "page size > 1", "no", "a page can only be freed whole, with kept tokens", _page_size
+        "page size > 1", "no", "a page can only be freed whole, with kept tokens", page_size
     ),
-    Capability("allocator", "yes", "TokenToKVPoolAllocator only", _allocator),
-    Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", _pool),
-    Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", _latents),
+    Capability("allocator", "yes", "TokenToKVPoolAllocator only", allocator),
+    Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", kv_pool),
+    Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
-    Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", _quantised_kv),
+    Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
     Capability(
         "tensor parallel",

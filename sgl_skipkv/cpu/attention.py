@@ -14,13 +14,33 @@ without its last weight, so a head may attend to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+def _with_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A forward function of the stock backend that takes ``sinks``, float [Hq]: a logit per query
+    head. What it calls finds them as ``_sinks``."""
+
+    @functools.wraps(forward)
+    def with_sinks(
+        backend: GroupedTorchAttnBackend,
+        *args: Any,
+        sinks: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        backend._sinks = sinks
+        try:
+            return forward(backend, *args, **kwargs)
+        finally:
+            backend._sinks = None
+
+    return with_sinks
 
 
 class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # untyped base
@@ -29,29 +49,8 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
     #: float [Hq], logits of the layer that runs; None: it has no sinks
     _sinks: torch.Tensor | None = None
 
-    def forward_extend(
-        self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        """As the stock one. sinks: float [Hq], a logit per query head."""
-        with self._with(sinks):
-            output: torch.Tensor = super().forward_extend(*args, **kwargs)
-        return output
-
-    def forward_decode(
-        self, *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor:
-        """As the stock one. sinks: float [Hq], a logit per query head."""
-        with self._with(sinks):
-            output: torch.Tensor = super().forward_decode(*args, **kwargs)
-        return output
-
-    @contextmanager
-    def _with(self, sinks: torch.Tensor | None) -> Iterator[None]:
-        self._sinks = sinks
-        try:
-            yield
-        finally:
-            self._sinks = None
+    forward_extend = _with_sinks(TorchNativeAttnBackend.forward_extend)
+    forward_decode = _with_sinks(TorchNativeAttnBackend.forward_decode)
 
     def _run_sdpa_forward_extend(
         self,

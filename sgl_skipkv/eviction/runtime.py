@@ -1,4 +1,4 @@
-"""The owner of per-request state: opens, admits, compacts and closes requests.
+"""The owner of per-request state: opens, admits, backs up and closes requests.
 
 All counts follow from integers that the scheduler has, and the kept positions are read back at the
 request's next compaction, many steps later, so nothing waits for the device (docs/design.md).
@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.agreement import Agreement
-from sgl_skipkv.eviction.compaction import Compaction, Plan
-from sgl_skipkv.eviction.coverage import measure
-from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.in_parts import attempted, in_parts
-from sgl_skipkv.eviction.planner import Planner
+from sgl_skipkv.eviction.compactor import Compactor
 from sgl_skipkv.eviction.read_back import read_back
-from sgl_skipkv.eviction.replay import replay_steps
-from sgl_skipkv.eviction.similar_sentences import note_similar
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
-from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import Held, KVState, Prompt, RequestState, SentenceState
 from sgl_skipkv.request.summary import summarise, trace_fields
@@ -44,10 +33,10 @@ from sgl_skipkv.steering.steerer import Steerer
 
 
 class Runtime:
-    """Opens, compacts and closes the budgeted requests of one scheduler process.
+    """Opens and closes the budgeted requests of one scheduler process, and keeps what they leave.
 
     Attributes:
-        planner: chooses the tokens that are kept.
+        compactor: evicts while they run.
         host_memory: for backups of retracted requests.
         histories: rows that finished requests left (``kv_reuse``).
         thoughts: the tokens around thoughts; None: ``</think>`` is not one token.
@@ -77,17 +66,15 @@ class Runtime:
         self.thoughts = thoughts
         self.pool_tokens = pool_tokens
         self._trace = trace
-        checked = config.check_agreement and ranks.size > 1
-        self._agreement = Agreement(recorder.device) if checked else None
-        self.planner = Planner(
-            recorder,
+        self.compactor = Compactor(
+            config,
+            recorder=recorder,
             scale=scale,
+            trace=trace,
             centres=centres,
             reach=reach,
             ranks=ranks,
-            agreement=self._agreement,
         )
-        self._scale, self._work_bytes = scale, config.compaction_work_bytes
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
@@ -203,99 +190,16 @@ class Runtime:
         report.budgeted_token_steps += budgeted_tokens  # for the mean
         report.observed_steps += 1
         if self.ranks.size > 1:
-            self._learn_failures(state, row_tokens + state.kv.evicted_tokens - AHEAD_TOKENS)
-
-    def _learn_failures(self, state: RequestState, arrived_tokens: int) -> None:
-        """Whether a rank failed in the last compaction or measurement, if its copy has arrived:
-        it came at this logical length or before it."""
-        if self._agreement is not None:
-            self._agreement.check()
-        last, demand = state.kv.last, state.kv.demand
-        if last is not None and last.logical_tokens <= arrived_tokens:
-            read_back(state, self._trace)
-        if demand is not None and demand.logical_tokens <= arrived_tokens:
-            if demand.measured_row_tokens == UNKNOWN:
-                state.failure = "a rank failed to measure its coverage; see the server's log"
-
-    def due(self, state: RequestState, row_tokens: int) -> bool:
-        """Whether the request has grown ``interval`` past its budget."""
-        if not state.settings.evicts or state.failure is not None:
-            return False
-        decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
-        return decodes and state.is_due(row_tokens)
-
-    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
-        """Whether the request's statistics must be brought up to date in this step: before a
-        compaction, and before a decode step overwrites a query that they have not seen."""
-        policy = state.settings.policy
-        if not policy.needs_attention or is_due:
-            return policy.needs_attention
-        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
-        return not policy.tracks_compactions and untracked >= self.recorder.query_window
-
-    def track(self, due: Sequence[Due]) -> None:
-        """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
-        self._replay(replay_steps, due)
-
-    def measure(self, due: Sequence[Due]) -> None:
-        """Measure the requests' demands; a request's ``failure`` is set if that fails."""
-        self._replay(measure, due)
-
-    def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
-        replay = partial(work, recorder=self.recorder, scale=self._scale, ranks=self.ranks)
-        alone, steps = self.ranks.size == 1, self.config.query_window
-        list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
-
-    def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
-        """Compact the requests that are due. A request whose planning fails keeps its row, and its
-        ``failure`` is set.
-
-        Args:
-            req_to_token: int32 [rows, width], SGLang's page table (changed in place).
-        """
-        cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
-        heads = key_numbers = 0
-        if cache is not None:
-            heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
-            key_numbers = layers * cache.layer[0].numel()
-        done = []
-        sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self.ranks.size}
-        sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
-        alone = self.ranks.size == 1
-        for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
-            compaction.apply()
-            done.append(compaction)
-        return done
-
-    def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
-        """Plan the requests. Changes nothing that another request or the scheduler can see."""
-        for request in due:
-            read_back(request.state, self._trace)
-        plans = self.planner.plan(due)
-        if self._trace is not None:
-            note_similar(plans, self.recorder)
-        return self._compaction(plans, req_to_token)
-
-    def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
-        return Compaction(plans, req_to_token, self.recorder, check=self.config.check_ledger)
+            self.compactor.learn_failures(state, row_tokens)
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory."""
         if not state.settings.evicts or not self.backs_up:
             return False
-        if self.compacted_ahead(state, generated):
+        if self.compactor.compacted_ahead(state, generated):
             return False
         recorded_bytes = self.recorder.request_bytes() if state.held.track_id else 0
         return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
-
-    def compacted_ahead(self, state: RequestState, generated: int) -> bool:
-        """Whether the row was compacted while a step was running whose token is not known yet.
-
-        With the overlap scheduler that step reads the row from before the compaction. After a
-        backup its token would be recomputed from the compacted row.
-        """
-        last = state.kv.last
-        return last is not None and last.logical_tokens > state.prompt.tokens + generated - 1
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """Copy the KV and recordings of a request that is about to lose its row to host memory.
@@ -366,45 +270,6 @@ class Runtime:
         self._start_anew(state)
         if found is not None:
             continue_history(state, found, state.sentences.tracker, max_new_tokens)
-
-    def drop(self, due: Due, span: tuple[int, int], req_to_token: Tensor) -> Compaction | None:
-        """Evict a span of logical positions from the row of a finished request. None: that failed,
-        the row is as it was, and the request's ``failure`` is set.
-
-        Args:
-            due: with a token behind the span that its statistics include.
-        """
-        kv = due.state.kv
-        contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
-        prepared = next(attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
-        if self.ranks.any(prepared is None) or prepared is None:
-            return None
-        compaction, kept, statistics = prepared
-        compaction.apply()
-        kv.statistics = statistics
-        assert kv.last is not None
-        # Known without waiting for the device.
-        kv.last = kv.last._replace(kept=kept, finite=torch.tensor(True), copied=None)
-        read_back(due.state, self._trace)
-        kv.last = kv.last.cut_back(contiguous_from)
-        return compaction
-
-    def _prepare_drop(
-        self, span: tuple[int, int], req_to_token: Tensor, due: Sequence[Due]
-    ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
-        """The compaction, the logical positions that it keeps, and their statistics."""
-        (one,) = due
-        state, statistics = one.state, dict[str, Tensor]()
-        read_back(state, self._trace)
-        positions = state.row_positions(one.row_tokens)
-        first, stop = (bisect_left(positions, bound) for bound in span)
-        plan = self.planner.plan_without(one, first, stop)
-        if state.settings.kv_reuse == "budget":
-            for name, values in state.kv.statistics.items():
-                statistics[name] = torch.cat([values[:first], values[stop:]])
-        state.kv.statistics = {}  # they may lack the newest token
-        kept = torch.tensor(positions[:first] + positions[stop:])
-        return self._compaction([plan], req_to_token), kept, statistics
 
     def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""

@@ -82,7 +82,10 @@ class HookObjects:
             self.world.step()
         for _ in range(16 if draw.chance(0.5) else 0):
             reqs = [req for req in self.world.running_batch.reqs if state_of(req)]
-            if any(self.world.runtime.due(req.skipkv, req.kv.kv_allocated_len) for req in reqs):
+            if any(
+                self.world.runtime.compactor.due(req.skipkv, req.kv.kv_allocated_len)
+                for req in reqs
+            ):
                 break
             self.world.step()
 

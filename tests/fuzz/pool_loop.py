@@ -182,7 +182,7 @@ class Loop(Forward):
     def _compacted_ahead(self, req: Any) -> bool:
         state = getattr(req, "skipkv", None)
         generated = len(req.output_ids)
-        return state is not None and self.runtime.compacted_ahead(state, generated)
+        return state is not None and self.runtime.compactor.compacted_ahead(state, generated)
 
     # -- results
 

@@ -215,17 +215,17 @@ class SyntheticServer:
         running = [call for call in calls if call.decoded]
         due = [call for call in running if self.is_due(call)]
         others = [call for call in running if call not in due]
-        must_track = self.runtime.must_track
+        must_track = self.runtime.compactor.must_track
         behind = [call for call in others if must_track(call.state, len(call.slots))]
         if behind:
-            self.runtime.track([self.due(call) for call in behind])
+            self.runtime.compactor.track([self.due(call) for call in behind])
         measured = [call for call in others if call.state.must_measure(len(call.slots))]
         if measured:
-            self.runtime.measure([self.due(call) for call in measured])
+            self.runtime.compactor.measure([self.due(call) for call in measured])
         return self.compact(due) if due else []
 
     def is_due(self, call: Call) -> bool:
-        return self.runtime.due(call.state, len(call.slots))
+        return self.runtime.compactor.due(call.state, len(call.slots))
 
     def plan(self, call: Call) -> Plan:
         """What a compaction would do now."""
@@ -234,7 +234,7 @@ class SyntheticServer:
     def plans(self, calls: Sequence[Call]) -> list[Plan]:
         """What a compaction of several requests would do now."""
         self.read_back(calls)
-        return self.runtime.planner.plan([self.due(call) for call in calls])
+        return self.runtime.compactor.planner.plan([self.due(call) for call in calls])
 
     def read_back(self, calls: Sequence[Call]) -> None:
         """What the last compactions kept has arrived."""
@@ -243,7 +243,7 @@ class SyntheticServer:
 
     def compact(self, calls: Sequence[Call]) -> list[Plan]:
         """Compact these requests together, as a server does."""
-        done = self.runtime.compact([self.due(call) for call in calls], self.req_to_token)
+        done = self.runtime.compactor.compact([self.due(call) for call in calls], self.req_to_token)
         return self.book(done, calls)
 
     def book(self, done: Sequence[Compaction], calls: Sequence[Call]) -> list[Plan]:

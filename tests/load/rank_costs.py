@@ -40,7 +40,7 @@ def second_compaction(ranks: Ranks, policy: str, count: int) -> tuple[int, int, 
     decode_until_due(server, calls)
     counted, due = LaunchesAndGathers(), [server.due(call) for call in calls]
     with counted:
-        server.runtime.compact(due, server.req_to_token)
+        server.runtime.compactor.compact(due, server.req_to_token)
     return counted.names.total(), counted.gathers, counted.sent_bytes, due[0].row_tokens
 
 

@@ -204,7 +204,7 @@ def test_kernels_measure_what_torch_measures() -> None:
         with on_triton() if kernels else nullcontext():
             due = [server.due(call) for call in calls]
             assert all((one.cache is not None) == kernels for one in due)
-            server.runtime.measure(due)
+            server.runtime.compactor.measure(due)
         demands = [call.state.kv.demand for call in calls]
         counts.append([one.measured_row_tokens for one in demands if one is not None])
     assert len(counts[0]) == 2

@@ -76,13 +76,13 @@ def test_no_operation_of_a_compaction_reads_the_device(
         for call in calls:
             if call.decoded and call.state.must_measure(len(call.slots)):
                 with nothing_waits(device):
-                    server.runtime.measure([server.due(call)])
+                    server.runtime.compactor.measure([server.due(call)])
         server.decode(*calls)
         for call in filter(server.is_due, calls):
             # What the last compaction kept arrived with its event; here it never left the host.
             server.read_back([call])
             with nothing_waits(device):
-                done = server.runtime.compact([server.due(call)], server.req_to_token)
+                done = server.runtime.compactor.compact([server.due(call)], server.req_to_token)
             compactions += len(server.book(done, [call]))
     assert compactions >= 8
 

@@ -92,7 +92,7 @@ def compacted(
             stack.enter_context(as_one_each(lambda name, again: None))
         due = [server.due(call) for call in calls]
         with scarce:
-            done = server.runtime.compact(due, server.req_to_token)
+            done = server.runtime.compactor.compact(due, server.req_to_token)
     server.book(done, calls)
     failed = [call for call in calls if call.state.failure is not None]
     for call in failed:
@@ -145,7 +145,7 @@ def test_dropping_thoughts_with_little_memory_changes_nothing() -> None:
     def dropped(server: SyntheticServer, call: Call, scarce: Scarce) -> Compaction | None:
         generated, due = (call.prompt_tokens, call.positions[-1] - 8), server.due(call)
         with scarce:
-            return server.runtime.drop(due, generated, server.req_to_token)
+            return server.runtime.compactor.drop(due, generated, server.req_to_token)
 
     counted = Scarce()
     server, (one, *_) = deepcopy(world)

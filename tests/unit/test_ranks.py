@@ -96,7 +96,7 @@ def _watched(ranks: Ranks, policies: Sequence[str]) -> int:
         for _ in range(2):
             decode_until_due(server, [call])
             with NoHostRead():
-                done = server.runtime.compact([server.due(call)], server.req_to_token)
+                done = server.runtime.compactor.compact([server.due(call)], server.req_to_token)
             server.book(done, [call])
         server.finish(call)
     return len(policies)

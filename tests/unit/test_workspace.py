@@ -105,13 +105,13 @@ def test_parts_change_nothing_but_the_memory(
     for work_bytes in (WORK_BYTES, 0):
         world = World(overlap=overlap, work_bytes=work_bytes)
         together: list[int] = []
-        plan = world.runtime.planner.plan
+        plan = world.runtime.compactor.planner.plan
 
         def spied(calls: Any, plan: Any = plan, together: list[int] = together) -> Any:
             together.append(len(calls))
             return plan(calls)
 
-        monkeypatch.setattr(world.runtime.planner, "plan", spied)
+        monkeypatch.setattr(world.runtime.compactor.planner, "plan", spied)
         calls = [
             world.arrive([5, 6, 7, 20 + i], 50, kv_budget=8, kv_policy=name, kv_params=PARAMETERS)
             for i, name in enumerate(("streaming", "random", "rkv"))
