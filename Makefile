@@ -1,6 +1,6 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
-# make test    every test, most of them through real servers (12 minutes on 2 cores, up to 19 on a slow day)
+# make test    every test, most of them through real servers (12 minutes on 2 cores, up to 20 on a slow day)
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)

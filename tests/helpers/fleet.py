@@ -158,8 +158,6 @@ SPECS: dict[str, Spec] = {
         CHECKED,
         {"env": rank_plants.environment("unprotected")},
     ),
-    "llama, no overlap": Spec(("oracle_reuse",), "llama", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
-    "qwen3": Spec(("oracle_reuse",), "qwen3", CHUNKS_OF_64),
     # A float8 cache.
     "float8": Spec(
         ("float8",),

@@ -40,8 +40,7 @@ pytestmark = pytest.mark.server
 #: server -> its model; the overlap scheduler on and off
 SERVERS = {
     **{"main": "qwen2", "qwen2, no overlap": "qwen2"},
-    **{"llama": "llama", "llama, no overlap": "llama"},
-    **{"qwen3": "qwen3", "qwen3, no overlap": "qwen3"},
+    **{"llama": "llama", "qwen3, no overlap": "qwen3"},
 }
 POLICIES = [name for name in names() if name != "full"]
 TURNS = 4
