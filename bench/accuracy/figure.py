@@ -1,18 +1,22 @@
 """Draw the comparison from its rows: ``docs/figures/*.svg``.
 
     python -m bench.accuracy.figure                          # bench/rows/accuracy.csv
+    python -m bench.accuracy.figure --model families --figures budget
     python -m bench.accuracy.figure --rows quick --model M   # another sweep of
     python -m bench.accuracy
 
 Three figures, a panel per level: accuracy against KV budget, output length against KV budget, and
 accuracy against the KV memory of a request at its peak. Nothing is drawn that is not in a row.
+Levels that are named ``family-size`` are drawn in a row per size.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -26,12 +30,16 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("easy", "medium", "hard")
+SIZES = ("short", "middle", "long")
+#: policies whose lines are drawn thick
+OURS = ("distinct", "skipkv+")
+DEFAULT_MODEL = "reasoner"
 STYLE_PARAMETERS = {"svg.hashsalt": "skipkv", "svg.fonttype": "none", "font.size": 9}
 Row = dict[str, str]
 
 
 def selected(name: str, model: str, sampling: str) -> list[Row]:
-    """The rows of one comparison, those with the most problems.
+    """The rows of one comparison, of each level those with the most problems.
 
     Raises:
         ValueError: there are none.
@@ -39,8 +47,10 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     found = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
     if not found:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
-    most = max(int(row["problems"]) for row in found)
-    return [row for row in found if int(row["problems"]) == most]
+    most: dict[str, int] = {}
+    for row in found:
+        most[row["level"]] = max(most.get(row["level"], 0), int(row["problems"]))
+    return [row for row in found if int(row["problems"]) == most[row["level"]]]
 
 
 def levels_of(rows: Sequence[Row]) -> list[str]:
@@ -48,6 +58,14 @@ def levels_of(rows: Sequence[Row]) -> list[str]:
     there = {row["level"] for row in rows if row["policy"] == "full"}
     there &= {row["level"] for row in rows if row["policy"] != "full"}
     return [level for level in LEVELS if level in there] + sorted(there - set(LEVELS))
+
+
+def arranged(levels: Sequence[str]) -> list[list[str]]:
+    """Levels in rows of panels: of ``family-size`` one row per size, of others a single one."""
+    sizes = [[level for level in levels if level.endswith(f"-{size}")] for size in SIZES]
+    if sum(map(len, sizes)) < len(levels):
+        return [list(levels)]
+    return [row for row in sizes if row]
 
 
 def peak_kib(row: Row) -> float:
@@ -73,7 +91,7 @@ def lines(axes: Axes, rows: Sequence[Row], x: Callable[[Row], float], y: Callabl
         if not points:
             continue
         xs, ys = [x(row) for row in points], [y(row) for row in points]
-        ours = policy.startswith("skipkv")
+        ours = policy in OURS
         axes.plot(
             *(xs, ys),
             **{"color": colour, "marker": marker, "markersize": 5 if ours else 4},
@@ -121,11 +139,18 @@ def figure(
         x: of a row and its level's FullKV row.
         full_at: where FullKV stands on the x axis; a line across where it has no place there.
     """
-    levels = levels_of(rows)
+    levels = arranged(levels_of(rows))
+    columns = max(map(len, levels))
+    width = 3.6 if columns < 4 else 2.8
     canvas, panels = plt.subplots(
-        *(1, len(levels)), figsize=(3.6 * len(levels) + 1.4, 3.4), squeeze=False, sharey=interval
+        *(len(levels), columns),
+        **{"figsize": (width * columns + 1.4, 3.4 * len(levels)), "squeeze": False},
+        sharey=interval,
     )
-    for axes, level in zip(panels[0], levels, strict=True):
+    for axes, level in chain.from_iterable(map(zip_longest, panels, levels)):
+        if level is None:
+            axes.set_axis_off()
+            continue
         here = [row for row in rows if row["level"] == level]
         full = next(row for row in here if row["policy"] == "full")
         budgeted = [row for row in here if row["policy"] != "full"]
@@ -139,12 +164,14 @@ def figure(
                 label="FullKV",
             )
         tokens = f"{float(full['output_tokens']):,.0f} tokens"
-        axes.set_title(f"{level}: {full['problems']} problems, mean trace {tokens}", fontsize=9)
-        axes.set_xlabel(x_label)
+        axes.set_title(f"{level}\n{full['problems']} problems, mean trace {tokens}", fontsize=9)
         quiet(axes)
-    panels[0][0].set_ylabel(y_label)
+    for axes in panels[-1]:
+        axes.set_xlabel(x_label)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(y_label)
     names: dict[str, object] = {}
-    for axes in panels[0]:
+    for axes in panels.flat:
         handles, labels = axes.get_legend_handles_labels()
         names.update(zip(labels, handles, strict=True))
     canvas.legend(list(names.values()), list(names), loc="center right", frameon=False, fontsize=8)
@@ -152,33 +179,41 @@ def figure(
     save(canvas, path)
 
 
+BUDGET_LABEL, RIGHT_LABEL = "KV budget, % of the mean FullKV trace", "right answers, %"
+FIGURES: dict[str, dict[str, Any]] = {
+    "budget": {
+        **{"x_label": BUDGET_LABEL, "y_label": RIGHT_LABEL},
+        **{"x": share, "y": percent, "interval": True},
+    },
+    "length": {
+        **{"x_label": BUDGET_LABEL, "y_label": "mean output tokens"},
+        **{"x": share, "y": lambda row: float(row["output_tokens"]), "interval": False},
+    },
+    "memory": {
+        **{"x_label": "peak KV memory of a call, KiB", "y_label": RIGHT_LABEL},
+        **{"x": lambda row, _: peak_kib(row), "y": percent, "interval": True},
+        "full_at": peak_kib,
+    },
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="accuracy")
-    parser.add_argument("--model", default="reasoner")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--sampling", default="greedy", choices=["greedy", "sampled"])
+    parser.add_argument("--figures", nargs="+", default=[*FIGURES], choices=FIGURES)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
     arguments = parser.parse_args()
     plt.rcParams.update(STYLE_PARAMETERS)
     rows = selected(arguments.rows, arguments.model, arguments.sampling)
-    stem = arguments.rows + ("" if arguments.sampling == "greedy" else "_sampled")
-    budget = "KV budget, % of the mean FullKV trace"
-    figure(
-        *(rows, arguments.out / f"{stem}_budget.svg"),
-        **{"x_label": budget, "y_label": "right answers, %"},
-        **{"x": share, "y": percent, "interval": True},
-    )
-    figure(
-        *(rows, arguments.out / f"{stem}_length.svg"),
-        **{"x_label": budget, "y_label": "mean output tokens"},
-        **{"x": share, "y": lambda row: float(row["output_tokens"]), "interval": False},
-    )
-    figure(
-        *(rows, arguments.out / f"{stem}_memory.svg"),
-        **{"x_label": "peak KV memory of a call, KiB", "y_label": "right answers, %"},
-        **{"x": lambda row, _: peak_kib(row), "y": percent, "interval": True},
-        full_at=peak_kib,
-    )
+    stem = arguments.rows
+    if arguments.model != DEFAULT_MODEL:
+        stem += f"_{arguments.model}"
+    if arguments.sampling != "greedy":
+        stem += f"_{arguments.sampling}"
+    for name in arguments.figures:
+        figure(rows, arguments.out / f"{stem}_{name}.svg", **FIGURES[name])
 
 
 if __name__ == "__main__":
