@@ -283,7 +283,7 @@ def test_preferred_parameters_of_the_operator() -> None:
     started = SimpleNamespace(
         scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
     )
-    manager.server_args = SimpleNamespace(_skipkv={})
+    manager.server_args, manager.enable_metrics = SimpleNamespace(_skipkv={}), False
     open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
         manager.preferred_sampling_params = wrong
