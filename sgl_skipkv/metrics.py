@@ -13,12 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import METRIC_PREFIX, SettingError
 from sgl_skipkv.policy import names
 from sgl_skipkv.request.settings import KEYS
 from sgl_skipkv.request.state import RequestState
 
-PREFIX: Final = "sglang:skipkv_"
 STATES: Final = ("ready", "unavailable", "refused")
 OUTCOMES: Final = ("stop", "length", "abort", "error", "other")
 RETURNS: Final = ("restore", "recompute")
@@ -39,7 +38,7 @@ class Metric:
     """One metric, without SGLang's labels (``model_name``, ``tp_rank``, ``dp_rank``, ...).
 
     Attributes:
-        name: behind ``PREFIX``.
+        name: behind ``METRIC_PREFIX``.
         question: of an operator, that it answers.
         text: its help.
         labels: of ours -> all values.
@@ -55,7 +54,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        return PREFIX + self.name
+        return METRIC_PREFIX + self.name
 
 
 SCHEDULER_METRICS: Final = (
