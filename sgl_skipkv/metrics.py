@@ -155,9 +155,15 @@ class Refusals:
         self._known = {metric.name: metric for metric in metrics}
         self._exported = {metric.name: _export(metric, [*labels]) for metric in metrics}
         self._series: dict[tuple[str, ...], Any] = {}
-        for metric in metrics:
-            if "policy" not in metric.labels:  # from 0 on, so that a first event is an increase
-                for values in itertools.product(*metric.labels.values()):
+        self._begin()
+
+    def _begin(self, policy: str | None = None) -> None:
+        """Export series from 0 on, so that a first event is an increase: those of a policy begin
+        with its first request, all others with the server."""
+        chosen = {} if policy is None else {"policy": (policy,)}
+        for metric in self._known.values():
+            if ("policy" in metric.labels) == bool(chosen):
+                for values in itertools.product(*{**metric.labels, **chosen}.values()):
                     self._of(metric.name, *values)
 
     def _of(self, name: str, *values: str) -> Any:
@@ -205,6 +211,12 @@ class Metrics(Refusals):
         if self.on:
             for one in STATES:
                 self._of("state", one).set(one == state)
+
+    def opened(self, state: RequestState) -> None:
+        """A request with this state has arrived."""
+        if self.on and (policy := state.settings.policy.name) not in self._policies:
+            self._policies.add(policy)
+            self._begin(policy)
 
     def compacting(self) -> AbstractContextManager[Any]:
         """Around the compactions of one scheduler step: their seconds."""
@@ -260,9 +272,8 @@ class Metrics(Refusals):
             settings = state.settings
             budget = settings.kv_budget if settings.evicts else None
             held = 1, state.budgeted_tokens(tokens), state.full_tokens(tokens), budget or 0
-            known = sums.get(settings.policy.name, (0, 0, 0, 0))
+            known = sums[settings.policy.name]
             sums[settings.policy.name] = [a + b for a, b in zip(known, held, strict=True)]
-        self._policies |= sums.keys()
         gauges = "running_requests", "kv_tokens", "full_kv_tokens", "kv_budget_tokens"
         for policy, values in sums.items():
             for name, value in zip(gauges, values, strict=True):

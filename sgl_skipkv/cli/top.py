@@ -148,7 +148,8 @@ def view(look: dict[str, Any]) -> Group:
         Column("evicted_tokens_per_s", "evicted\ntokens/s", "{:,.0f}".format),
         Column("requests_per_s", "ended/s", "{:,.2f}".format),
     )
-    table = table_of("requests with a budget", columns, look["policies"], box=box.SIMPLE_HEAD)
+    options: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": 0}
+    table = table_of("requests with a budget", columns, look["policies"], **options)
     for column in table.columns:
         column.no_wrap, column.justify = True, "left" if column.header == "policy" else "right"
     return Group(_head(look), table if look["policies"] else Text("no request with a budget yet"))

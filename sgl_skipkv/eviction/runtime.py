@@ -118,6 +118,7 @@ class Runtime:
             sentences=self._no_sentences(settings),
         )
         self.opened_requests += 1
+        self.metrics.opened(state)
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
