@@ -48,7 +48,11 @@ def progress(*, transient: bool = False) -> Progress:
     )
 
 
-def track(things: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """The things, with a bar of how many have been taken."""
+def track(things: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The things, with a bar of how many have been taken.
+
+    Args:
+        total: how many there are, where they have no length.
+    """
     with progress() as bar:
         yield from bar.track(things, total, description=what)

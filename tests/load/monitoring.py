@@ -116,6 +116,22 @@ def wait_for(url: str) -> None:
     raise TimeoutError("prometheus is not ready after 60 s")
 
 
+def wait_for_scrape(url: str) -> None:
+    """Until Prometheus has what a server without requests says, so that rates have a beginning.
+
+    Raises:
+        TimeoutError: it gets nothing of ours from the server.
+    """
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if ask(url, "query", query=f"{METRIC_PREFIX}state"):
+            time.sleep(3 * SCRAPED_EVERY_S)
+            return
+        time.sleep(0.2)
+    targets = requests.get(f"{url}/api/v1/targets", timeout=30).json()["data"]["activeTargets"]
+    raise TimeoutError(f"nothing was scraped: {[one['lastError'] for one in targets]}")
+
+
 def load(server: LoadServer, count: int) -> None:
     """Budgets of every kind, conversations that go on or do not, aborts, and wrong values."""
     rng = random.Random(10)
@@ -184,7 +200,7 @@ def run(prometheus_binary: str, folder: Path, count: int) -> list[Row]:
         server.wait_ready(START_WITHIN_S)
         target = server.url.removeprefix("http://")
         with prometheus(prometheus_binary, target, folder / "prometheus") as url:
-            time.sleep(3 * SCRAPED_EVERY_S)  # a rate needs what was before
+            wait_for_scrape(url)
             start = time.time()
             load(server, count)
             server.wait_idle()
