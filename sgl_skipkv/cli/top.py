@@ -148,7 +148,7 @@ def view(look: dict[str, Any]) -> Group:
         Column("evicted_tokens_per_s", "evicted\ntokens/s", "{:,.0f}".format),
         Column("requests_per_s", "ended/s", "{:,.2f}".format),
     )
-    options: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": 0}
+    options: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
     table = table_of("requests with a budget", columns, look["policies"], **options)
     for column in table.columns:
         column.no_wrap, column.justify = True, "left" if column.header == "policy" else "right"
@@ -165,7 +165,7 @@ def _head(look: dict[str, Any]) -> Table:
     took = "" if look["compaction_ms"] is None else f", {look['compaction_ms']:.2f} ms a step"
     head = Table.grid(padding=(0, 2))
     for name, text in (
-        (escape(look["url"]), states),
+        ("server", f"{escape(look['url'])}  {states}"),
         ("requests", f"{look['running_requests']:,} running{waiting}"),
         ("KV pool", f"{look['used_tokens']:,} of {look['pool_tokens']:,} tokens, {share:.0%}"),
         ("decoding", f"{look['tokens_per_s']:,.0f} tokens/s"),
