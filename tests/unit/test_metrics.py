@@ -8,13 +8,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import pytest
 import yaml
+from pool_world import World
 from test_bad_input import WRONG
+from test_unready import KEYS as KEYS_8
+from test_unready import HeldCompilation
 
 from sgl_skipkv import metrics, policy
 from sgl_skipkv.config import METRIC_PREFIX, ServerConfig, SettingError
@@ -106,6 +111,50 @@ def test_compactions_have_seconds(exported: Any) -> None:
     with own.compacting():
         pass
     assert value("compaction_seconds_count") == 1 and value("compaction_seconds_sum") > 0
+
+
+@pytest.mark.usefixtures("plugin_loaded")
+def test_what_a_scheduler_refuses_and_ends(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels, without memory, for an error when a request opens and when it compacts."""
+    own, value = exported
+    world = World()
+    world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, metrics=own)
+    world.runtime.metrics = world.runtime.compactor._metrics = own
+
+    def refused(reason: str) -> float:
+        world.arrive([5, 6, 9], 40, **KEYS_8)
+        return value("refusals_total", reason=reason)
+
+    with closing(HeldCompilation()) as held:
+        world.skipkv.compilation.start(held)
+        assert refused("compiling") == 1
+    for error, reason in ((MemoryError("none"), "memory"), (RuntimeError("planted"), "error")):
+        with monkeypatch.context() as patch:
+            patch.setattr(world.runtime, "open", raising(error))
+            assert refused(reason) == 1
+    assert sum(value("refusals_total", reason=one) for one in REFUSALS) == 3
+
+    req = world.arrive([5, 6, 9], 40, **KEYS_8)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.runtime.compactor.planner, "plan", raising(RuntimeError("planted")))
+        while world.owners() or world.waiting_queue:
+            world.step()
+    assert "error of the plugin" in req.finished_reason.message
+    assert value("requests_total", policy="rkv", outcome="error") == 1
+    assert value("requests_total", policy="rkv", outcome="abort") == 0
+    assert value("compactions_total", policy="rkv") == 0
+    assert value("running_requests", policy="rkv") == value("kv_tokens", policy="rkv") == 0
+    world.arrive([5, 6, 9], 40, **KEYS_8)
+    world.run_dry()
+    assert value("requests_total", policy="rkv", outcome="length") == 1
+    assert value("compactions_total", policy="rkv") == value("compaction_seconds_count") - 1 > 0
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raises
 
 
 def test_nothing_is_exported_or_imported_where_metrics_are_off(
