@@ -47,6 +47,8 @@ DASHBOARD = MONITORING / "grafana" / "skipkv.json"
 POLICIES = ("distinct", "skipkv", "rkv", "streaming")
 #: what this load does not do; everything else has to be more than 0 at some time
 MAY_BE_ZERO = {"errors", "waiting"}
+#: what they leave fits the pool, or none would be continued
+CONVERSATIONS, POOL_TOKENS = 8, 2048
 SCRAPED_EVERY_S, RATE_INTERVAL = 1, "10s"
 Row = dict[str, Any]
 
@@ -143,7 +145,7 @@ def load(server: LoadServer, count: int) -> None:
     calls[1::8] = [replace(call, keys={"kv_budget": 0}) for call in calls[1::8]]
     run_load(server.url, calls, 16, "budgets")
     keys = {**budget_keys(40, "rkv"), "kv_reuse": "keep"}
-    first = [Call(prompt_ids(rng, 10**6), 90, keys) for _ in range(count // 8)]
+    first = [Call(prompt_ids(rng, 10**6), 90, keys) for _ in range(CONVERSATIONS)]
     answers = run_load(server.url, first, 8, "first turns")
     turns = []
     for call, outcome in zip(first, answers, strict=True):
@@ -205,7 +207,7 @@ def counts_in_prometheus(url: str) -> Counts:
 def run(prometheus_binary: str, folder: Path, count: int) -> list[Row]:
     """A server under load and a Prometheus that watches it."""
     model = save_model(FAMILY, folder / "model")
-    with LoadServer(model, folder / "server", pool_tokens=2048, retract_every=25) as server:
+    with LoadServer(model, folder / "server", pool_tokens=POOL_TOKENS, retract_every=25) as server:
         server.wait_ready(START_WITHIN_S)
         target = server.url.removeprefix("http://")
         with prometheus(prometheus_binary, target, folder / "prometheus") as url:
