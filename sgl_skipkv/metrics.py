@@ -258,22 +258,25 @@ class Metrics(Refusals):
             if miss != "none":
                 self._of("reuse_misses_total", miss).inc()
 
+    def gauges_due(self) -> bool:
+        """Whether the gauges of running requests are a second old."""
+        return self.on and time.monotonic() >= self._gauges_due_s
+
     def running(self, row_tokens: Mapping[RequestState, int]) -> None:
-        """Set the gauges of running requests, once a second; when none runs, at once.
+        """Set the gauges of running requests.
 
         Args:
-            row_tokens: of every request in the decode batch that has a state.
+            row_tokens: of every request in the decode batch that has a state; empty when the last
+                one has left it.
         """
-        if not self.on or (row_tokens and time.monotonic() < self._gauges_due_s):
-            return
         self._gauges_due_s = time.monotonic() + _GAUGES_EVERY_S if row_tokens else 0.0
         sums = {policy: [0, 0, 0, 0] for policy in self._policies}
         for state, tokens in row_tokens.items():
-            settings = state.settings
-            budget = settings.kv_budget if settings.evicts else None
+            asked = state.settings
+            budget = asked.kv_budget if asked.evicts else None
             held = 1, state.budgeted_tokens(tokens), state.full_tokens(tokens), budget or 0
-            known = sums[settings.policy.name]
-            sums[settings.policy.name] = [a + b for a, b in zip(known, held, strict=True)]
+            known = sums[asked.policy.name]
+            sums[asked.policy.name] = [a + b for a, b in zip(known, held, strict=True)]
         gauges = "running_requests", "kv_tokens", "full_kv_tokens", "kv_budget_tokens"
         for policy, values in sums.items():
             for name, value in zip(gauges, values, strict=True):

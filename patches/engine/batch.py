@@ -40,14 +40,13 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     runtime = runtime_of(batch.req_to_token_pool)
     if selected_indices is not None or runtime is None or runtime.open_requests == 0:
         return
-    reqs, lengths = dict[RequestState, Any](), dict[RequestState, int]()
+    reqs: dict[RequestState, Any] = {}
     due, tracked, measured = list[RequestState](), list[RequestState](), list[RequestState]()
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
             continue
-        reqs[state], lengths[state] = req, req.kv.kv_allocated_len
-        row_tokens = lengths[state]
+        reqs[state], row_tokens = req, req.kv.kv_allocated_len
         runtime.observe(state, row_tokens)
         if state.failure is not None:
             end_request(req, state)
@@ -60,7 +59,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             tracked.append(state)
         if not is_due and state.must_measure(row_tokens):
             measured.append(state)
-    runtime.metrics.running(lengths)
+    if runtime.metrics.gauges_due():
+        runtime.metrics.running({state: req.kv.kv_allocated_len for state, req in reqs.items()})
     if not due and not tracked and not measured:
         return
     # The running step writes keys, queries and hidden states on the forward stream.

@@ -166,7 +166,8 @@ def test_nothing_is_exported_or_imported_where_metrics_are_off(
     own.opened(state)
     with own.compacting():
         own.compacted(state, 1)
-    own.running({state: 1})
+    own.running({})
+    assert not own.gauges_due()
     own.returned("restore")
     own.ended(state, "stop")
     for one in (own, Refusals()):
