@@ -4,6 +4,7 @@
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
+# make monitoring   the dashboard and the alerts against a real Prometheus (Debian: apt install prometheus)
 # make lint    ruff and mypy --strict
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 # make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
@@ -16,7 +17,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test explorer fuzz reliability lint bench-quick canary dist
+.PHONY: setup demo test explorer fuzz reliability monitoring lint bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -47,6 +48,9 @@ fuzz: $(READY)
 
 reliability: $(READY)
 	$(BIN)/python tests/load/reliability.py
+
+monitoring: $(READY)
+	$(BIN)/python tests/load/monitoring.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

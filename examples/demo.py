@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from sgl_skipkv.cli.progress import progress as progress_bar
 from sgl_skipkv.cli.server_process import ServerProcess
 from sgl_skipkv.cli.trace_view import show
 from sgl_skipkv.cli.view import write_page
@@ -206,7 +207,7 @@ def main() -> None:
             quickstart = [sys.executable, "-P", str(HERE / "quickstart.py"), "--url", server.url]
             subprocess.run(quickstart, check=True, cwd=folder, env=dict(os.environ))
             console.rule("the same pool, with and without a budget")
-            with Progress(console=console, transient=True) as progress:
+            with progress_bar(transient=True) as progress:
                 rounds = [
                     run_round(server, problems, kv_budget, tokenizer, progress)
                     for kv_budget in BUDGETS

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 ENV_CONFIG = "SGL_SKIPKV_CONFIG"
 CPU_PLATFORM = "skipkv_cpu"
+METRIC_PREFIX = "sglang:skipkv_"
 CONFIG_FILE_LIMIT_BYTES = 1 << 20
 BUDGET_LIMIT_TOKENS = 2**31 - 1
 

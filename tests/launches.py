@@ -24,6 +24,7 @@ from row_table import show
 from synthetic import SyntheticServer, decode_until_due, served
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names
 
 POLICIES = tuple(name for name in names() if name != "full")
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
     rows = []
-    for name in POLICIES:
+    for name in track(POLICIES, "policies"):
         counts = [launches(*[name] * calls).total() for calls in CALLS]
         columns = {f"operations_{calls}": count for calls, count in zip(CALLS, counts, strict=True)}
         rows.append({"policy": name, **columns})

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from bench.lib.record import append_row
 from examples import demo
+from sgl_skipkv.cli.progress import progress as progress_bar
 from sgl_skipkv.cli.server_process import ServerProcess
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(demo.MODEL, Path(folder), flags) as server,
-        Progress(console=console, transient=True) as progress,
+        progress_bar(transient=True) as progress,
     ):
         server.wait_ready()
         problems = demo.hard_problems(arguments.problems)

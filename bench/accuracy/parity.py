@@ -26,6 +26,7 @@ from transformers import AutoConfig
 from bench.lib.forced import forced_model, reasoner_trace
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
@@ -86,7 +87,7 @@ def main() -> None:
     for name, press in POLICIES.items():
         policy = make_policy(name, window=WINDOW, sink=SINK, protect_prompt=False)
         largest, same = 0.0, 0
-        for trace in range(len(traces)):
+        for trace in track(range(len(traces)), name):
             inputs = seen_by(tensors, trace, rotation)
             first, stop = policy.candidates(inputs)
             ours = policy.scores(inputs)[first:stop]

@@ -36,6 +36,7 @@ from bench.reasoner.families.base import Task
 from bench.reasoner.families.needed import Rule, first_ends
 from bench.reasoner.families.registry import FAMILIES, heldout_task
 from bench.reasoner.model import Block
+from sgl_skipkv.cli.progress import track
 
 AWAY = 48
 _MENTION = re.compile(r"^ ?(=|has|is)$")
@@ -130,7 +131,7 @@ def main() -> None:
     kinds.append(("reasoner", reasoner, first_ends, [reasoner_task("medium", i) for i in numbers]))
     for kind, forced, rule, tasks in kinds:
         found, gaps = defaultdict(list), defaultdict(list)
-        for task in tasks:
+        for task in track(tasks, kind):
             seen = Seen(forced, task)
             for name, value in signals(seen, seen.needed(rule), forced.measured[1]):
                 found[name].append(value)

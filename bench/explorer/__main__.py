@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from bench.explorer.browser import Watched, browser, why_not
 from bench.explorer.synthetic import write_trace
 from bench.lib.record import append_row
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.view import write_page
 from sgl_skipkv.explorer.page import bytes_beside_data
 from sgl_skipkv.explorer.text import pieces
@@ -101,7 +102,7 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     rows = []
     with tempfile.TemporaryDirectory() as folder, browser() as running:
-        for tokens in arguments.tokens:
+        for tokens in track(arguments.tokens, "pages"):
             trace, page = Path(folder) / f"{tokens}.jsonl", Path(folder) / f"{tokens}.html"
             write_trace(trace, tokenizer, tokens, kv_budget=min(1024, tokens // 4))
             write_page(trace, page, partial(pieces, tokenizer))

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from bench.kernels.compile_cases import CASES, CompileCase
 from bench.lib.record import append_row
+from sgl_skipkv.cli.progress import track
 
 ARCHITECTURES = (80, 90, 100)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="add the rows to compile.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     arguments = parser.parse_args()
-    for kernel, case in all_cases(arguments.kernels):
+    for kernel, case in track([*all_cases(arguments.kernels)], "kernels"):
         for architecture in arguments.architectures:
             row = resources(kernel, case, architecture)
             if arguments.record:

@@ -23,6 +23,7 @@ from bench.reasoner.export import load_model
 from bench.reasoner.model import Reasoner
 from bench.reasoner.problems import LEVELS, Problem, heldout_problem, solution_passages
 from bench.reasoner.vocabulary import build_tokenizer, prompt_text
+from sgl_skipkv.cli.progress import track
 
 STEP = re.compile(r"\d+\. (\w+): ")
 
@@ -64,7 +65,7 @@ def main() -> None:
     model, tokenizer = load_model(arguments.model_path), build_tokenizer()
     merged: dict[str, list[float]] = defaultdict(list)
     for level in LEVELS:
-        for index in range(arguments.problems):
+        for index in track(range(arguments.problems), level):
             problem = heldout_problem(level, index)
             for kind, values in similarities(model, tokenizer, problem).items():
                 merged[kind] += values

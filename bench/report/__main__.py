@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and nine files in docs/ between their markers
+python -m bench.report            # rewrite README.md and ten files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -19,6 +19,7 @@ from bench.report import (
     device_tables,
     family_tables,
     goal_table,
+    metric_tables,
     model_tables,
     policy_tables,
     rank_tables,
@@ -31,7 +32,7 @@ DOCUMENTS = (
     README,
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
-    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models", "monitoring")),
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -72,6 +73,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": system_tables.fuzz,
     "goals": goal_table.goals,
     "hook_calls": system_tables.hook_calls,
+    "metrics": metric_tables.metrics,
+    "monitoring": metric_tables.monitoring,
     "load": system_tables.load,
     "planted_bugs": system_tables.planted_bugs,
     "launches": system_tables.launches,

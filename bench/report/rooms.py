@@ -36,6 +36,7 @@ ROOMS = {
     "recording": "what decoding leaves: recent\nqueries, sentence vectors",
     "steering": "the vector, and when and how\nstrongly it is added",
     "request": "what one request asked for,\nand what is known of it",
+    "metrics": "what Prometheus is told",
     "reuse": "what finished requests leave,\nand what continues it",
     "eviction": "plan a compaction, rewrite\nthe row, free the slots",
     "explorer": "a trace as a page: its data,\nits parts, a live one",

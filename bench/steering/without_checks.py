@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.lib.record import append_row
 from bench.lib.serving import ROOT
 from bench.reasoner.problems import heldout_problem, solution_passages
+from sgl_skipkv.cli.progress import track
 
 
 def wrong_passages(model: torch.nn.Module, prompt: list[int], passages: list[list[int]]) -> int:
@@ -45,7 +46,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         for checks in (True, False):
             wrong = count = 0
-            for index in range(arguments.problems):
+            for index in track(range(arguments.problems), path.name):
                 problem = heldout_problem("hard", index)
                 chat = [{"role": "user", "content": problem.prompt}]
                 prompt = tokenizer.apply_chat_template(

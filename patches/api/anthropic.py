@@ -12,7 +12,7 @@ from fastapi import HTTPException
 from sglang.srt.entrypoints.anthropic import protocol
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import checked_keys
+from sgl_skipkv.patches.api.gate import checked_keys, counting_refusals
 from sgl_skipkv.patches.api.openai import OurFields
 from sgl_skipkv.patches.readiness import Unavailable
 
@@ -29,8 +29,10 @@ async def check_keys(
     A stream answers 200 before the tokenizer manager sees the request, so keys are checked here,
     where a wrong one can still get 400.
     """
+    manager = serving.openai_serving_chat.tokenizer_manager
     try:
-        checked_keys(serving.openai_serving_chat.tokenizer_manager, request.our_keys())
+        with counting_refusals(manager):
+            checked_keys(manager, request.our_keys())
     except (SettingError, Unavailable) as wrong:
         raise HTTPException(400, str(wrong)) from wrong
     return await original(serving, request, raw_request)

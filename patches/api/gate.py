@@ -7,24 +7,33 @@ through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Final
 
 from sgl_skipkv.config import ServerConfig, SettingError, brief
+from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches.api.metadata import METADATA, Keys, MetadataKeys
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolve_request, take_keys
 
+_UNCOUNTED: Final = Refusals()
+
 
 @dataclass(frozen=True)
 class Gate:
-    """In the main process: the operator's settings and the state that the schedulers reported."""
+    """In the main process: the operator's settings and the state that the schedulers reported.
+
+    Attributes:
+        refusals: counts what is refused here.
+    """
 
     config: ServerConfig
     readiness: Readiness
     model_window_tokens: int = 0
+    refusals: Refusals = _UNCOUNTED
 
     def check(self, keys: Keys, prompt_tokens: int = 0) -> RequestSettings | None:
         """Validate one request's keys, with its prompt as far as its length is known.
@@ -50,6 +59,16 @@ def gate_of(manager: Any) -> Gate:
     unknown = Readiness(("this process has not heard from the scheduler",), enabled=False)
     gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
     return gate
+
+
+@contextmanager
+def counting_refusals(manager: Any) -> Iterator[None]:
+    """Count a refusal that is raised inside: where it is raised once for a request."""
+    try:
+        yield
+    except (SettingError, Unavailable) as refusal:
+        gate_of(manager).refusals.refused_for(refusal)
+        raise
 
 
 def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], Keys]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import check_ids, collect_keys, gate_of
+from sgl_skipkv.patches.api.gate import check_ids, collect_keys, counting_refusals, gate_of
 from sgl_skipkv.patches.api.metadata import Keys
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
@@ -24,31 +24,40 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
     """
     if not isinstance(body, Mapping):
         return original(body)
+    try:
+        with counting_refusals(_manager()):
+            return _checked(original, body)
+    except ValueError as wrong:
+        return str(wrong)
+
+
+def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> str | None:
     for name in (*take_keys(body)[1], *misspelt_keys(body)):
         # SGLang ignores unknown names at the top, where the OpenAI API has our keys.
         expected = "in sampling_params, not at the top of the body"
-        return str(SettingError(name, expected, body[name], "sampling_params or custom_params"))
+        raise SettingError(name, expected, body[name], "sampling_params or custom_params")
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
-    try:
-        none = Keys({})
-        split = [collect_keys(one) if isinstance(one, Mapping) else (one, none) for one in entries]
-        rest = [without_keys for without_keys, _ in split]
-        stripped = {**body, "sampling_params": rest if isinstance(params, list) else rest[0]}
-        error = original(stripped if "sampling_params" in body else body)
-        if error is None and body.get("stream"):
-            from sglang.srt.entrypoints import http_server
-
-            manager = http_server._global_state.tokenizer_manager
-            prompts = _prompts(body.get("input_ids"))
-            for i, (without_keys, keys) in enumerate(split):
-                own = prompts[i : i + 1] if isinstance(params, list) else prompts
-                if not any(map(body.get, _MEDIA)):
-                    check_ids(manager, keys, without_keys or {}, itertools.chain(*own))
-                gate_of(manager).check(keys, max(map(len, own), default=0))
-    except ValueError as wrong:
-        return str(wrong)
+    none = Keys({})
+    split = [collect_keys(one) if isinstance(one, Mapping) else (one, none) for one in entries]
+    rest = [without_keys for without_keys, _ in split]
+    stripped = {**body, "sampling_params": rest if isinstance(params, list) else rest[0]}
+    error = original(stripped if "sampling_params" in body else body)
+    if error is None and body.get("stream"):
+        manager, prompts = _manager(), _prompts(body.get("input_ids"))
+        for i, (without_keys, keys) in enumerate(split):
+            own = prompts[i : i + 1] if isinstance(params, list) else prompts
+            if not any(map(body.get, _MEDIA)):
+                check_ids(manager, keys, without_keys or {}, itertools.chain(*own))
+            gate_of(manager).check(keys, max(map(len, own), default=0))
     return error
+
+
+def _manager() -> Any:
+    """The server's tokenizer manager."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager
 
 
 def _prompts(input_ids: Any) -> list[list[int]]:

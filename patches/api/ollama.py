@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import checked_keys, collect_keys
+from sgl_skipkv.patches.api.gate import checked_keys, collect_keys, counting_refusals
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
@@ -24,10 +24,11 @@ async def check_keys(
     """AROUND ``OllamaServing.handle_chat`` and ``handle_generate``."""
     body = await raw_request.json()  # SGLang has read it; ``request`` lacks unknown names
     try:
-        for name in (*take_keys(body)[1], *misspelt_keys(body)):
-            expected = "in options, not at the top of the body"
-            raise SettingError(name, expected, body[name], "options")
-        keys = checked_keys(serving.tokenizer_manager, request.options or {})
+        with counting_refusals(serving.tokenizer_manager):
+            for name in (*take_keys(body)[1], *misspelt_keys(body)):
+                expected = "in options, not at the top of the body"
+                raise SettingError(name, expected, body[name], "options")
+            keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)
         if keys and isinstance(answer, StreamingResponse):
             # With the first part it is known whether the budget fits the prompt.

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_va
 from sglang.srt.entrypoints.openai import protocol
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import checked_keys
+from sgl_skipkv.patches.api.gate import checked_keys, counting_refusals
 from sgl_skipkv.patches.api.metadata import METADATA, MetadataKeys
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
@@ -72,7 +72,8 @@ async def check_response_keys(
     A stream answers 200 before the tokenizer manager sees the request, so keys are checked here.
     """
     try:
-        checked_keys(serving.tokenizer_manager, request.our_keys())
+        with counting_refusals(serving.tokenizer_manager):
+            checked_keys(serving.tokenizer_manager, request.our_keys())
     except (SettingError, Unavailable) as wrong:
         return serving.create_error_response(str(wrong))
     return await original(serving, request, raw_request)

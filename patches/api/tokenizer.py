@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_skipkv.patches.api.gate import check_ids, collect_keys, gate_of
+from sgl_skipkv.patches.api.gate import check_ids, collect_keys, counting_refusals, gate_of
 
 
 def move_keys(
@@ -23,6 +23,13 @@ def move_keys(
     sampling_params = getattr(obj, "sampling_params", None)
     if not isinstance(sampling_params, Mapping):
         return
+    with counting_refusals(manager):
+        _move_keys(manager, obj, sampling_params, input_ids, mm_inputs)
+
+
+def _move_keys(
+    manager: Any, obj: Any, sampling_params: Mapping[str, Any], input_ids: Any, mm_inputs: Any
+) -> None:
     rest, keys = collect_keys(sampling_params)
     gate = gate_of(manager)
     if mm_inputs is None:  # the place of an image among the ids may be marked with any number

@@ -59,6 +59,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             tracked.append(state)
         if not is_due and state.must_measure(row_tokens):
             measured.append(state)
+    if runtime.metrics.gauges_due():
+        runtime.metrics.running({state: req.kv.kv_allocated_len for state, req in reqs.items()})
     if not due and not tracked and not measured:
         return
     # The running step writes keys, queries and hidden states on the forward stream.

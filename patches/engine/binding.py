@@ -14,9 +14,9 @@ from typing import Any
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
-from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.state import RequestState

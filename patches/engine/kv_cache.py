@@ -57,12 +57,10 @@ def release_evicted(
             buffer[poisoned] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
     for slots in freed:
         allocator.free(slots)
-    plans = [plan for compaction in done for plan in compaction.plans]
-    for plan in plans:
+    for plan in (plan for compaction in done for plan in compaction.plans):
         kv = reqs[plan.state].kv
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens
-    binding.metrics.compacted(len(plans), sum(plan.evicted_tokens for plan in plans))
 
 
 def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_skipkv.patches.engine.backup import back_up
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.reuse import leaving_history
 
 
@@ -49,8 +49,3 @@ def close_request(
     if state is not None and req.finished():
         reason = (req.finished_reason.to_json() or {}).get("type")
         state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)
-        binding = binding_of(tree_cache.req_to_token_pool)
-        if state.settings.kv_reuse is not None and binding is not None:
-            continued = state.reuse.continued
-            reused_tokens = 0 if continued is None else continued.sent_tokens
-            binding.metrics.reused(reused_tokens, state.reuse.miss)

@@ -45,6 +45,7 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
         error = "another rank could not open it; see the server's log"
         req.skipkv = None
     if error is not None:
+        binding.metrics.refused("error")
         req.set_finish_with_abort(
             f"kv_budget request {req.rid}: {error}",
             status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -78,17 +79,21 @@ def _open(
             raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")
         refusal = binding.compilation.refusal  # read once: a thread clears it
         if settings.changes_kv and refusal is not None:
+            binding.metrics.refused("compiling")
             _refuse_for_now(req, f"kv_budget: {refusal}")
             return
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
         if req.skipkv.keeps_prompt_private:
             req.skip_radix_cache_insert = True
     except ValueError as error:
+        binding.metrics.refused_for(error)
         req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
     except torch.OutOfMemoryError as error:
+        binding.metrics.refused("memory")
         message = f"kv_budget: no device memory for the recording buffers ({error}); lower "
         _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
     except MemoryError as error:
+        binding.metrics.refused("memory")
         message = f"kv_budget: no host memory for copies of KV and recordings: {error}; "
         _refuse_for_now(req, message + "lower retraction_backup_bytes or kv_reuse_bytes (0: none)")
 
@@ -193,6 +198,7 @@ def end_stranded(scheduler: Any, req: Any) -> None:
         err_type="InternalServerError",
     )
     logger.error(reason.message)
+    state.failure = reason.message
     state.runtime.close(state, 0, req.output_ids, "abort")
     send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
 

@@ -13,12 +13,12 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
+from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
-from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.readiness import Readiness
@@ -122,6 +122,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         reasons.append(str(error))
     reasons = reasons_of_ranks(reasons)
     ranks, runtime, capture = ONE_RANK, None, None
+    counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
+    metrics = Metrics(scheduler.metrics_collector.labels if counts else None)
     refused_policies: dict[str, str] = {}
     kv_scales: Any = (None, None)
     try:
@@ -149,6 +151,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 centres=centres,
                 reach=reach,
                 ranks=ranks,
+                metrics=metrics,
             )
             capture, kv_scales = side.capture, kv_scales_of(runner)
     except (SettingError, OtherAttention, MemoryError, torch.OutOfMemoryError) as error:
@@ -159,9 +162,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     has_no_gate = any(getattr(scheduler.server_args, mode, False) for mode in modes)
     if readiness.state == "refused" and has_no_gate:
         raise SystemExit(readiness.message())
-    counts = scheduler.metrics_reporter.enable_metrics and ranks.index == 0
-    collector = scheduler.metrics_collector if counts else None
-    metrics = Metrics(collector, readiness)
+    metrics.decided(readiness.state)
     binding = Binding(
         *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),
         without_reuse=tuple(without_reuse),

@@ -9,6 +9,7 @@ from typing import Any
 import sglang
 
 from sgl_skipkv.config import SettingError
+from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.explorer import add_explorer
 from sgl_skipkv.patches.api.gate import Gate, collect_keys
@@ -40,7 +41,8 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     if wrong is not None:
         _kept_alive.append(manager)
         raise SystemExit(wrong)
-    manager.skipkv = Gate(config, readiness, window_tokens)
+    labels = manager.metrics_collector.labels if manager.enable_metrics else None
+    manager.skipkv = Gate(config, readiness, window_tokens, Refusals(labels))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
         if config.explorer and config.trace is not None:

@@ -18,7 +18,7 @@ def _group() -> Any:
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes the trace."""
+    """Whether this rank writes the trace and exports metrics."""
     return bool(_group().rank_in_group == 0)
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 import requests
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from sgl_skipkv.cli.tables import Column, plain, print_json, table_of
 from sgl_skipkv.config import SettingError, brief
 
 TIMEOUT_S: Final = 60
@@ -132,7 +132,7 @@ def _model_of(session: requests.Session, url: str) -> str:
         raise SettingError("url", expected, got, choices) from error
 
 
-def check_endpoint(url: str, api_key: str | None, console: Console) -> int:
+def check_endpoint(url: str, api_key: str | None, console: Console, *, as_json: bool) -> int:
     """Print by API whether budgets arrive; 0 if they arrive in one at least.
 
     Raises:
@@ -143,14 +143,18 @@ def check_endpoint(url: str, api_key: str | None, console: Console) -> int:
         if api_key is not None:
             session.headers["Authorization"] = f"Bearer {api_key}"
         asked = [(one, _send(session, url, one)) for one in probes(_model_of(session, url))]
-    table = Table("API", "where the key is", "budgets", title=f"budgets at {escape(url)}")
-    for probe, finding in asked:
-        table.add_row(probe.path, probe.place, finding.text)
-    console.print(table)
+    rows = [{"api": probe.path, "place": probe.place, **vars(finding)} for probe, finding in asked]
+    acts = any(finding.outcome == "acts" for _, finding in asked)
+    if as_json:
+        texts = [{**row, "text": plain(row["text"])} for row in rows]
+        print_json({"url": url, "arrive": acts, "budgets": texts})
+        return int(not acts)
+    columns = Column("api", "API"), Column("place", "where the key is"), Column("text", "budgets")
+    console.print(table_of(f"budgets at {escape(url)}", columns, rows))
     arrive = [
         f"{probe.path} ({probe.place})" for probe, finding in asked if finding.outcome == "acts"
     ]
-    if not arrive:
+    if not acts:
         console.print("[bold red]budgets arrive nowhere[/]: requests run as the servers' defaults.")
         return 1
     console.print(f"[bold green]budgets arrive[/] in {', '.join(arrive)}.")

@@ -1,42 +1,36 @@
-"""The ``skipkv`` command: doctor, trace, view, report, steering."""
+"""The ``skipkv`` command: doctor, top, trace, view, report, steering."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
 from collections.abc import Sequence
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from sgl_skipkv.cli import report
-from sgl_skipkv.cli.endpoint import check_endpoint
+from sgl_skipkv.cli.doctor import CHOICES, doctor
 from sgl_skipkv.cli.files import read_json, read_lines
-from sgl_skipkv.cli.model_view import show_model
+from sgl_skipkv.cli.tables import Column, print_json, table_of
+from sgl_skipkv.cli.top import add_top
 from sgl_skipkv.cli.trace_view import show_trace
 from sgl_skipkv.cli.view import add_view
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
-_PACKAGES = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 # What this package takes from SGLang's environment and does not install by itself.
 _OF_SGLANG = ("sglang", "torch", "transformers", "triton", "safetensors")
-_CHOICES = "the environment of your server, or pip install 'sgl-skipkv[sglang]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="skipkv", description="A KV budget for SGLang requests.")
     commands = parser.add_subparsers(dest="command", required=True)
+    tables = argparse.ArgumentParser(add_help=False)
+    tables.add_argument("--json", action="store_true", help="print JSON instead of tables")
     checks = commands.add_parser(
-        "doctor", help="versions, platform, hooks and supported SGLang features"
+        "doctor", parents=[tables], help="versions, platform, hooks and supported SGLang features"
     )
     checks.set_defaults(run=doctor)
     instead = checks.add_mutually_exclusive_group()
@@ -52,17 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.add_argument("file", help="written by --skipkv-trace")
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
+    add_top(commands, tables)
     add_view(commands)
     reports = commands.add_parser("report", help="estimates for a budget, without a server")
     kinds = reports.add_subparsers(dest="kind", required=True)
-    padding = kinds.add_parser("padding", help="budget left after padding in static batches")
+    padding = kinds.add_parser(
+        "padding", parents=[tables], help="budget left after padding in static batches"
+    )
     padding.set_defaults(run=report_padding)
     padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
     padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
     padding.add_argument("--field", default="problem", help="for .jsonl: field with the prompt")
     padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
     padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
-    capacity = kinds.add_parser("capacity", help="how many requests fit a KV pool")
+    capacity = kinds.add_parser(
+        "capacity", parents=[tables], help="how many requests fit a KV pool"
+    )
     capacity.set_defaults(run=report_capacity)
     capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
     capacity.add_argument("--kv-memory-gib", type=float, required=True, help="size of the KV pool")
@@ -73,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
     steering = commands.add_parser("steering", help="create steering vectors")
     kinds = steering.add_subparsers(dest="kind", required=True)
-    extract = kinds.add_parser("extract", help="extract a steering vector from traces")
+    extract = kinds.add_parser(
+        "extract", parents=[tables], help="extract a steering vector from traces"
+    )
     extract.set_defaults(run=extract_steering)
     extract.add_argument("--model-path", required=True, help="folder or name")
     source = extract.add_mutually_exclusive_group(required=True)
@@ -102,12 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         expected = f"the package {error.name}, which comes with SGLang"
         parser.error(
-            str(SettingError(arguments.command, expected, "an environment without it", _CHOICES))
+            str(SettingError(arguments.command, expected, "an environment without it", CHOICES))
         )
-
-
-def _table(title: str, *columns: str, **options: Any) -> Table:
-    return Table(*columns, title=title, title_justify="left", **options)
 
 
 def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
@@ -145,13 +142,21 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
     best = max(layers, key=lambda layer: layer.separation)
     chosen = best if layer == "auto" else layers[int(layer)]
     run.vector(chosen).save(arguments.out)
-    table = _table(
+    rows = [{**vars(one), "written": one is chosen} for one in layers]
+    counts = {"execution_thoughts": execution, "nonexecution_thoughts": nonexecution}
+    if arguments.json:
+        print_json({"out": str(arguments.out), **counts, "layers": rows})
+        return
+    names = {"separation": "separation", "split_cosine": "cosine between halves", "norm": "norm"}
+    table = table_of(
         f"{arguments.out}: {execution:,} execution and {nonexecution:,} non-execution thoughts",
-        *("layer", "separation", "cosine between halves", "norm", "written"),
+        (
+            Column("layer", "layer"),
+            *(Column(name, heading, "{:.3f}".format) for name, heading in names.items()),
+            Column("written", "written", lambda written: "*" if written else ""),
+        ),
+        rows,
     )
-    for one in layers:
-        numbers = (f"{n:.3f}" for n in (one.separation, one.split_cosine, one.norm))
-        table.add_row(str(one.layer), *numbers, "*" if one is chosen else "")
     fewest = min(execution, nonexecution)
     if fewest < steering_extract.FEW_THOUGHTS:
         table.caption = f"[yellow]warning[/]: a class has only {fewest} thoughts"
@@ -162,14 +167,20 @@ def report_padding(arguments: argparse.Namespace, console: Console) -> None:
     """Print valid budgets of static batches, in file order and sorted by length."""
     tokens = report.read_prompt_tokens(arguments.file, arguments.tokenizer, arguments.field)
     padding = report.padding(tokens, arguments.batch)
-    table = _table(
+    headings = {"kv_budget": "kv_budget", "file_order": "in file order"}
+    headings |= {"sorted": "sorted by length", "paged": "paged (no padding)"}
+    rows = [
+        dict(zip(headings, (budget, *padding.valid_budgets(budget), budget), strict=True))
+        for budget in arguments.kv_budget
+    ]
+    if arguments.json:
+        print_json({**vars(padding), "batch": arguments.batch, "budgets": rows})
+        return
+    title = (
         f"{padding.prompts} prompts, batches of {arguments.batch}: mean padding "
-        f"{padding.unsorted_tokens:.2f} tokens in file order, {padding.sorted_tokens:.2f} sorted",
-        *("kv_budget", "in file order", "sorted by length", "paged (no padding)"),
+        f"{padding.unsorted_tokens:.2f} tokens in file order, {padding.sorted_tokens:.2f} sorted"
     )
-    for kv_budget in arguments.kv_budget:
-        table.add_row(*map(str, (kv_budget, *padding.valid_budgets(kv_budget), kv_budget)))
-    console.print(table)
+    console.print(table_of(title, (Column(*pair) for pair in headings.items()), rows))
 
 
 def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
@@ -196,74 +207,29 @@ def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
         for value in values:
             if value < least:
                 raise SettingError(name, f"an integer of {least} or more", value, "tokens")
-    table = _table(
-        f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes",
-        *("kv_budget", "KV tokens of a request", "requests at once"),
-        *("recording and workspace, MiB", "of the pool"),
-    )
+    rows: list[dict[str, Any]] = []
     for kv_budget in arguments.kv_budget:
         row_tokens = arguments.prompt_tokens + kv_budget + arguments.interval + 1
         fit = pool_tokens // row_tokens
         # With a one-byte KV cache, queries and sentence vectors have the model's type.
         sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
         recorded = sum(report.recorded_bytes(config, *sizes).values())
-        share = recorded / (pool_tokens * token_bytes)
-        cells = f"{recorded / 2**20:,.0f}", f"{share:.1%}"
-        table.add_row(str(kv_budget), f"{row_tokens:,}", f"{fit:,}", *cells)
+        rows.append({"kv_budget": kv_budget, "kv_tokens": row_tokens, "requests": fit})
+        rows[-1] |= {"recorded_bytes": recorded}
     row_tokens = arguments.prompt_tokens + arguments.output_tokens
-    table.add_row("none", f"{row_tokens:,}", f"{pool_tokens // row_tokens:,}", "0", "0.0%")
-    console.print(table)
-
-
-def doctor(arguments: argparse.Namespace, console: Console) -> int:
-    """Print versions, platform, hooks and the capability matrix; 0 if every hook applies.
-
-    With a URL: whether budgets arrive there. With a model: whether eviction can work with it.
-    """
-    if arguments.url is not None:
-        return check_endpoint(arguments.url, arguments.api_key, console)
-    if arguments.model is not None:
-        return show_model(arguments.model, console)
-    table = _table("versions", show_header=False)
-    for name in _PACKAGES:
-        try:
-            table.add_row(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            table.add_row(name, "not installed")
-    table.add_row("python", platform.python_version())
-    table.add_row("SGLANG_PLATFORM", os.environ.get("SGLANG_PLATFORM") or "not set")
-    if find_spec("sglang") is None:
-        console.print(table)
-        console.print(f"[bold red]unavailable[/]: no SGLang here; choices: {escape(_CHOICES)}")
-        return 1
-    from sgl_skipkv.patches import registry
-    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
-    from sgl_skipkv.patches.startup.hook_bodies import hook_states
-
-    table.add_row("platform", platform_name())
-    console.print(table)
-
-    states, problems = hook_states()
-    table = _table("hooks", "hook", "kind", "state", "why")
-    for hook, state, text in states:
-        cell = Text(text, {"ok": "", "changed": "yellow", "wrong": "red"}[state])
-        table.add_row(hook.target, hook.kind, cell, hook.why)
-    console.print(table)
-
-    colours = {"yes": "green", "no": "red", "per request": "yellow"}
-    table = _table("capabilities", "feature", "supported", "why")
-    for row in CAPABILITIES:
-        table.add_row(row.name, f"[{colours[row.supported]}]{row.supported}[/]", row.why)
-    console.print(table)
-
-    if (untested := registry.opened_for(metadata.version("sglang"))) is not None:
-        console.print(f"[bold yellow]warning[/]: {untested}")
-    if problems:
-        console.print("[bold red]unavailable[/]: " + "; ".join(problems))
-        console.print("A server still starts; requests with a budget get HTTP 400.")
-        return 1
-    console.print(
-        "[bold green]ready[/] as far as can be checked without a server: each server checks its "
-        "configuration at start and reports its state in /server_info and in the log."
+    rows.append({"kv_budget": None, "kv_tokens": row_tokens, "requests": pool_tokens // row_tokens})
+    rows[-1] |= {"recorded_bytes": 0}
+    for row in rows:
+        row["share"] = row["recorded_bytes"] / (pool_tokens * token_bytes)
+    if arguments.json:
+        print_json({"pool_tokens": pool_tokens, "token_bytes": token_bytes, "budgets": rows})
+        return
+    columns = (
+        Column("kv_budget", "kv_budget", lambda budget: str(budget or "none")),
+        Column("kv_tokens", "KV tokens of a request", "{:,}".format),
+        Column("requests", "requests at once", "{:,}".format),
+        Column("recorded_bytes", "recording and workspace, MiB", lambda n: f"{n / 2**20:,.0f}"),
+        Column("share", "of the pool", "{:.1%}".format),
     )
-    return 0
+    title = f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes"
+    console.print(table_of(title, columns, rows))

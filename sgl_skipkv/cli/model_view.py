@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sgl_skipkv.cli.tables import print_json
 
-def show_model(path: Path, console: Console) -> int:
+
+def show_model(path: Path, console: Console, *, as_json: bool) -> int:
     """Print what eviction, steering and policies say to the model; 1 if eviction cannot work.
 
     Raises:
@@ -18,6 +20,12 @@ def show_model(path: Path, console: Console) -> int:
     from sgl_skipkv.patches.startup.model_check import check_model
 
     report = check_model(path)
+    if as_json:
+        found = {**vars(report), "measures_queries": report.measures_queries}
+        if not report.reasons:
+            found["least_budget_tokens"] = report.least_budget_tokens
+        print_json(found)
+        return int(bool(report.reasons))
     cached = "latent" if report.attention == "MLA" else "KV heads"
     heads = f"{report.query_heads} query heads, {report.kv_heads} {cached} of {report.head_dim}"
     tested = "[green]yes[/]: docs/models.md" if report.tested else "[yellow]no[/]"

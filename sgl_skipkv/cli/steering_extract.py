@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 from transformers import AutoConfig
 
 from sgl_skipkv.cli.files import load_tokenizer
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
@@ -271,7 +271,7 @@ class Extraction:
 
     def _each(self, traces: Sequence[Any], what: str, work: Callable[[Any], None]) -> None:
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            for _ in track(pool.map(work, traces), what, total=len(traces)):
+            for _ in track(pool.map(work, traces), what, len(traces)):
                 pass
 
     def _read_outputs(self) -> dict[int, list[int]]:

@@ -23,6 +23,7 @@ from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.similar_sentences import note_similar
+from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
@@ -48,8 +49,10 @@ class Compactor:
         centres: QueryCentres | None,
         reach: Tensor | None,
         ranks: Ranks,
+        metrics: Metrics,
     ) -> None:
         self._recorder, self._scale, self._trace, self._ranks = recorder, scale, trace, ranks
+        self._metrics = metrics
         self._work_bytes, self._query_window = config.compaction_work_bytes, config.query_window
         self._check_ledger = config.check_ledger
         checked = config.check_agreement and ranks.size > 1
@@ -108,10 +111,16 @@ class Compactor:
         sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self._ranks.size}
         sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
         alone = self._ranks.size == 1
-        for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
-            compaction.apply()
-            done.append(compaction)
+        with self._metrics.compacting():
+            for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):
+                self._apply(compaction)
+                done.append(compaction)
         return done
+
+    def _apply(self, compaction: Compaction) -> None:
+        compaction.apply()
+        for plan in compaction.plans:
+            self._metrics.compacted(plan.state, plan.evicted_tokens)
 
     def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
@@ -138,7 +147,7 @@ class Compactor:
         if self._ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared
-        compaction.apply()
+        self._apply(compaction)
         kv.statistics = statistics
         assert kv.last is not None
         # Known without waiting for the device.

@@ -15,6 +15,7 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compactor import Compactor
 from sgl_skipkv.eviction.read_back import read_back
+from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.query_centres import QueryCentres
@@ -43,6 +44,7 @@ class Runtime:
         backs_up: whether requests are backed up at all in this moment.
         open_requests: that hold a row of the page table; 0 when the server is idle.
         ranks: of the server; this is the runtime of one of them.
+        metrics: that this process exports.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class Runtime:
         centres: QueryCentres | None = None,
         reach: Tensor | None = None,
         ranks: Ranks = ONE_RANK,
+        metrics: Metrics | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks
+        self.metrics = Metrics() if metrics is None else metrics
         self.recorder = recorder
         self.steerer = steerer
         self.thoughts = thoughts
@@ -74,6 +78,7 @@ class Runtime:
             centres=centres,
             reach=reach,
             ranks=ranks,
+            metrics=self.metrics,
         )
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
@@ -113,6 +118,7 @@ class Runtime:
             sentences=self._no_sentences(settings),
         )
         self.opened_requests += 1
+        self.metrics.opened(state)
         if settings.steering is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
@@ -160,9 +166,11 @@ class Runtime:
             continued = state.reuse.continued
             recorded_tokens = 0 if continued is None else continued.recorded_tokens
             state.kv.not_before = max(prefill_tokens + 1, recorded_tokens)
-        if offloaded.waiting_with is not None and self._trace is not None:
+        if offloaded.waiting_with is not None:
             event = "recompute" if offloaded.backup is None else "restore"
-            self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
+            self.metrics.returned(event)
+            if self._trace is not None:
+                self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)
         offloaded.waiting_with = None
         if state.schedule is not None and self.steerer is not None:
             self.steerer.steered_requests += 1
@@ -252,6 +260,7 @@ class Runtime:
         if not row_tokens:
             never_ran = () if output_ids else ("full_kv_tokens",)
             state.report.summary |= dict.fromkeys(("kv_tokens", *never_ran), 0)
+        self.metrics.ended(state, reason)
         if self._trace is not None:
             self._trace.write(
                 "finish",
@@ -315,3 +324,5 @@ class Runtime:
             self.steerer.steered_requests -= 1
         state.held = Held()
         self.open_requests -= row is not None
+        if not self.open_requests:
+            self.metrics.running({})

@@ -399,9 +399,9 @@ class RequestState:
         budget = settings.policy.budget_after(settings.kv_budget, compactions)
         if settings.policy.params.fraction == 1:
             return budget
-        return min(budget, settings.share(self._full_tokens(row_tokens), self.prompt_row_tokens))
+        return min(budget, settings.share(self.full_tokens(row_tokens), self.prompt_row_tokens))
 
-    def _full_tokens(self, row_tokens: int) -> int:
+    def full_tokens(self, row_tokens: int) -> int:
         """Budgeted tokens of a row of this length, and those that this request's eviction took."""
         evicted_tokens = self.kv.evicted_tokens - self.prompt_evicted_tokens
         return self.budgeted_tokens(row_tokens) + evicted_tokens
@@ -437,6 +437,6 @@ class RequestState:
         """KV tokens that the request may still need beyond this row length, for admission."""
         if not self.settings.evicts:
             return tokens_left
-        full_tokens = self._full_tokens(row_tokens + tokens_left)
+        full_tokens = self.full_tokens(row_tokens + tokens_left)
         peak_tokens = self.settings.peak_until(full_tokens, self.prompt_row_tokens)
         return min(tokens_left, max(peak_tokens - self.budgeted_tokens(row_tokens), 1))

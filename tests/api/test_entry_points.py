@@ -20,7 +20,8 @@ from fleet import STEERING_GAMMA
 from servers import HTTPFailure, Server
 
 import sgl_skipkv
-from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.cli.scrape import Scrape
+from sgl_skipkv.config import METRIC_PREFIX, ServerConfig
 from sgl_skipkv.patches.api import openai as openai_api
 from sgl_skipkv.patches.api import routes, tokenizer
 from sgl_skipkv.patches.api.gate import Gate
@@ -124,11 +125,11 @@ def test_openai_chat(client: openai.OpenAI, reference: str) -> None:
 
 @pytest.mark.smoke
 def test_openai_responses(server: Server, client: openai.OpenAI) -> None:
-    model, before = client.models.list().data[0].id, _counted(server, "compactions")
+    model, before = client.models.list().data[0].id, _compactions(server)
     ask: Any = {"model": model, "input": PROMPT, "temperature": 0, "max_output_tokens": TOKENS}
     answer = client.responses.create(**ask, extra_body=KEYS_SENT)
     assert answer.output_text != client.responses.create(**ask).output_text
-    assert _counted(server, "compactions") > before  # it ends with the model's stop token
+    assert _compactions(server) > before  # it ends with the model's stop token
     for wrong in ({"kv_budget": -5}, {"kv_bugdet": 24}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             client.responses.create(model=model, input=PROMPT, extra_body=wrong)
@@ -246,9 +247,9 @@ def test_frontend_on_the_openai_backend(server: Server, monkeypatch: pytest.Monk
         s += PROMPT + sgl.gen("text", max_tokens=TOKENS, temperature=0, **KEYS_SENT)
 
     backend = sgl.OpenAI("default", is_chat_model=False, base_url=server.url + "/v1", api_key="x")
-    before = _counted(server, "compactions")
+    before = _compactions(server)
     state = program.run(backend=backend)
-    assert state["text"] and _counted(server, "compactions") > before
+    assert state["text"] and _compactions(server) > before
 
 
 @pytest.mark.parametrize("backend", ["anthropic", "vertexai", "litellm"])
@@ -283,7 +284,7 @@ def test_preferred_parameters_of_the_operator() -> None:
     started = SimpleNamespace(
         scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
     )
-    manager.server_args = SimpleNamespace(_skipkv={})
+    manager.server_args, manager.enable_metrics = SimpleNamespace(_skipkv={}), False
     open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
         manager.preferred_sampling_params = wrong
@@ -342,14 +343,6 @@ def test_null_and_false_mean_not_set(server: Server) -> None:
     assert "skipkv" not in answer["meta_info"]
 
 
-def test_metrics_count_what_calls_report(server: Server) -> None:
-    names = ("compactions", "evicted_tokens")
-    before = [_counted(server, what) for what in names]
-    info = generated(server, KEYS_SENT)["meta_info"]["skipkv"]
-    counted = [_counted(server, what) - was for what, was in zip(names, before, strict=True)]
-    assert counted == [info[what] for what in names]
-
-
 @pytest.mark.smoke
 def test_metrics_and_server_info(server: Server) -> None:
     metrics = server.get("/metrics")
@@ -359,7 +352,5 @@ def test_metrics_and_server_info(server: Server) -> None:
     assert "sgl_skipkv: ready" in server.log
 
 
-def _counted(server: Server, what: str) -> float:
-    prefix = f"sglang:skipkv_{what}_total"
-    lines = [line for line in server.get("/metrics").splitlines() if line.startswith(prefix)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+def _compactions(server: Server) -> float:
+    return Scrape(server.get("/metrics")).total(f"{METRIC_PREFIX}compactions_total")

@@ -16,11 +16,11 @@ from pool_content import CONTEXT, HEAD_DIM, POOL, STOP, VOCAB
 from pool_world import World
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.engine.binding import Binding, state_of
-from sgl_skipkv.patches.engine.metrics import Metrics
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.request.settings import RequestSettings, resolve_request
 
@@ -41,7 +41,7 @@ class HookObjects:
     def __init__(self, seed: int) -> None:
         self.draw = Draw(seed)
         unready, ready = (Readiness(reasons, enabled=False) for reasons in (("page size 16",), ()))
-        binding = Binding(PLAIN, unready, None, None, Metrics(None, unready))
+        binding = Binding(PLAIN, unready, None, None, Metrics())
         self.unavailable = SimpleNamespace(skipkv=binding)
         gates = [{"skipkv": Gate(config, ready)} for config in CONFIGS]
         gates += [{"skipkv": Gate(PLAIN, unready)}, {}]

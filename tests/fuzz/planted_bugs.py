@@ -188,7 +188,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "> budget + interval + 1",
             ),
         },
-        request_state.RequestState._full_tokens: {
+        request_state.RequestState.full_tokens: {
             "a share is of the tokens that are still cached": (" + evicted_tokens", ""),
             "a share counts the evictions that the request reports": (
                 "self.kv.evicted_tokens - self.prompt_evicted_tokens",

@@ -140,8 +140,8 @@ class World(Loop):
     def _bind(self, **given: Any) -> None:
         from sgl_skipkv.config import ServerConfig
         from sgl_skipkv.eviction.runtime import Runtime
+        from sgl_skipkv.metrics import Metrics
         from sgl_skipkv.patches.engine.binding import Binding
-        from sgl_skipkv.patches.engine.metrics import Metrics
         from sgl_skipkv.patches.readiness import Readiness
         from sgl_skipkv.recording.recorder import ModelShape, Recorder
         from sgl_skipkv.recording.sentences import Delimiters
@@ -179,7 +179,7 @@ class World(Loop):
             reach=some_reach(1, KV_HEADS),
         )
         ready = Readiness((), enabled=False)
-        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(None, ready))
+        self.skipkv = Binding(config, ready, self.runtime, self, Metrics())
         self.req_to_token_pool.skipkv = self.skipkv
 
     # -- what the hooked methods of the real Scheduler call

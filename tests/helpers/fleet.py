@@ -89,7 +89,7 @@ SPECS: dict[str, Spec] = {
         (
             *("bad_input", "capacity", "hostile_bodies", "inert", "isolation", "life", "oracle"),
             *("other_apis", "privacy", "entry_points", "oracle_reuse", "metadata"),
-            "smoke",
+            *("smoke", "metrics"),
         ),
         "qwen2",
         (*CHUNKS_OF_64, *ONE_BATCH, "--enable-metrics"),

@@ -33,6 +33,7 @@ from row_table import show
 from servers import Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
 
 FAMILIES = (
@@ -138,7 +139,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder, missed = Path(tempfile.mkdtemp(prefix="families-")), False
     print("logs and traces, kept if anything goes wrong:", folder)
-    for family in arguments.families:
+    for family in track(arguments.families, "families"):
         rows = run(family, folder / family, arguments.requests)
         show(rows, family, record="models" if arguments.record else None)
         missed |= any(row["ok"] == "no" for row in rows)

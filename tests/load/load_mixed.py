@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from servers import HTTPFailure
 from tiny_models import LETTERS, LINE_ENDS
 
 from sgl_skipkv import policy
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.request.settings import KEYS
 
@@ -107,6 +109,8 @@ class Storm:
             group.create_task(self._disturb())
             for number in range(CLIENTS):
                 group.create_task(self._client(session, random.Random(number)))
+            for _ in track(range(math.ceil(self._seconds)), "L9 seconds"):
+                await asyncio.sleep(1)
 
     async def _client(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
         while time.monotonic() < self._end:

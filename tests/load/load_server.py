@@ -15,7 +15,10 @@ import requests
 from fleet import STEERING_GAMMA, tiny_vector
 from load_client import Call, Outcome, run_load
 from load_rows import Findings
+from metric_counts import counts_of_metrics, counts_of_trace, differences
 from servers import Server
+
+from sgl_skipkv.cli.scrape import Scrape
 
 INTERVAL = 16
 START_WITHIN_S = 600
@@ -50,6 +53,7 @@ class LoadServer(Server):
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         arguments = ["--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk)]
+        arguments.append("--enable-metrics")
         environment = dict(more or {})
         if retract_every is not None:
             environment["SGLANG_TEST_RETRACT"] = "1"
@@ -104,9 +108,20 @@ class LoadServer(Server):
                     counts["evicted_tokens"] += event["before"] - event["after"]
         return counts
 
+    def report_metrics(self, findings: Findings) -> None:
+        """Its metrics count what its trace does, from the start on."""
+        counts = counts_of_metrics(Scrape(self.get("/metrics")))
+        wrong = differences(counts_of_trace([self.trace_path]), counts)
+        findings.happened("counts in the metrics", len(counts), 1)
+        findings.exactly("counts that differ from the trace", len(wrong), 0)
+        for text in wrong[:5]:
+            print(text)
+
     def report_clean(self, findings: Findings) -> None:
-        """Nothing leaked, nothing complained, and it still serves."""
+        """Nothing leaked, nothing complained, every event was counted, and it still serves."""
         self.wait_idle()
+        if self.evicts and self.trace_path.stat().st_size:
+            self.report_metrics(findings)
         self.post("/flush_cache")
         findings.exactly("tokens in use after /flush_cache", self.used_tokens(), 0)
         healthy = requests.get(self.url + "/health_generate", timeout=60)

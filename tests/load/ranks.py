@@ -38,6 +38,7 @@ from row_table import show
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names
 
 POLICIES = [name for name in names() if name != "full"]
@@ -107,7 +108,7 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
     traces: dict[tuple[int, int], Events] = {}
     for ranks in (2, 1):
         with started(model, folder / f"{ranks}", ranks, more=more) as server:
-            for wave in waves:
+            for wave in track(waves, f"{name}, {ranks} ranks, overlap {overlap}"):
                 for request, answer in zip(wave, server.generate_all(wave), strict=True):
                     answers[ranks][request["rid"]] = answer
             server.assert_clean()

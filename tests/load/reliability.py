@@ -22,9 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from rich.console import Console
-
 from bench.report import goal_table
+from sgl_skipkv.cli.progress import progress
 
 ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models")
 Command = tuple[str, ...]
@@ -41,7 +40,8 @@ ALONE: tuple[Command, ...] = (
     ("tests/load/ranks.py", "--scale", "0.2"),
     ("tests/load/families.py",),
 )
-console = Console()
+bar = progress()
+console = bar.console
 
 
 def run(command: Command, folder: Path) -> bool:
@@ -59,6 +59,7 @@ def run(command: Command, folder: Path) -> bool:
     minutes, held = (time.monotonic() - start) / 60, done.returncode == 0
     verdict = "held" if held else f"[bold red]missed a limit or failed: {log.name}"
     console.print(f"{minutes:5.1f} min  {' '.join(command)}  {verdict}")
+    bar.advance(bar.task_ids[0])
     return held
 
 
@@ -78,9 +79,11 @@ def main() -> int:
             (ROOT / "bench" / "rows" / f"{name}.csv").unlink(missing_ok=True)
         folder, start = Path(tempfile.mkdtemp(prefix="reliability-")), time.monotonic()
         console.print(f"logs: {folder}")
-        with ThreadPoolExecutor(len(LANES)) as pool:
-            held = all(list(pool.map(lambda lane: run_lane(lane, folder), LANES)))
-        held &= run_lane(ALONE, folder)
+        bar.add_task("runs", total=sum(map(len, (*LANES, ALONE))))
+        with bar:
+            with ThreadPoolExecutor(len(LANES)) as pool:
+                held = all(list(pool.map(lambda lane: run_lane(lane, folder), LANES)))
+            held &= run_lane(ALONE, folder)
         console.print(f"{(time.monotonic() - start) / 60:5.1f} min in all")
     print(goal_table.goals())
     return int(not held)

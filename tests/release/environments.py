@@ -28,7 +28,8 @@ class Environment:
         run([uv, "venv", "--quiet", "--python", sys.executable, folder])
 
     def install(self, *arguments: str | Path) -> None:
-        run([self._uv, "pip", "install", "--quiet", "--python", self.python, *arguments])
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv shows how far it is on a terminal
+        run([self._uv, "pip", "install", *quiet, "--python", self.python, *arguments])
 
     def packages(self) -> dict[str, str]:
         """Name -> version of everything that is installed."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import pkgutil
 import re
 import subprocess
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiny_models import FAMILIES
 from transformers import AutoConfig
 
+from sgl_skipkv.cli.doctor import show
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.patches.registry import HOOKS, of_version
 from sgl_skipkv.patches.startup import hook_bodies
@@ -45,11 +47,10 @@ def doctor(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProc
     command = (
         "import sys, pathlib; from sgl_skipkv.patches.startup import hook_bodies; "
         f"hook_bodies.FILE = pathlib.Path({str(file)!r}); "
-        "from sgl_skipkv.cli.main import main; sys.exit(main(['doctor']))"
+        "from sgl_skipkv.cli.main import main; sys.exit(main(['doctor', '--json']))"
     )
     return subprocess.run(
         [sys.executable, "-P", "-c", command],
-        env={**os.environ, "COLUMNS": "300"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -58,11 +59,18 @@ def doctor(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProc
 
 
 def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
+    """As JSON, and as the tables that are made of it."""
     assert doctor.returncode == 0, doctor.stderr[-2000:]
+    found = json.loads(doctor.stdout)
+    assert (found["state"], found["problems"]) == ("ready", [])
+    console = Console(width=300, file=io.StringIO(), record=True)
+    show(found, console)
+    printed = console.export_text()
     for package in ("sglang", "torch", "transformers"):
-        assert metadata.version(package) in doctor.stdout
-    assert "skipkv_cpu" in doctor.stdout
-    lines = doctor.stdout.splitlines()
+        assert metadata.version(package) == found["versions"][package]
+        assert metadata.version(package) in printed
+    assert "skipkv_cpu" in printed
+    lines = printed.splitlines()
     for hook in OURS:
         line = next(line for line in lines if hook.target in line and hook.why in line)
         changed = hook.target in CHANGED
@@ -70,7 +78,10 @@ def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
     for row in CAPABILITIES:
         line = next(line for line in lines if row.name in line and row.why in line)
         assert f" {row.supported} " in line
-    assert "ready" in doctor.stdout
+    assert "ready" in printed
+    states = {one["hook"]: one["state"] for one in found["hooks"]}
+    assert states == {hook.target: "changed" if hook.target in CHANGED else "ok" for hook in OURS}
+    assert [one["feature"] for one in found["capabilities"]] == [row.name for row in CAPABILITIES]
 
 
 class _Proxy(BaseHTTPRequestHandler):
@@ -94,6 +105,10 @@ def test_an_endpoint_that_does_not_answer(capsys: pytest.CaptureFixture[str]) ->
         url = f"http://127.0.0.1:{proxy.server_port}"
         assert main(["doctor", "--url", url + "/", "--api-key", "secret"]) == 1
         assert capsys.readouterr().out.count("status 503") == 9
+        assert main(["doctor", "--url", url, "--api-key", "secret", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert found["arrive"] is False and len(found["budgets"]) == 9
+        assert all("status 503" in one["text"] for one in found["budgets"])
         _assert_no_endpoint(url, "status 401", capsys)
         proxy.shutdown()
     _assert_no_endpoint(url, "ConnectionError", capsys)
@@ -143,6 +158,8 @@ def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Pat
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> None:
     folder = model_folder(kind)
+    assert main(["doctor", "--model", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     for path in (folder, folder / "config.json"):
         assert main(["doctor", "--model", str(path)]) == 0
     printed = capsys.readouterr().out
@@ -153,6 +170,8 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
     assert ("no: 400 (MLA, rope yarn)" in printed) == latent
     least = "37 tokens: each compaction keeps the window of 32" if kind == "gemma3" else "13 tokens"
     assert re.search(rf"least kv_budget +│ {least}", printed)
+    assert least.startswith(f"{found['least_budget_tokens']} ") and found["layers"] == layers
+    assert found["reasons"] == [] and found["architecture"] == architecture
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
     assert steered == (kind not in ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3"))

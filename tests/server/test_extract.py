@@ -101,6 +101,10 @@ def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
     main([*command, "--work", str(run.work), "--layer", "1", "-o", str(out)])
     assert f"warning: a class has only {min(counts)} thoughts" in capsys.readouterr().out
     assert torch.equal(SteeringVector.load(str(out)).values, vector.values)
+    main([*command, "--work", str(run.work), "--layer", "1", "-o", str(out), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [told["nonexecution_thoughts"], told["execution_thoughts"]] == counts
+    assert [one["written"] for one in told["layers"]] == [n == 1 for n in range(LAYERS)]
 
     # The sums of these traces are nobody else's.
     with pytest.raises(SettingError, match="work: expected a folder of the same model, traces"):

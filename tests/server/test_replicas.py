@@ -11,10 +11,12 @@ import pytest
 import requests
 from fleet import REASONER, Fleet
 from hostile_client import refusal
+from metric_counts import counts_of_metrics, counts_of_trace, differences
 from routers import router
 from servers import Server
 
 from sgl_skipkv.cli.main import main
+from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.request.trace import read_trace
 
 pytestmark = pytest.mark.server
@@ -100,6 +102,23 @@ def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> 
             (rank,) = (rank for rank in compactions if f'dp_rank="{rank}"' in line)
             compactions[rank] += float(line.split()[-1])
     assert compactions[0] == 2 * compactions[1] > 0
+
+
+def test_top_adds_up_replicas(
+    servers: dict[str, Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And they count what their traces do. The other server was started without metrics."""
+    replicas, single = servers["replicas"], servers["reasoner"]
+    replicas.wait_idle()
+    counts = counts_of_metrics(Scrape(replicas.get("/metrics")))
+    assert differences(counts_of_trace(trace_files(replicas)), counts) == [] and counts
+    command = ["top", "--once", "--json", "--interval", "0.2", "--url"]
+    assert main([*command, replicas.url]) == 0
+    look = json.loads(capsys.readouterr().out)
+    assert look["states"] == {"ready": 2}
+    with pytest.raises(SystemExit):
+        main([*command, single.url])
+    assert "start it with --enable-metrics" in capsys.readouterr().err
 
 
 def test_the_explorer_shows_all_replicas(replicas: Server) -> None:

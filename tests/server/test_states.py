@@ -19,6 +19,8 @@ from tiny_models import prompt_ids
 
 from sgl_skipkv import policy
 from sgl_skipkv.cli.main import main
+from sgl_skipkv.cli.scrape import Scrape
+from sgl_skipkv.config import METRIC_PREFIX
 
 pytestmark = pytest.mark.server
 
@@ -66,9 +68,12 @@ def test_unavailable_when_not_asked(
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
     assert "sgl_skipkv: unavailable: page size 16" in unavailable.log
     assert unavailable.get("/server_info")["skipkv"]["reasons"]
-    metrics = unavailable.get("/metrics").splitlines()
-    state = [line for line in metrics if line.startswith("sglang:skipkv_state")]
-    assert any('state="unavailable"' in line and line.endswith(" 1.0") for line in state)
+    metrics = Scrape(unavailable.get("/metrics"))
+    states = metrics.by(f"{METRIC_PREFIX}state", "state")
+    assert states == {"ready": 0, "unavailable": 1, "refused": 0}
+    refused = metrics.by(f"{METRIC_PREFIX}refusals_total", "reason")
+    counts = {reason: count for reason, count in refused.items() if count}
+    assert counts == {"unavailable": 4 + len((*OPENAI, *OLLAMA, "/v1/messages"))}
     monkeypatch.setenv("COLUMNS", "250")
     assert main(["doctor", "--url", unavailable.url]) == 1
     printed = capsys.readouterr().out

@@ -71,6 +71,12 @@ def test_any_prompts_and_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(set(lengths)) == 4 and lengths == sorted(lengths)
     left = round(100 - padding(lengths, 2).unsorted_tokens)
     assert f"{left}" in capsys.readouterr().out
+    assert main([*command, "--batch", "2", "--kv-budget", "100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["prompts"], found["batch"]) == (4, 2)
+    assert found["budgets"] == [
+        {"kv_budget": 100, "file_order": left, "sorted": left, "paged": 100}
+    ]
 
 
 def test_capacity_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +89,15 @@ def test_capacity_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((REASONER / "config.json").read_text())
     held = sum(recorded_bytes(config, 524288 // 161, ServerConfig(), 2).values())
     assert f"{held / 2**20:,.0f}" in shown and f"{held / 2**30:.1%}" in shown
+    assert main([*command, "--kv-budget", "128", "--interval", "32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["pool_tokens"], found["token_bytes"]) == (524288, 2048)
+    budgeted, plain = found["budgets"]
+    assert budgeted == {
+        **{"kv_budget": 128, "kv_tokens": 161, "requests": 524288 // 161},
+        **{"recorded_bytes": held, "share": held / 2**30},
+    }
+    assert plain["kv_budget"] is None and plain["requests"] == 524288 // 16384
 
 
 def test_recorded_bytes_are_those_of_the_buffers() -> None:

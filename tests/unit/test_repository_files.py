@@ -109,10 +109,16 @@ def test_docker() -> None:
     ignored, *kept = (ROOT / ".dockerignore").read_text().split("\n*\n")[1].splitlines()
     for name in (ignored, *kept):
         assert name == "**/__pycache__" or (ROOT / name.removeprefix("!")).exists(), name
-    compose = load(ROOT / "compose.yaml")
-    for service in compose["services"].values():
+    services = load(ROOT / "compose.yaml")["services"]
+    for service in (services["cpu"], services["gpu"]):
         assert service["build"] == "." and service["ports"] == ["127.0.0.1:30000:30000"]
-        assert "--model-path" in service["command"] and len(service["profiles"]) == 1
+        assert {"--model-path", "--enable-metrics"} <= {*service["command"]}
+    assert {name: service["profiles"] for name, service in services.items()} == {
+        **{"cpu": ["cpu"], "gpu": ["gpu"]},
+        **{"prometheus": ["monitoring"], "grafana": ["monitoring"]},
+    }
+    mounted = [one for name in ("prometheus", "grafana") for one in services[name]["volumes"]]
+    assert all((ROOT / one.partition(":")[0]).exists() for one in mounted)
 
 
 def test_the_table_of_versions() -> None:

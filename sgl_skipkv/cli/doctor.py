@@ -1,0 +1,113 @@
+"""``skipkv doctor``: versions, platform, hooks and the capability matrix of this environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from sgl_skipkv.cli.endpoint import check_endpoint
+from sgl_skipkv.cli.model_view import show_model
+from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
+
+#: of a missing package
+CHOICES: Final = "the environment of your server, or pip install 'sgl-skipkv[sglang]'"
+_PACKAGES: Final = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
+_HOOK_COLOURS: Final = {"ok": "", "changed": "yellow", "wrong": "red"}
+_CAPABILITY_COLOURS: Final = {"yes": "green", "no": "red", "per request": "yellow"}
+
+
+def doctor(arguments: argparse.Namespace, console: Console) -> int:
+    """Print versions, platform, hooks and the capability matrix; 0 if every hook applies.
+
+    With a URL: whether budgets arrive there. With a model: whether eviction can work with it.
+    """
+    if arguments.url is not None:
+        return check_endpoint(arguments.url, arguments.api_key, console, as_json=arguments.json)
+    if arguments.model is not None:
+        return show_model(arguments.model, console, as_json=arguments.json)
+    found = examine()
+    if arguments.json:
+        print_json(found)
+    else:
+        show(found, console)
+    return 0 if found["state"] == "ready" else 1
+
+
+def examine() -> dict[str, Any]:
+    """What this environment has, and whether eviction is ready as far as can be said without a
+    server."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    versions["python"] = platform.python_version()
+    found: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
+    found |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
+    found |= {"device": None, "hooks": [], "capabilities": []}
+    if find_spec("sglang") is None:
+        found["problems"] = [f"no SGLang here; choices: {CHOICES}"]
+        return found
+    from sgl_skipkv.patches import registry
+    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
+    from sgl_skipkv.patches.startup.hook_bodies import hook_states
+
+    states, problems = hook_states()
+    found["device"] = platform_name()
+    found["hooks"] = [
+        {
+            **{"hook": one.hook.target, "kind": one.hook.kind, "state": one.state},
+            **{"text": one.text, "why": one.hook.why},
+        }
+        for one in states
+    ]
+    found["capabilities"] = [
+        {"feature": row.name, "supported": row.supported, "why": row.why} for row in CAPABILITIES
+    ]
+    found["warning"] = registry.opened_for(metadata.version("sglang"))
+    found["problems"] = problems
+    found["state"] = "unavailable" if problems else "ready"
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """The same as tables."""
+    facts = {name: version or "not installed" for name, version in found["versions"].items()}
+    facts["SGLANG_PLATFORM"] = found["platform"] or "not set"
+    if found["device"] is not None:
+        facts["platform"] = found["device"]
+    console.print(facts_of("versions", facts))
+    if found["device"] is None:
+        console.print(f"[bold red]unavailable[/]: {escape(found['problems'][0])}")
+        return
+    hooks = [
+        {**one, "state": Text(one["text"], _HOOK_COLOURS[one["state"]])} for one in found["hooks"]
+    ]
+    columns = Column("hook", "hook"), Column("kind", "kind"), Column("state", "state", lambda t: t)
+    console.print(table_of("hooks", (*columns, Column("why", "why")), hooks))
+    supported = Column(
+        "supported", "supported", lambda word: f"[{_CAPABILITY_COLOURS[word]}]{word}[/]"
+    )
+    columns = Column("feature", "feature"), supported, Column("why", "why")
+    console.print(table_of("capabilities", columns, found["capabilities"]))
+    if found["warning"] is not None:
+        console.print(f"[bold yellow]warning[/]: {found['warning']}")
+    if found["problems"]:
+        console.print("[bold red]unavailable[/]: " + "; ".join(found["problems"]))
+        console.print("A server still starts; requests with a budget get HTTP 400.")
+    else:
+        console.print(
+            "[bold green]ready[/] as far as can be checked without a server: each server checks "
+            "its configuration at start and reports its state in /server_info and in the log."
+        )

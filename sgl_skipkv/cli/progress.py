@@ -1,0 +1,58 @@
+"""One progress bar for everything that takes longer than a few seconds: how many are done, how many
+in a second, and how long the rest will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+T = TypeVar("T")
+
+
+class _Rate(ProgressColumn):
+    """Per second, or per minute where that is less than one."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        if speed is None:
+            return Text("-/s")
+        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{60 * speed:.1f}/min")
+
+
+def progress(*, transient: bool = False) -> Progress:
+    """The bar, on standard error: standard output is for results."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=transient,
+        speed_estimate_period=120,
+    )
+
+
+def track(things: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The things, with a bar of how many have been taken.
+
+    Args:
+        total: how many there are, where they have no length.
+    """
+    with progress() as bar:
+        yield from bar.track(things, total, description=what)
