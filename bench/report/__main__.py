@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and nine files in docs/ between their markers
+python -m bench.report            # rewrite README.md and ten files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -24,6 +24,7 @@ from bench.report import (
     rank_tables,
     steering_tables,
     system_tables,
+    tune_tables,
 )
 
 README = ROOT / "README.md"
@@ -31,7 +32,7 @@ DOCUMENTS = (
     README,
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
-    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models")),
+    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models", "tune")),
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -57,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": default_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,
     "parity": accuracy_tables.parity,
+    "tune": tune_tables.tune,
     "peer": accuracy_tables.peer,
     "conversation": conversation_tables.conversation,
     "conversation_first_token": conversation_tables.conversation_first_token,

@@ -1,4 +1,4 @@
-"""The ``skipkv`` command: doctor, trace, view, report, steering."""
+"""The ``skipkv`` command: doctor, trace, view, tune, report, steering."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from sgl_skipkv.cli.endpoint import check_endpoint
 from sgl_skipkv.cli.files import read_json, read_lines
 from sgl_skipkv.cli.model_view import show_model
 from sgl_skipkv.cli.trace_view import show_trace
+from sgl_skipkv.cli.tune.arguments import add_tune
 from sgl_skipkv.cli.view import add_view
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
     trace.add_argument("--rid", help="request id; default: the last finished request")
     add_view(commands)
+    add_tune(commands)
     reports = commands.add_parser("report", help="estimates for a budget, without a server")
     kinds = reports.add_subparsers(dest="kind", required=True)
     padding = kinds.add_parser("padding", help="budget left after padding in static batches")
