@@ -5,6 +5,8 @@
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make lint    ruff and mypy --strict
+# make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
+# make notebook   runs examples/budget_figure.ipynb to its end (under 3 minutes)
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 # make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
 # make dist    builds the wheel and the sdist and tries both, beside a plain SGLang (about 5 minutes)
@@ -16,7 +18,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test explorer fuzz reliability lint bench-quick canary dist
+.PHONY: setup demo test explorer fuzz reliability lint docs notebook bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -52,6 +54,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY) | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+notebook: $(READY) | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[notebook]'
+	$(BIN)/jupyter execute examples/budget_figure.ipynb
 
 bench-quick: $(READY)
 	rm -f bench/rows/quick.csv .sweep/quick.jsonl
