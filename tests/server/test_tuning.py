@@ -13,6 +13,7 @@ import pytest
 from fleet import REASONER, Fleet
 
 from sgl_skipkv.cli.main import main
+from sgl_skipkv.cli.server_process import Endpoint
 from sgl_skipkv.cli.tune import command
 
 pytestmark = pytest.mark.server
@@ -117,3 +118,12 @@ def test_what_a_server_refuses_or_drops(
     with pytest.raises(SystemExit):
         tune("--budgets", "200")
     assert "url: expected a server where full cache arrives" in capsys.readouterr().err
+
+    def gone(path: str, body: Any = None, **more: Any) -> Any:
+        if path == "/generate":
+            return Endpoint("http://127.0.0.1:9").post(path, body, **more)
+        return post(path, body, **more)
+
+    monkeypatch.setattr(server, "post", gone)
+    status, printed = tune("--budgets", "200")
+    assert status == 1 and "no answer from the server: ConnectionError" in printed

@@ -61,7 +61,7 @@ def add_tune(commands: Any) -> None:
 
 
 def run_tune(arguments: argparse.Namespace, console: Console) -> int:
-    """Compare, print, draw; 1 if the server refused a request."""
+    """Compare, print, draw; 1 if the server refused a request or went away."""
     from sgl_skipkv.cli.tune import command  # policies need torch
 
     return command.run_tune(arguments, console)

@@ -44,7 +44,7 @@ _START_S = 900
 
 
 def run_tune(arguments: argparse.Namespace, console: Console) -> int:
-    """Compare, print, draw; 1 if the server refused a request."""
+    """Compare, print, draw; 1 if the server refused a request or went away."""
     kv_params = _checked(arguments)
     tokenizer = load_tokenizer("model-path", arguments.model_path)
     prompts = read_prompts(arguments.prompts, tokenizer, arguments.problems, arguments.suffix)
@@ -62,6 +62,10 @@ def run_tune(arguments: argparse.Namespace, console: Console) -> int:
             report = compare(runner, arguments)
     except HTTPFailure as error:
         console.print(f"[bold red]refused[/] by the server: {escape(str(error))}", soft_wrap=True)
+        return 1
+    except requests.RequestException as error:
+        why = escape(f"{type(error).__name__}: {error}")
+        console.print(f"[bold red]no answer[/] from the server: {why}", soft_wrap=True)
         return 1
     if arguments.figure is not None:
         draw(report, arguments.figure)
@@ -182,7 +186,7 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
     if arguments.url is not None:
         server = Endpoint(arguments.url, arguments.api_key)
         try:
-            server.get("/get_model_info")
+            server.get("/v1/models")
         except (requests.RequestException, HTTPFailure) as error:
             got, choices = f"{arguments.url} ({error})", "such as http://127.0.0.1:30000"
             raise SettingError("url", "the address of a running server", got, choices) from error

@@ -109,7 +109,7 @@ def _recommendation(report: Report) -> list[str]:
             f"and {chosen.peak_kv_tokens:,.0f} at its peak, with the full cache "
             f"{full.mean_kv_tokens:,.0f} and {full.peak_kv_tokens:,.0f}.",
             f"How sure: {_seen(chosen)}, and up to {-100 * chosen.difference_low:.1f} points are "
-            f"possible ({1 - ERROR:.0%}, for all that was compared). {cannot}",
+            f"possible ({1 - ERROR:.0%} sure, over all settings together). {cannot}",
         ]
     if least > tolerance:
         return [
