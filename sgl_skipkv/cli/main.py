@@ -100,9 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _OF_SGLANG:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OF_SGLANG:
             raise
-        expected = f"the package {error.name}, which comes with SGLang"
+        expected = f"the package {package}, which comes with SGLang"
         parser.error(
             str(SettingError(arguments.command, expected, "an environment without it", _CHOICES))
         )
