@@ -4,7 +4,8 @@
     python -m bench.accuracy.tune --problems 80  # arguments of skipkv tune
 
 Appends a row per setting to bench/rows/tune.csv. ``seconds`` is the whole command, with the start
-of its server.
+of its server, and ``cpu_seconds`` what both computed: on a machine that others use, less than
+``seconds`` times the cores says that the command had to wait.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import time
 
@@ -34,7 +36,8 @@ def main() -> int:
         return status
     found = json.loads(printed.getvalue())
     print("\n".join(found["sentences"]))
-    shared = {"prompts": found["prompts"], "seconds": seconds}
+    cpu_seconds = round(sum(os.times()[:4]))  # its own, and of the server, which has ended
+    shared = {"prompts": found["prompts"], "seconds": seconds, "cpu_seconds": cpu_seconds}
     shared["full_output_tokens_p50"] = found["full_output_tokens_p50"]
     for i, row in enumerate(found["rows"]):
         chosen = {"recommended": int(row == found["recommended"])}

@@ -24,8 +24,9 @@ def tune() -> str:
         ]
         for row in last
     ]
-    took = f"{last[0]['prompts']} prompts, {last[0]['seconds']} seconds with the server's start"
-    return f"{table(header, lines, last, 'tune')} {took}; bold: recommended."
+    took = f"{last[0]['prompts']} prompts in {last[0]['seconds']} seconds with the server's start"
+    cpu = f"{last[0]['cpu_seconds']} seconds of CPU"
+    return f"{table(header, lines, last, 'tune')} {took}, {cpu}; bold: recommended."
 
 
 def percents(row: Row, *names: str) -> list[str]:

@@ -100,16 +100,14 @@ class Runner:
             self.server.post("/flush_cache")
         body = self._body(setting)
         start = time.perf_counter()
-        with ThreadPoolExecutor(self.parallel) as pool:
-            futures = {
-                pool.submit(self._ask, prompt, body): i for i, prompt in enumerate(self.prompts)
-            }
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    answered(futures[future])
-            finally:  # after an error, what has not begun is not sent
-                pool.shutdown(wait=False, cancel_futures=True)
+        pool = ThreadPoolExecutor(self.parallel)
+        futures = {pool.submit(self._ask, prompt, body): i for i, prompt in enumerate(self.prompts)}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                answered(futures[future])
+        finally:  # without waiting: after an error or a signal the server ends, and the rest with it
+            pool.shutdown(wait=False, cancel_futures=True)
         seconds = time.perf_counter() - start
         return Run(setting, [_output(future.result(), setting) for future in futures], seconds)
 
