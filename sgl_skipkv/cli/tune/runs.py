@@ -106,7 +106,7 @@ class Runner:
             for future in as_completed(futures):
                 future.result()
                 answered(futures[future])
-        finally:  # without waiting: after an error or a signal the server ends, and the rest with it
+        finally:  # without waiting: after an error or a signal the server ends as well
             pool.shutdown(wait=False, cancel_futures=True)
         seconds = time.perf_counter() - start
         return Run(setting, [_output(future.result(), setting) for future in futures], seconds)
