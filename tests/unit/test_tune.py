@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,12 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from sgl_skipkv.cli.main import main
+from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure
 from sgl_skipkv.cli.tune import figure, grading
 from sgl_skipkv.cli.tune.compare import Comparison, Row, carried, equal_tokens, recommended
 from sgl_skipkv.cli.tune.intervals import paired_interval, quantile, wilson
 from sgl_skipkv.cli.tune.prompts import Prompt, prompt_text, read_prompts
-from sgl_skipkv.cli.tune.runs import FULL, Output, Run, Setting
+from sgl_skipkv.cli.tune.runs import FULL, Output, Run, Runner, Setting
 from sgl_skipkv.cli.tune.show import Report, sentences, table
 from sgl_skipkv.config import SettingError
 
@@ -42,6 +47,34 @@ Z = quantile(0.975)
 )
 def test_grading(text: str, answer: Any, right: bool) -> None:
     assert grading.is_right(text, answer) is right
+
+
+def test_an_error_waits_for_no_other_answer() -> None:
+    """The first request is refused while the second one has no answer yet."""
+    over, order = threading.Event(), itertools.count()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if next(order):
+                over.wait(60)
+            self.send_response(400)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_address[1]}")
+        prompts = [Prompt((1,), 7)] * 2
+        runner = Runner(endpoint, False, prompts, {}, 8, parallel=2, logprobs=False)
+        start = time.monotonic()
+        with pytest.raises(HTTPFailure, match="400"):
+            runner.run(FULL, lambda _: None)
+        assert time.monotonic() - start < 30
+        over.set()
+        server.shutdown()
 
 
 def test_equal_tokens() -> None:
