@@ -113,7 +113,7 @@ def run_round(
         progress.advance(task)
         return answer
 
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")  # idle a moment after the last answer
     start = time.perf_counter()
     with RunningWatch(server) as watch, ThreadPoolExecutor(len(problems)) as pool:
         answers = list(pool.map(solve, range(len(problems))))

@@ -14,6 +14,7 @@ from sgl_skipkv.config import SettingError
 
 #: for one answer: a long one on a slow machine takes hours
 _TIMEOUT_S: Final = 86_400
+_IDLE_S: Final = 60
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Runner:
             SettingError: the setting does not arrive at the server.
         """
         if self.owned:
-            self.server.post("/flush_cache")
+            # SGLang flushes when it is idle, which it is a moment after the last answer.
+            self.server.post(f"/flush_cache?timeout={_IDLE_S}")
         body = self._body(setting)
         start = time.perf_counter()
         pool = ThreadPoolExecutor(self.parallel)
