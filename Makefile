@@ -6,6 +6,8 @@
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make monitoring   the dashboard and the alerts against a real Prometheus (Debian: apt install prometheus)
 # make lint    ruff and mypy --strict
+# make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
+# make notebook   runs examples/budget_figure.ipynb to its end (under 3 minutes)
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
 # make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
 # make dist    builds the wheel and the sdist and tries both, beside a plain SGLang (about 5 minutes)
@@ -17,7 +19,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test explorer fuzz reliability monitoring lint bench-quick canary dist
+.PHONY: setup demo test explorer fuzz reliability monitoring lint docs notebook bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -56,6 +58,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY) | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+notebook: $(READY) | $(UV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[notebook]'
+	$(BIN)/jupyter execute examples/budget_figure.ipynb
 
 bench-quick: $(READY)
 	rm -f bench/rows/quick.csv .sweep/quick.jsonl

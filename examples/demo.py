@@ -1,9 +1,9 @@
 """What a KV budget does, on the bundled model and this machine: ``make demo``.
 
 Starts the real SGLang server, runs ``quickstart.py`` against it, then gives the same problems to
-the same small KV pool without a budget and with two, shows one trace with what was evicted struck
-through, and writes the explorer's page of one problem under three policies. It needs no network,
-ends by itself and leaves no process behind.
+the same small KV pool without a budget, with two, and with one that is too small. It shows one
+trace with what was evicted struck through, and writes the explorer's page of one problem under
+three policies. It needs no network, ends by itself and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ HERE = Path(__file__).resolve().parent
 MODEL = HERE / "reasoner"
 POOL_TOKENS = 4096
 BUDGETS: tuple[int | None, ...] = (None, 512, 256)
+#: two or three sentences of this model
+TOO_SMALL = 64
 # Compactions come more often than by default: the traces of this model are short.
 KV_PARAMS = {"interval": 32}
 #: side by side on the page, with the last budget; ``skipkv`` with the model's own threshold
@@ -112,7 +114,7 @@ def run_round(
         progress.advance(task)
         return answer
 
-    server.post("/flush_cache")
+    server.post("/flush_cache?timeout=60")  # idle a moment after the last answer
     start = time.perf_counter()
     with RunningWatch(server) as watch, ThreadPoolExecutor(len(problems)) as pool:
         answers = list(pool.map(solve, range(len(problems))))
@@ -212,6 +214,7 @@ def main() -> None:
                     run_round(server, problems, kv_budget, tokenizer, progress)
                     for kv_budget in BUDGETS
                 ]
+                lossy = run_round(server, problems, TOO_SMALL, tokenizer, progress)
             console.print(results_table(rounds))
             rids = ask_policies(server, problems[0], tokenizer)
             events = [event for event in read_trace(trace) if event["rid"] == f"{BUDGETS[-1]}-0"]
@@ -224,6 +227,10 @@ def main() -> None:
         f"In the same {POOL_TOKENS:,} tokens, {small.peak_running} requests ran at once with "
         f"kv_budget {small.kv_budget} ({small.right} of {small.problems} answers right) and "
         f"{none.peak_running} without one ({none.right} right)."
+    )
+    console.print(
+        f"A budget can be too small: with kv_budget {TOO_SMALL}, {lossy.right} of "
+        f"{lossy.problems} answers were right. `skipkv tune` compares budgets on your own prompts."
     )
     console.print("The same problem under three policies, token by token; open it in a browser:")
     console.print(str(arguments.page.resolve()), soft_wrap=True, markup=False, highlight=False)

@@ -17,10 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.lib.grading import is_right, wilson
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from sgl_skipkv.cli.tune.grading import is_right
+from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.request.trace import read_trace
 
 SIZES = (1, 10, 32)

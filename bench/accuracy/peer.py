@@ -20,10 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.lib.grading import is_right, wilson
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from sgl_skipkv.cli.tune.grading import is_right
+from sgl_skipkv.cli.tune.intervals import wilson
 
 PRESSES = ("SnapKVPress", "KnormPress")
 OURS = (("snapkv", {}), ("skipkv", {"tau": 0.85}), ("skipkv+", {"tau": 0.85}))

@@ -40,12 +40,12 @@ from bench.conversation.dialogue import (
     computed_tokens,
     read_conversations,
 )
-from bench.lib.grading import wilson
 from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row, recorded
 from bench.reasoner.vocabulary import build_tokenizer
 from sgl_skipkv import policy
 from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.tune.intervals import wilson
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "conversant"
 MEASUREMENTS = ("accuracy", "first_token", "pressure")

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.lib.grading import wilson
 from bench.reasoner.check_families import FOLDER, choices, encode
 from bench.reasoner.export import load_model
 from bench.reasoner.families.base import Task
 from bench.reasoner.model import Block, rope_table
 from bench.reasoner.problems import heldout_problem, solution_text
+from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from bench.lib.sweep import Problem, Sweep
 from sgl_skipkv.cli.report import kv_bytes_per_token
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import Endpoint, ServerProcess
+from sgl_skipkv.cli.tune.prompts import prompt_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "examples" / "reasoner"
@@ -60,12 +61,7 @@ def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
         level = str(record.get("level", arguments.problem_file.stem))
         if "family" in record:
             level = f"{record['family']}-{level}"
-        prompt = record.get("prompt") or record["problem"]
-        text = prompt + arguments.suffix
-        if tokenizer.chat_template:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
+        text = prompt_text(tokenizer, record, arguments.suffix)
         identity = str(record.get("id", record.get("unique_id", number)))
         if len(levels[level]) < arguments.problems:
             levels[level].append(Problem(identity, level, text, record["answer"]))
@@ -86,13 +82,6 @@ def bytes_per_token(model_path: str) -> int:
     # Without a GPU the servers of these scripts run in float32 (sgl_skipkv.cli.server_process).
     value_bytes = config.dtype.itemsize if torch.cuda.is_available() else 4
     return kv_bytes_per_token(config.to_dict(), value_bytes)
-
-
-class RunningServer(ServerProcess):
-    """A server that somebody else started."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
 
 
 @contextlib.contextmanager
@@ -123,10 +112,10 @@ def sweep_over(arguments: argparse.Namespace, name: str, **options: Any) -> Iter
 
 
 @contextlib.contextmanager
-def servers(arguments: argparse.Namespace) -> Iterator[Sequence[ServerProcess]]:
+def servers(arguments: argparse.Namespace) -> Iterator[Sequence[Endpoint]]:
     """The servers that the flags name, ready."""
     if arguments.url:
-        yield [RunningServer(url) for url in arguments.url]
+        yield [Endpoint(url) for url in arguments.url]
         return
     given = dict(flag.split("=", 1) for flag in arguments.server_flags)
     flags = {"max-running-requests": str(arguments.parallel), **given}

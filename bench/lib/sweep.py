@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from bench.lib.grading import is_right, wilson
 from bench.lib.record import append_row, recorded
+from sgl_skipkv.cli.tune.grading import is_right
+from sgl_skipkv.cli.tune.intervals import wilson
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}
 GREEDY = {"temperature": 0}

@@ -25,6 +25,7 @@ from bench.report import (
     rank_tables,
     steering_tables,
     system_tables,
+    tune_tables,
 )
 
 README = ROOT / "README.md"
@@ -33,6 +34,7 @@ DOCUMENTS = (
     *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
     *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
     *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models", "monitoring")),
+    ROOT / "docs" / "tune.md",
 )
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
@@ -58,6 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizes": default_tables.sizes,
     "needed_tokens": accuracy_tables.needed_tokens,
     "parity": accuracy_tables.parity,
+    "tune": tune_tables.tune,
     "peer": accuracy_tables.peer,
     "conversation": conversation_tables.conversation,
     "conversation_first_token": conversation_tables.conversation_first_token,

@@ -49,7 +49,7 @@ ROOMS = {
     "patches/startup": "flags, capabilities, start",
     "plugin": "SGLang's entry point",
     "frontend": "sgl.gen(kv_budget=)",
-    "cli": "skipkv doctor, trace, view,\nreport, steering",
+    "cli": "skipkv doctor, trace, view,\ntune, report, steering",
     "": "sgl_skipkv.install()",
 }
 

@@ -1,4 +1,4 @@
-"""The ``skipkv`` command: doctor, top, trace, view, report, steering."""
+"""The ``skipkv`` command: doctor, top, trace, view, tune, report, steering."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sgl_skipkv.cli.files import read_json, read_lines
 from sgl_skipkv.cli.tables import Column, print_json, table_of
 from sgl_skipkv.cli.top import add_top
 from sgl_skipkv.cli.trace_view import show_trace
+from sgl_skipkv.cli.tune.arguments import add_tune
 from sgl_skipkv.cli.view import add_view
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.recording.sentences import PRESETS
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.add_argument("--rid", help="request id; default: the last finished request")
     add_top(commands, tables)
     add_view(commands)
+    add_tune(commands)
     reports = commands.add_parser("report", help="estimates for a budget, without a server")
     kinds = reports.add_subparsers(dest="kind", required=True)
     padding = kinds.add_parser(
@@ -99,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _OF_SGLANG:
+        package = (error.name or "").partition(".")[0]
+        if package not in _OF_SGLANG:
             raise
-        expected = f"the package {error.name}, which comes with SGLang"
+        expected = f"the package {package}, which comes with SGLang"
         parser.error(
             str(SettingError(arguments.command, expected, "an environment without it", CHOICES))
         )

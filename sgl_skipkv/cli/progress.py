@@ -23,13 +23,14 @@ T = TypeVar("T")
 
 
 class _Rate(ProgressColumn):
-    """Per second, or per minute where that is less than one."""
+    """Per second, or per minute where that is less than one; in its task's ``unit``, if it has one."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
+        unit = f" {task.fields['unit']}" if "unit" in task.fields else ""
         if speed is None:
-            return Text("-/s")
-        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{60 * speed:.1f}/min")
+            return Text(f"-{unit}/s")
+        return Text(f"{speed:,.1f}{unit}/s" if speed >= 1 else f"{60 * speed:.1f}{unit}/min")
 
 
 def progress(*, transient: bool = False) -> Progress:

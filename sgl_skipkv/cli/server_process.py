@@ -1,4 +1,4 @@
-"""Starts a real SGLang server in a process, for demos, benchmarks and tests.
+"""Starts a real SGLang server in a process, for demos, benchmarks and tests, or asks a running one.
 
 The process has its own session, so ending its process group ends exactly the processes that it
 spawned. The server listens on loopback only.
@@ -27,6 +27,8 @@ READY_LINE = "The server is fired up"
 # A server binds its port only when its model is loaded. Until then Linux may assign a port from
 # 32,768 on to another program's outgoing connection, but never one of these.
 PORTS = range(20_000, 32_768)
+# KV pool on a CPU, where SGLang would otherwise use most of the memory.
+_CPU_POOL_TOKENS = 65536
 
 
 class HTTPFailure(Exception):
@@ -58,7 +60,29 @@ def claimed_port(ports: Sequence[int] = PORTS) -> socket.socket:
     raise RuntimeError(f"port: expected a free one in {min(ports)} to {max(ports)}, got none")
 
 
-class ServerProcess(AbstractContextManager["ServerProcess"]):
+class Endpoint:
+    """A server by its address, whoever started it."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600) -> Any:
+        """POST JSON; returns the decoded JSON response, or else its text.
+
+        Raises:
+            HTTPFailure: any status but 200.
+        """
+        data = b"" if body is None else json.dumps(body)  # requests' own would refuse NaN
+        headers = {"Content-Type": "application/json", **self._headers}
+        return _read(requests.post(self.url + path, data, headers=headers, timeout=timeout))
+
+    def get(self, path: str) -> Any:
+        """GET; returns the decoded JSON response, or else its text."""
+        return _read(requests.get(self.url + path, headers=self._headers, timeout=60))
+
+
+class ServerProcess(Endpoint, AbstractContextManager["ServerProcess"]):
     """``python -m sglang.launch_server`` as a context manager, on a CUDA GPU where there is one,
     else on the CPU platform.
 
@@ -89,7 +113,7 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
         self.log_path = folder / "server.log"
         self._port_claim = claimed_port()
         self.port: int = self._port_claim.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}")
         name = str(Path(model).resolve()) if Path(model).exists() else str(model)
         platform = {}
         if torch.cuda.is_available():
@@ -173,20 +197,6 @@ class ServerProcess(AbstractContextManager["ServerProcess"]):
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600) -> Any:
-        """POST JSON; returns the decoded JSON response, or else its text.
-
-        Raises:
-            HTTPFailure: any status but 200.
-        """
-        data = b"" if body is None else json.dumps(body)  # requests' own would refuse NaN
-        headers = {"Content-Type": "application/json"}
-        return _read(requests.post(self.url + path, data, headers=headers, timeout=timeout))
-
-    def get(self, path: str) -> Any:
-        """GET; returns the decoded JSON response, or else its text."""
-        return _read(requests.get(self.url + path, timeout=60))
-
 
 def _read(response: requests.Response) -> Any:
     response.encoding = "utf-8"
@@ -196,3 +206,15 @@ def _read(response: requests.Response) -> Any:
         return response.json()
     except requests.JSONDecodeError:
         return response.text
+
+
+def pool_flags(parallel: int, most_tokens: int) -> list[str]:
+    """Flags for a pool that holds ``parallel`` requests of this length, within what a CPU has; none
+    on a GPU, where SGLang takes what is free.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    pool_tokens = max(_CPU_POOL_TOKENS, 2 * most_tokens)
+    return ["--max-total-tokens", str(min(pool_tokens, parallel * most_tokens))]

@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 from transformers import AutoConfig
 
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.progress import track
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, pool_flags
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
@@ -37,8 +36,6 @@ from sgl_skipkv.steering.vector import Origin, Preset, SteeringVector
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: the command warns if a class has fewer thoughts
 FEW_THOUGHTS = 100
-#: KV pool on a CPU, where SGLang would otherwise use most of the memory
-_CPU_POOL_TOKENS = 65536
 #: requests at a time
 _PARALLEL = 32
 
@@ -217,9 +214,7 @@ class Extraction:
         config.write_text(json.dumps(settings))
         # Tokens of a cached prefix are not computed, so they have no hidden states to capture.
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
-        if not torch.cuda.is_available():
-            pool_tokens = max(_CPU_POOL_TOKENS, 2 * most_tokens)
-            flags += ["--max-total-tokens", str(min(pool_tokens, _PARALLEL * most_tokens))]
+        flags += pool_flags(_PARALLEL, most_tokens)
         return ServerProcess(self.model_path, self.work / "server", [*flags, *self._server_flags])
 
     def _generate(self, server: ServerProcess, max_new_tokens: int, trace: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy: grading, intervals, figures, and a sweep that goes on after a stop."""
+"""Accuracy: figures, and a sweep that goes on after a stop."""
 
 from __future__ import annotations
 
@@ -15,39 +15,11 @@ from fleet import Fleet
 from servers import Server
 
 from bench.accuracy import figure
-from bench.lib import grading, record
+from bench.lib import record
 from bench.lib import serving as lib_serving
 from bench.lib.forced import ForcedModel
 from bench.lib.sweep import Cell, Sweep
 from bench.reasoner.vocabulary import prompt_text
-
-
-@pytest.mark.parametrize(
-    ("text", "answer", "right"),
-    [
-        ("4 + 3 = 7.\n</think>\nAnswer: 7", 7, True),
-        ("4 + 3 = 7.\n</think>\nAnswer: 8", 7, False),
-        ("Answer: 7.\n</think>\nAnswer: 8", 7, False),  # a thought is not an answer
-        ("x\n</think>\nAnswer: -7", -7, True),
-        ("so</think> The value is $\\boxed{\\frac{1}{2}}$.", "0.5", True),
-        ("so</think> The value is $\\boxed{\\frac{1}{3}}$.", "0.5", False),
-        ("so</think> \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3, \\pi/2)", True),
-        ("", 7, False),
-        ("no number at all", "\\frac{1}{2}", False),
-    ],
-)
-def test_grading(text: str, answer: Any, right: bool) -> None:
-    assert grading.is_right(text, answer) is right
-
-
-@pytest.mark.parametrize(
-    ("right", "n", "low", "high"),
-    # from the closed form by hand, p = 1/2: 1/2 -+ z/2 sqrt((1 + z^2/n)/n) / (1 + z^2/n)
-    [(5, 10, 0.23659, 0.76341), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0)],
-)
-def test_wilson(right: int, n: int, low: float, high: float) -> None:
-    found = grading.wilson(right, n)
-    assert found == pytest.approx((low, high), abs=1e-4)
 
 
 def sweep_of(server: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, parallel: int = 4) -> Any:

@@ -66,6 +66,8 @@ SERVED = {
     "accuracy.batch_size": f"{_FEW} --trace {{trace}}",
     "accuracy.demo": "--problems 1",
     "accuracy.peer": f"{_FEW} --peer-python {{peer}} --budgets 64",
+    "accuracy.tune": "--url {url} --problems 2 --policies streaming --shares 0.5 "
+    "--max-new-tokens 60",
     "conversation": "--conversations 2 --turns 2 --policies streaming --kv-budgets 48 --crowd 2 "
     "--max-new-tokens 8 --rounds 2 --reply-tokens 8 --pressure-rounds 2",
     "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "

@@ -97,7 +97,7 @@ SPECS: dict[str, Spec] = {
     ),
     # The bundled model.
     "reasoner": Spec(
-        ("accuracy", "commands", "conversations", "reasoner", "replicas", "serving"),
+        ("accuracy", "commands", "conversations", "reasoner", "replicas", "serving", "tuning"),
         REASONER,
         ("--max-total-tokens", "40960", *ONE_BATCH),
     ),

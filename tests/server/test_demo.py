@@ -28,7 +28,7 @@ def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
         check=False,
     )
     assert demo.returncode == 0, demo.stderr[-3000:]
-    for part in ("quickstart.py", "of 3 say", "of 1", "struck through", "ran at once"):
+    for part in ("quickstart.py", "of 3 say", "of 1", "struck through", "ran at once", "too small"):
         assert part in demo.stdout, part
     page = tmp_path / "skipkv-demo.html"
     assert str(page.resolve()) in demo.stdout

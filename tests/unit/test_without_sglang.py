@@ -51,7 +51,8 @@ def test_what_says_that_it_needs_it(trace: Path) -> None:
     for package, *command in (
         ("torch", "doctor", "--model", REASONER),
         ("transformers", "trace", trace, "--model-path", REASONER),
-        ("torch", "steering", "extract", *extract),
+        ("safetensors", "steering", "extract", *extract),
+        ("torch", "tune", "--model-path", REASONER, "--prompts", trace),
     ):
         status, printed = run(*command)
         assert status == 2, printed

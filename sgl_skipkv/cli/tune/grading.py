@@ -1,10 +1,8 @@
-"""Whether an answer is right, and how sure a share of right answers is."""
+"""Whether an answer is right."""
 
 from __future__ import annotations
 
 import re
-
-from scipy.stats import binomtest
 
 _NUMBER = re.compile(r"Answer: (-?\d+)")
 
@@ -16,16 +14,10 @@ def is_right(text: str, answer: str | int) -> bool:
     that ``\\frac12`` equals ``0.5``. What a model wrote while thinking does not count. For the main
     thread only: the library's time limit is a signal.
     """
-    import math_verify  # not where only servers or kernels are measured
+    import math_verify  # of the extra [bench]
 
     final = text.rpartition("</think>")[2]
     if isinstance(answer, int) and (found := _NUMBER.search(final)):
         return int(found[1]) == answer
     gold = math_verify.parse(f"${answer}$")
     return bool(gold) and bool(math_verify.verify(gold, math_verify.parse(final)))
-
-
-def wilson(right: int, n: int) -> tuple[float, float]:
-    """95% Wilson score interval of a proportion."""
-    low, high = binomtest(right, n).proportion_ci(method="wilson")
-    return float(low), float(high)

@@ -1,0 +1,1 @@
+"""``skipkv tune``: which policy and budget a user's own prompts bear."""

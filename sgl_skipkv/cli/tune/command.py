@@ -1,0 +1,183 @@
+"""``skipkv tune``: compares budgets on a user's own prompts, and recommends one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import requests
+from rich.console import Console
+from rich.markup import escape
+
+from sgl_skipkv import policy
+from sgl_skipkv.cli.files import load_tokenizer
+from sgl_skipkv.cli.progress import progress
+from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure, ServerProcess, pool_flags
+from sgl_skipkv.cli.tune.compare import Comparison
+from sgl_skipkv.cli.tune.figure import check_figure, draw
+from sgl_skipkv.cli.tune.prompts import Prompt, read_prompts
+from sgl_skipkv.cli.tune.runs import FULL, Run, Runner, Setting
+from sgl_skipkv.cli.tune.show import Report, sentences, table
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.request.settings import resolve_request
+
+#: for a start; on a new GPU libraries compile their kernels first
+_START_S = 900
+
+
+def run_tune(arguments: argparse.Namespace, console: Console) -> int:
+    """Compare, print, draw; 1 if the server refused a request or went away."""
+    kv_params = _checked(arguments)
+    tokenizer = load_tokenizer("model-path", arguments.model_path)
+    prompts = read_prompts(arguments.prompts, tokenizer, arguments.problems, arguments.suffix)
+    try:
+        with _server(arguments, prompts) as server:
+            runner = Runner(
+                server,
+                arguments.url is None,
+                prompts,
+                kv_params,
+                arguments.max_new_tokens,
+                arguments.parallel or len(prompts),
+                logprobs=prompts[0].answer is None,
+            )
+            report = compare(runner, arguments)
+    except HTTPFailure as error:
+        console.print(f"[bold red]refused[/] by the server: {escape(str(error))}", soft_wrap=True)
+        return 1
+    except requests.RequestException as error:
+        why = escape(f"{type(error).__name__}: {error}")
+        console.print(f"[bold red]no answer[/] from the server: {why}", soft_wrap=True)
+        return 1
+    if arguments.figure is not None:
+        draw(report, arguments.figure)
+    if arguments.json:
+        print(json.dumps(as_json(report, arguments), indent=1))
+        return 0
+    console.print(table(report))
+    for line in sentences(report):
+        console.print(line, markup=False, highlight=False)
+    if arguments.figure is not None:
+        console.print(str(arguments.figure), soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def compare(runner: Runner, arguments: argparse.Namespace) -> Report:
+    """Run the full cache, every setting, and the full cache once more."""
+    n = len(runner.prompts)
+    with progress() as bar:
+        task = bar.add_task(str(FULL), total=n, unit="answers")
+        first = runner.run(FULL, lambda _: bar.advance(task))
+        lengths = [len(output.ids) for output in first.outputs]
+        full_tokens = median(lengths)
+        budgets = arguments.budgets or [round(share * full_tokens) for share in arguments.shares]
+        settings = [Setting(p, b) for p in arguments.policies for b in sorted({*budgets})]
+        for setting in settings:
+            _resolved(setting, runner.kv_params)
+        # As if every setting wrote as many tokens as the full cache.
+        task = bar.add_task("", total=sum(lengths) * (len(settings) + 1), unit="tokens")
+        runs: list[Run] = []
+        for setting in (*settings, FULL):
+            count = f"{len(runs) + 1} of {len(settings) + 1}"
+            bar.update(task, description=f"{setting} ({count})")
+            runs.append(runner.run(setting, lambda i: bar.advance(task, lengths[i])))
+    timed, policies = runner.owned, len(arguments.policies)
+    comparison = Comparison(runner.prompts, first, runs[-1], policies, timed=timed)
+    rows = [comparison.row(run) for run in (first, *runs)]
+    return Report(comparison, rows, full_tokens, arguments.tolerance_points / 100)
+
+
+def as_json(report: Report, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    chosen = report.chosen
+    return {
+        "model": arguments.model_path,
+        "prompts": len(report.comparison.prompts),
+        "score": "right answers" if report.comparison.keyed else "equal tokens",
+        "full_output_tokens_p50": report.full_tokens,
+        "tolerance_points": arguments.tolerance_points,
+        "rows": [asdict(row) for row in report.rows],
+        "recommended": None if chosen is None else asdict(chosen),
+        "sentences": sentences(report),
+    }
+
+
+def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check what can be checked before a server starts; the parameters of the policies."""
+    for name, least in (("problems", 2), ("max_new_tokens", 1), ("parallel", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            field = name.replace("_", "-")
+            raise SettingError(field, f"an integer of {least} or more", value, "a larger one")
+    if not 0 < arguments.tolerance_points < 100:
+        expected = "a number of points in (0, 100)"
+        raise SettingError("tolerance-points", expected, arguments.tolerance_points, "10, or 2")
+    for share in arguments.shares:
+        if not 0 < share <= 1:
+            raise SettingError("shares", "numbers in (0, 1]", share, "such as 0.25 0.5")
+    for flag in arguments.server_flags:
+        if "=" not in flag:
+            raise SettingError("server-flags", "NAME=VALUE", flag, "such as max-total-tokens=65536")
+    if len({*arguments.policies}) < len(arguments.policies):
+        raise SettingError("policies", "each name once", arguments.policies, "two names")
+    try:
+        kv_params = json.loads(arguments.kv_params)
+    except ValueError as error:
+        raise SettingError("kv-params", "a JSON object", str(error), '{"interval": 32}') from error
+    if not isinstance(kv_params, dict):
+        raise SettingError("kv-params", "a JSON object", kv_params, '{"interval": 32}')
+    for name in arguments.policies:
+        if not policy.policy_class(name).evicts:
+            evicting = ", ".join(one for one in policy.names() if policy.policy_class(one).evicts)
+            raise SettingError("policies", "policies that evict", name, evicting)
+        for budget in arguments.budgets or [ServerConfig().kv_budget_max]:
+            _resolved(Setting(name, budget), kv_params)
+    if arguments.figure is not None:
+        check_figure(arguments.figure)
+    return kv_params
+
+
+def _resolved(setting: Setting, kv_params: Mapping[str, Any]) -> None:
+    """Refuse what a server without settings of its own would refuse."""
+    keys = {
+        "kv_policy": setting.policy,
+        "kv_budget": setting.kv_budget,
+        "kv_params": dict(kv_params),
+    }
+    resolve_request(keys, ServerConfig())
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Endpoint]:
+    if arguments.url is not None:
+        server = Endpoint(arguments.url, arguments.api_key)
+        try:
+            server.get("/v1/models")
+        except (requests.RequestException, HTTPFailure) as error:
+            got, choices = f"{arguments.url} ({error})", "such as http://127.0.0.1:30000"
+            raise SettingError("url", "the address of a running server", got, choices) from error
+        yield server
+        return
+    parallel = arguments.parallel or len(prompts)
+    longest = max(len(prompt.ids) for prompt in prompts) + arguments.max_new_tokens
+    flags = [
+        *pool_flags(parallel, longest),
+        *("--max-running-requests", str(parallel)),
+        *("--kv-policy", arguments.policies[0]),  # eviction enabled at start, for CUDA graphs
+        *(part for flag in arguments.server_flags for part in f"--{flag}".split("=", 1)),
+    ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess(arguments.model_path, Path(folder), flags, captures=True) as server,
+    ):
+        yield server.wait_ready(_START_S)
