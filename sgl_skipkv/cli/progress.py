@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Rate(ProgressColumn):
-    """Per second, or per minute where that is less than one; in its task's ``unit``, if it has one."""
+    """Per second, or per minute where that is below one, in the task's ``unit`` if it has any."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
