@@ -282,7 +282,7 @@ def rows(cache: Cache) -> Case:
     def plain() -> tuple[Tensor, ...]:
         rewrite = RowRewrite(table, range(shape.requests), parts, positions.split(tokens))
         rewrite.write()
-        return torch.cat(rewrite.freed), rewrite.kept_positions, table
+        return torch.cat(rewrite.vacated), rewrite.kept_positions, table
 
     return Case([launch], [plain], False, "compaction")
 

@@ -30,9 +30,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from planted_bugs import FOUND, RARE, SOONEST, bugs, plant
+from planted_bugs import FOUND, IN_PAGES, RARE, SOONEST, bugs, plant
 from pool_content import plugin_and_topology
-from pool_machine import PoolMachine, run_machine
+from pool_machine import PagedPoolMachine, PoolMachine, run_machine
 from row_table import show
 from tqdm import tqdm
 
@@ -105,7 +105,7 @@ def some_lives(count: int, seed: int) -> Counter[str]:
         SystemExit: an invariant does not hold.
     """
     try:
-        return run_machine(count, steps=STEPS, seed=seed)
+        return run_machine(count, steps=STEPS, seed=seed, kind=PagedPoolMachine)
     except FOUND as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
@@ -127,7 +127,7 @@ def planted(seeds: Sequence[int], most: int, workers: int, *, soonest: bool = Fa
 def lives_until(name: str, seed: int, most: int) -> Row:
     """A planted bug is found."""
     with planted_bug(name):
-        found = found_after(seed, most)
+        found = found_after(name, seed, most)
     return {"bug": name, "seed": seed, "lives": "" if found is None else found}
 
 
@@ -135,7 +135,7 @@ def soonest_of(name: str) -> Row:
     """The first seed whose first lives find a planted bug."""
     with planted_bug(name):
         for seed in range(SOONEST.get(name, 4), 400):
-            found = found_after(seed, 8)
+            found = found_after(name, seed, 8)
             if found is not None:
                 return {"bug": name, "seed": seed, "lives": found}
     return {"bug": name, "seed": "", "lives": ""}
@@ -148,9 +148,10 @@ def planted_bug(name: str) -> Iterator[None]:
         yield
 
 
-def found_after(seed: int, most: int) -> int | None:
+def found_after(name: str, seed: int, most: int) -> int | None:
+    kind = PagedPoolMachine if name in IN_PAGES else PoolMachine
     try:
-        run_machine(most, steps=STEPS, seed=seed)
+        run_machine(most, steps=STEPS, seed=seed, kind=kind)
     except FOUND:
         return PoolMachine.lives
     return None

@@ -26,7 +26,10 @@ from rich.console import Console
 
 from bench.report import goal_table
 
-ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models")
+ROWS = (
+    *("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models"),
+    *("pages", "page_runs"),
+)
 Command = tuple[str, ...]
 LANES: tuple[tuple[Command, ...], ...] = (
     (
@@ -40,6 +43,7 @@ ALONE: tuple[Command, ...] = (
     *(("tests/load/load.py", f"L{number}") for number in range(5)),
     ("tests/load/ranks.py", "--scale", "0.2"),
     ("tests/load/families.py",),
+    ("tests/load/pages.py",),
 )
 console = Console()
 
