@@ -347,5 +347,5 @@ class Books(TurnBooks):
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - len(self.recorder.free_tracks)
         assert all(state.failure is None for state in states)
-        for row in range(ROWS + 1):
-            assert int(self.recorder.track_of_row[row]) == lent.get(row, 0), row
+        held = [lent.get(row, 0) for row in range(ROWS + 1)]
+        assert self.recorder.track_of_row.tolist()[: ROWS + 1] == held
