@@ -66,6 +66,11 @@ class Spec:
     steering_layer: int | None = None
 
 
+def retracts(every: int) -> dict[str, str]:
+    """SGLang's own test switch: retract a request every so many steps, the pool full or not."""
+    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
+
+
 def retracting(
     every: int,
     files: tuple[str, ...] = ("retraction",),
@@ -76,11 +81,10 @@ def retracting(
     chunk: int = 256,
     **config: Any,
 ) -> Spec:
-    """A small pool in which SGLang's own test switch retracts requests every so many steps."""
+    """A small pool in which requests are retracted every so many steps."""
     pool = ("--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk))
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
     settings = {**CHECKED, **config}
-    return Spec(files, model, (*pool, *more), settings, {"env": env}, steering_layer)
+    return Spec(files, model, (*pool, *more), settings, {"env": retracts(every)}, steering_layer)
 
 
 SPECS: dict[str, Spec] = {
@@ -152,13 +156,13 @@ SPECS: dict[str, Spec] = {
     ),
     # Interleaved, partial rotation, and norms on what a layer adds to its residual.
     "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
-    # Layers with windows, and requests that forget them.
+    # Layers with windows, in pages, retracted now and then; and requests that forget the windows.
     "gemma3": Spec(
         ("oracle_windows",),
         "gemma3",
-        ONE_BATCH,
+        (*ONE_BATCH, *PAGES_OF_16),
         CHECKED,
-        {"env": rank_plants.environment("unprotected")},
+        {"env": {**rank_plants.environment("unprotected"), **retracts(30)}},
     ),
     "llama, no overlap": Spec(("oracle_reuse",), "llama", (*CHUNKS_OF_64, *WITHOUT_OVERLAP)),
     "qwen3": Spec(("oracle_reuse",), "qwen3", CHUNKS_OF_64),
@@ -174,12 +178,12 @@ SPECS: dict[str, Spec] = {
     ),
     "recomputing": retracting(200, retraction_backup_bytes=0),  # nothing is backed up
     "restoring": retracting(3, more=PAGES_OF_16),
-    # MLA, retracted now and then.
+    # MLA in pages, retracted now and then.
     "latents": retracting(
         40,
         files=("oracle_latents",),
         model="deepseek_v3",
-        more=ONE_BATCH,
+        more=(*ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
     ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
@@ -204,13 +208,7 @@ SPECS: dict[str, Spec] = {
         "llama",
         ("--tp-size", "2", *ONE_BATCH, *PAGES_OF_16),
         {**CHECKED, "check_agreement": True},
-        {
-            "env": {
-                **rank_plants.environment("faults"),
-                "SGLANG_TEST_RETRACT": "1",
-                "SGLANG_TEST_RETRACT_INTERVAL": "30",
-            }
-        },
+        {"env": {**rank_plants.environment("faults"), **retracts(30)}},
         steering_layer=1,
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
