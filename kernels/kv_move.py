@@ -15,8 +15,8 @@ all earlier tiles have written entries in front of that: no tile reads what an e
 a tile one entry's target may be another entry's source: hence one barrier between the loads and the
 stores. Two requests share no slot behind their first entries that may move.
 
-Floors with M entries that are moved and S bytes of a slot in all buffers: bytes ``2 S M`` of KV and
-``16 M`` of indices per program; operations none.
+Floors with M entries that are moved and S bytes of a slot in all buffers: bytes ``(2 S + 16) M``
+and ``24 B``; operations none. Each program reads the indices again.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ def ring_write_cases() -> list[CompileCase]:
 
 
 def kv_move_cases() -> list[CompileCase]:
-    """Of slots of 8 heads of 128 16-bit numbers, and of one whose bytes are an odd number of
-    words."""
+    """Of slots of 8 heads of 128 16-bit numbers, of latents of 576 such numbers, and of slots whose
+    bytes are an odd number of words."""
     int64 = ("pointers", "rows", "firsts", "kept", "kept_offsets")
     return [
         CompileCase(
@@ -188,7 +188,7 @@ def kv_move_cases() -> list[CompileCase]:
             num_warps=kv_move._WARPS,
             num_stages=1,
         )
-        for slot_bytes in (2048, 516)
+        for slot_bytes in (2048, 1152, 516)
     ]
 
 
