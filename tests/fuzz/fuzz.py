@@ -110,14 +110,18 @@ def some_lives(count: int, seed: int) -> Counter[str]:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-def planted(seeds: Sequence[int], most: int, workers: int, *, soonest: bool = False) -> list[Row]:
+def planted(
+    seeds: Sequence[int], most: int, workers: int, *, soonest: bool = False, pages: bool = False
+) -> list[Row]:
     """Lives that pass until each planted bug is found; empty where it never is.
 
     Args:
         most: lives per bug and seed.
         soonest: a few lives of one seed after the other, from a known one on, until one finds it.
+        pages: only bugs of pages of several tokens.
     """
     names = [name for name, *_ in bugs() if not (soonest and name in RARE)]
+    names = [name for name in names if name in IN_PAGES or not pages]
     if soonest:
         return side_by_side(soonest_of, [(name,) for name in names], workers, "bug")
     tasks = [(name, seed, most) for name in names for seed in seeds]
@@ -161,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
+    parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--soonest", action="store_true", help="with seeds that find a bug in their first lives"
@@ -176,7 +181,8 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds, workers = arguments.seeds, arguments.workers
     if arguments.planted:
-        rows = planted(seeds, arguments.most, workers, soonest=arguments.soonest)
+        which = {"soonest": arguments.soonest, "pages": arguments.pages}
+        rows = planted(seeds, arguments.most, workers, **which)
         show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
         rows = (fuzz_on if arguments.record else fuzz)(arguments.examples, seeds[0], workers)

@@ -13,7 +13,7 @@ from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import forward, model_side
-from sgl_skipkv.patches.startup import capabilities
+from sgl_skipkv.patches.startup import capabilities, pool_kinds
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
@@ -323,11 +323,11 @@ def test_pages_of_tested_sizes_in_the_allocators_that_are_known(page_size: int) 
     scheduler = SimpleNamespace(page_size=page_size, token_to_kv_pool_allocator=right)
     tested = page_size in (1, 16, 32, 64)
     expected = None if tested else f"page size {page_size} (supported: 1, 16, 32, 64)"
-    assert capabilities._page_size(scheduler) == expected
-    assert capabilities._allocator(scheduler) is None
+    assert pool_kinds.page_size(scheduler) == expected
+    assert pool_kinds.allocator(scheduler) is None
     scheduler.token_to_kv_pool_allocator = wrong
-    assert type(wrong).__name__ in str(capabilities._allocator(scheduler))
+    assert type(wrong).__name__ in str(pool_kinds.allocator(scheduler))
     if page_size > 1:
         other = PagedTokenToKVPoolAllocator(256, 2 * page_size, **whole)
         scheduler.token_to_kv_pool_allocator = other
-        assert f"pages of {2 * page_size} in memory" in str(capabilities._allocator(scheduler))
+        assert f"pages of {2 * page_size} in memory" in str(pool_kinds.allocator(scheduler))
