@@ -36,7 +36,7 @@ from sgl_skipkv.policy import names, policy_class
 POLICIES = [name for name in names() if name != "full"]
 #: heads, heads, windows, latents
 PAGES, MODELS = (16, 32, 64), ("llama", "qwen3", "gemma3", "deepseek_v3")
-BUDGET, INTERVAL, TOKENS = 40, 16, 216
+BUDGET, INTERVAL, TOKENS, RESTORED_TOKENS = 40, 16, 216, 104
 LOGPROB_TOLERANCE, START_WITHIN_S = 2e-3, 900
 RETRACTING = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 PARTS, TURNS = ("sets", "restores", "bytes", "turns"), 3
@@ -49,14 +49,14 @@ def policies_of(model: str) -> list[str]:
     return [name for name in POLICIES if not (latent and policy_class(name).needs_rotation)]
 
 
-def requests_of(model: str, count: int) -> list[list[Row]]:
+def requests_of(model: str, count: int, tokens: int = TOKENS) -> list[list[Row]]:
     """Waves of one request per policy; prompts of every length in a page of 16."""
     return [
         [
             {
                 "rid": f"{policy}-{wave}",
                 "input_ids": prompt_ids(f"{policy} {wave}", 40 + (7 * i + wave) % 16),
-                "tokens": TOKENS,
+                "tokens": tokens,
                 "kv_budget": BUDGET,
                 "kv_policy": policy,
                 "kv_params": {"interval": INTERVAL, "delimiters": "any-newline"},
@@ -148,7 +148,7 @@ def restores(model: Path, name: str, folder: Path, pages: Sequence[int]) -> list
     policy beside it, and one of the two is retracted again and again. Without overlap, or those
     that have just compacted would be recomputed.
     """
-    (wave,) = requests_of(name, 1)
+    (wave,) = requests_of(name, 1, RESTORED_TOKENS)
     rows, waves = list[Row](), [[one, beside(one)] for one in wave]
     _, calm = served(model, folder / "calm", 1, waves, False)
     for page in pages:
@@ -173,7 +173,7 @@ def restores(model: Path, name: str, folder: Path, pages: Sequence[int]) -> list
 
 def beside(one: Row) -> Row:
     own = {"rid": f"beside-{one['rid']}", "input_ids": prompt_ids(one["rid"], 8)}
-    return {**one, **own, "tokens": TOKENS + 60}
+    return {**one, **own, "tokens": one["tokens"] + 32}
 
 
 def moved(pages: Sequence[int]) -> list[Row]:
