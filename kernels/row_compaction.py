@@ -4,6 +4,9 @@ For each request, with ``old`` the row before: ``row[j] = old[kept[j]]``, zero f
 ``old`` ended, ``freed = old[evicted]`` and ``kept_positions = positions[kept]``. The truth is
 ``page_table.RowRewrite`` in plain torch. No KV moves.
 
+With pages of several tokens KV has moved (``kv_move``) and the slots stay where they are: then
+``row[j] = old[j]`` and ``freed = old[kept tokens:]``, the slots that hold no token any more.
+
 Mutates ``req_to_token``. Reads nothing on the host; the sizes come from the selections' shapes.
 
 In place without a copy, because ``kept`` ascends, so that ``kept[j] >= j``: an entry only moves
@@ -31,7 +34,7 @@ _BLOCK, _WARPS = 4096, 16
 @triton.jit
 def _compact_rows_kernel(
     req_to_token, rows, kept, kept_offsets, evicted, evicted_offsets, positions, freed,
-    kept_positions, row_stride, BLOCK: tl.constexpr,
+    kept_positions, row_stride, SLOTS_STAY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     row = req_to_token + tl.load(rows + b).to(tl.int64) * row_stride
@@ -43,7 +46,10 @@ def _compact_rows_kernel(
     for start in range(0, evict_tokens, BLOCK):
         j = start + tl.arange(0, BLOCK)
         inside = j < evict_tokens
-        entry = tl.load(evicted + first_evicted + j, mask=inside, other=0)
+        if SLOTS_STAY:
+            entry = keep_tokens + j
+        else:
+            entry = tl.load(evicted + first_evicted + j, mask=inside, other=0)
         slot = tl.load(row + entry, mask=inside, other=0)
         tl.store(freed + first_evicted + j, slot.to(tl.int64), mask=inside)
     tl.debug_barrier()
@@ -51,10 +57,12 @@ def _compact_rows_kernel(
         j = start + tl.arange(0, BLOCK)
         inside = j < keep_tokens
         entry = tl.load(kept + first_kept + j, mask=inside, other=0)
-        slot = tl.load(row + entry, mask=inside, other=0)
+        if not SLOTS_STAY:
+            slot = tl.load(row + entry, mask=inside, other=0)
         position = tl.load(own_positions + entry, mask=inside, other=0)
-        tl.debug_barrier()
-        tl.store(row + j, slot, mask=inside)
+        if not SLOTS_STAY:
+            tl.debug_barrier()
+            tl.store(row + j, slot, mask=inside)
         tl.store(kept_positions + first_kept + j, position, mask=inside)
     for start in range(0, evict_tokens, BLOCK):
         j = start + tl.arange(0, BLOCK)
@@ -72,6 +80,8 @@ def compact_rows(
     positions: Tensor,
     freed: Tensor,
     kept_positions: Tensor,
+    *,
+    slots_stay: bool = False,
 ) -> None:
     """Rewrite the rows of B requests in place, and write down what they gave up and what they kept.
 
@@ -88,6 +98,8 @@ def compact_rows(
         positions: int64 [K + E], logical position of each row's entries, request after request.
         freed: int64 [E], slots of ``evicted``, that nobody refers to any more (output).
         kept_positions: int64 [K], logical positions of the entries kept (output).
+        slots_stay: whether KV was moved instead, so that the first entries stay and ``freed`` is
+            what lies behind them.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -108,6 +120,7 @@ def compact_rows(
     _compact_rows_kernel[(requests,)](
         *(req_to_token, rows, kept, kept_offsets, evicted, evicted_offsets, positions),
         *(freed, kept_positions, req_to_token.stride(0)),
+        SLOTS_STAY=slots_stay,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
         num_stages=1,

@@ -21,6 +21,7 @@ from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.distinct_values import distinct_values
 from sgl_skipkv.kernels.key_redundancy import key_redundancy
+from sgl_skipkv.kernels.kv_move import SlotBuffers, move_kv
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 from sgl_skipkv.kernels.row_compaction import compact_rows
@@ -260,15 +261,20 @@ def selections(cache: Cache) -> Case:
     )
 
 
+def chosen_at_random(cache: Cache) -> list[Selection]:
+    """Of every request as many entries as it keeps."""
+    shape, tokens = cache.shape, cache.shape.tokens
+    orders = [
+        torch.randperm(tokens + shape.interval, device=cache.device) for _ in range(shape.requests)
+    ]
+    return [Selection(one[:tokens].sort().values, one[tokens:].sort().values) for one in orders]
+
+
 def rows(cache: Cache) -> Case:
     shape, device = cache.shape, cache.device
     tokens, table = shape.tokens + shape.interval, cache.req_to_token.clone()
     positions = torch.arange(tokens, device=device).repeat(shape.requests)
-    orders = [torch.randperm(tokens, device=device) for _ in range(shape.requests)]
-    parts = [
-        Selection(one[: shape.tokens].sort().values, one[shape.tokens :].sort().values)
-        for one in orders
-    ]
+    parts = chosen_at_random(cache)
     kept, evicted = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     starts = torch.arange(shape.requests + 1, device=device)
     bounds = (starts * shape.tokens, starts * shape.interval)
@@ -282,7 +288,30 @@ def rows(cache: Cache) -> Case:
     def plain() -> tuple[Tensor, ...]:
         rewrite = RowRewrite(table, range(shape.requests), parts, positions.split(tokens))
         rewrite.write()
-        return torch.cat(rewrite.freed), rewrite.kept_positions, table
+        return torch.cat(rewrite.vacated), rewrite.kept_positions, table
+
+    return Case([launch], [plain], False, "compaction")
+
+
+def moves(cache: Cache) -> Case:
+    """Keys and values of all layers; nothing is certain to stay where it is."""
+    shape, device, table = cache.shape, cache.device, cache.req_to_token
+    buffers = [*cache.k, *(cache.random(*k.shape) for k in cache.k)]
+    parts = [kept for kept, _ in chosen_at_random(cache)]
+    kept, firsts = torch.cat(parts), torch.zeros_like(cache.slots)
+    offsets = torch.arange(shape.requests + 1, device=device) * shape.tokens
+    targets = table[:, : shape.tokens].reshape(-1).long()
+    sources = table.gather(1, torch.stack(parts)).reshape(-1).long()
+    alike = SlotBuffers.of(buffers, device)
+
+    def launch() -> tuple[Tensor, ...]:
+        move_kv(alike, table, cache.slots - 1, firsts, kept, offsets)
+        return tuple(buffers)
+
+    def plain() -> tuple[Tensor, ...]:
+        for buffer in buffers:
+            buffer[targets] = buffer[sources]
+        return tuple(buffers)
 
     return Case([launch], [plain], False, "compaction")
 
@@ -297,4 +326,5 @@ COMPACTION_CASES: dict[str, Callable[[Cache], Case]] = {
     "sentence_scores": scores,
     "selection": selections,
     "row_compaction": rows,
+    "kv_move": moves,
 }

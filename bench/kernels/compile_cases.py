@@ -15,6 +15,7 @@ import torch
 from sgl_skipkv.kernels import (
     distinct_values,
     key_redundancy,
+    kv_move,
     ring_write,
     row_compaction,
     selection,
@@ -170,25 +171,47 @@ def ring_write_cases() -> list[CompileCase]:
     ]
 
 
+def kv_move_cases() -> list[CompileCase]:
+    """Of slots of 8 heads of 128 16-bit numbers, of latents of 576 such numbers, and of slots whose
+    bytes are an odd number of words."""
+    int64 = ("pointers", "rows", "firsts", "kept", "kept_offsets")
+    return [
+        CompileCase(
+            name=f"slots-of-{slot_bytes}",
+            function=kv_move._move_kv_kernel,
+            signature={
+                "req_to_token": "*i32",
+                **dict.fromkeys(int64, "*i64"),
+                "row_stride": "i32",
+            },
+            constexprs=kv_move.SlotBuffers(torch.empty(0), slot_bytes, slot_bytes).constants,
+            num_warps=kv_move._WARPS,
+            num_stages=1,
+        )
+        for slot_bytes in (2048, 1152, 516)
+    ]
+
+
 def row_compaction_cases() -> list[CompileCase]:
-    """There is one: all its types are fixed."""
+    """All types are fixed: rows whose slots change, and rows whose KV was moved."""
     int64 = (
         *("rows", "kept", "kept_offsets", "evicted", "evicted_offsets"),
         *("positions", "freed", "kept_positions"),
     )
     return [
         CompileCase(
-            name="int32-rows",
+            name=name,
             function=row_compaction._compact_rows_kernel,
             signature={
                 "req_to_token": "*i32",
                 **dict.fromkeys(int64, "*i64"),
                 "row_stride": "i32",
             },
-            constexprs={"BLOCK": row_compaction._BLOCK},
+            constexprs={"SLOTS_STAY": slots_stay, "BLOCK": row_compaction._BLOCK},
             num_warps=row_compaction._WARPS,
             num_stages=1,
         )
+        for name, slots_stay in (("int32-rows", False), ("pages", True))
     ]
 
 
@@ -404,6 +427,7 @@ def step_attention_cases() -> list[CompileCase]:
 CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "distinct_values": distinct_values_cases,
     "key_redundancy": key_redundancy_cases,
+    "kv_move": kv_move_cases,
     "ring_write": ring_write_cases,
     "row_compaction": row_compaction_cases,
     "selection": selection_cases,

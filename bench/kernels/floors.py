@@ -173,6 +173,19 @@ def row_compaction(shape: Shape, dtype: torch.dtype) -> Work:
     return Work(shape.tokens + shape.interval, moved)
 
 
+def kv_move(shape: Shape, dtype: torch.dtype) -> Work:
+    """Pages of several tokens: keys and values that stay are read and written, with their entries
+    and slots. None is certain to stay where it is."""
+    kept = shape.requests * shape.tokens
+    numbers = 2 * shape.heads * shape.head_dim
+    moved = {
+        "keys and values, read and written": 2 * kept * numbers * dtype.itemsize,
+        "entries and slots": 16 * kept,
+        "rows and offsets": 24 * shape.requests,
+    }
+    return Work(shape.tokens + shape.interval, moved)
+
+
 def ring_write(shape: Shape, dtype: torch.dtype) -> Work:
     """One layer of a step: every query read and written."""
     numbers = shape.requests * shape.query_heads * shape.head_dim
@@ -206,7 +219,7 @@ def steering_add(shape: Shape, dtype: torch.dtype) -> Work:
 
 FLOORS: tuple[Callable[[Shape, torch.dtype], Work], ...] = (
     *(window_attention, step_attention, key_redundancy, distinct_values, sentence_redundancy),
-    *(sentence_scores, selection, row_compaction),
+    *(sentence_scores, selection, row_compaction, kv_move),
     *(ring_write, sentence_step, steering_add),
 )
 

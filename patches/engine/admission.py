@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
+from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 
@@ -42,7 +43,11 @@ class _BudgetedAdder:
             stock = super()._get_running_request_total_token_offset  # type: ignore[misc]
             return float(stock(req))
         # The bound is exact, so SGLang's estimate that some requests stop early does not apply.
-        return state.future_tokens(req.kv.kv_allocated_len, _tokens_left(req))
+        # Of a running request only pages that it does not have count.
+        row_tokens: int = req.kv.kv_allocated_len
+        peak_tokens = row_tokens + state.future_tokens(row_tokens, _tokens_left(req))
+        page_tokens = state.runtime.page_tokens
+        return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
@@ -53,9 +58,10 @@ class _BudgetedAdder:
         if state is None or not state.settings.evicts:
             return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         # Tokens restored from a backup and copied from a history need slots but no computation:
-        # SGLang sees them as a cached prefix, and their slots count as future tokens.
+        # SGLang sees them as a cached prefix, and their slots count as future tokens. It adds a
+        # page itself, for what the first and the last page of a candidate leave unused.
         matched, restored = req.prefix_len, _restored_tokens(state, req)
-        loaded = restored + _copied_tokens(state)
+        loaded = restored + _copied_tokens(state, req.prefix_len)
         future = _future_tokens(state, req) + loaded
         # SGLang counts at most CLIP_MAX_NEW_TOKENS future tokens; a budgeted request counts all.
         clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
@@ -123,8 +129,10 @@ def must_not_retract(req: Any) -> bool:
 
 def fits_alone(state: RequestState, req: Any) -> bool:
     """Whether a request without a backup can be admitted when no other request holds KV."""
-    row_tokens = prefill_tokens(req) - state.kv.evicted_tokens
-    needed = row_tokens + _copied_tokens(state) + _future_tokens(state, req)
+    needed = prefill_tokens(req) - state.kv.evicted_tokens + _future_tokens(state, req)
+    if (continued := state.reuse.continued) is not None:  # beside the history, until it is copied
+        pages = page_ceil(continued.row_tokens, state.runtime.page_tokens)
+        needed += pages - continued.shared_tokens
     fits: bool = state.runtime.fits_pool(needed - 1)  # it counts one future token itself
     return fits
 
@@ -147,12 +155,12 @@ def _restored_tokens(state: RequestState, req: Any) -> int:
     )
 
 
-def _copied_tokens(state: RequestState) -> int:
-    """KV tokens copied from the history that the request continues."""
+def _copied_tokens(state: RequestState, matched: int) -> int:
+    """KV tokens copied from the history that the request continues, if the tree has so many."""
     continued = state.reuse.continued
-    if continued is None or not continued.copies or state.offloaded.backup is not None:
+    if continued is None or state.offloaded.backup is not None or matched > continued.row_tokens:
         return 0
-    return continued.row_tokens - state.prompt.uncounted_tokens
+    return continued.row_tokens - continued.shared_tokens
 
 
 def _future_tokens(state: RequestState, req: Any) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
+from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import row_ids
 from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
@@ -80,8 +80,6 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
 
     Prompt tokens that are still in the radix tree are shared, not restored.
     """
-    from sglang.srt.mem_cache.allocation import alloc_token_slots
-
     state = state_of(req)
     if state is None or state.offloaded.backup is None or req.kv.holds_kv:
         return original(batch, req)
@@ -89,7 +87,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     req.prefix_len = matched
     shared = original(batch, req)
     req.prefix_len = backup.row_tokens
-    slots: Tensor = alloc_token_slots(batch.tree_cache, backup.row_tokens - matched)
+    slots = own_slots(batch.tree_cache, backup.row_tokens - matched)
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     buffers = kv_buffers(batch.token_to_kv_pool_allocator)
     for buffer, saved in zip(buffers, backup.kv, strict=True):

@@ -23,6 +23,7 @@ from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
+    kv_buffers,
     paged_cache,
     release_evicted,
     wait_for_forward,
@@ -76,7 +77,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     runtime.compactor.track(sound(tracked))
     runtime.compactor.measure(sound(measured))
     wanted = sound(due)
-    done = runtime.compactor.compact(wanted, batch.req_to_token_pool.req_to_token) if wanted else []
+    table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
+    done = runtime.compactor.compact(wanted, table, buffers) if wanted else []
     if done:
         _shorten(batch, done, reqs)
 

@@ -14,6 +14,7 @@ from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
 from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 _FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
@@ -29,6 +30,29 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     return [*kv_pool.k_buffer, *kv_pool.v_buffer] if latents is None else [*latents]
 
 
+def own_slots(tree_cache: Any, tokens: int) -> Tensor:
+    """int64 [tokens], new slots from the beginning of a page on; the rest of the last page belongs
+    to their request, too.
+
+    Raises:
+        RuntimeError: the pool is full.
+    """
+    from sglang.srt.mem_cache.allocation import alloc_token_slots
+
+    page_tokens = tree_cache.token_to_kv_pool_allocator.page_size
+    slots: Tensor = alloc_token_slots(tree_cache, page_ceil(tokens, page_tokens))
+    return slots[:tokens]
+
+
+def fill_last_page(req: Any, req_to_token: Tensor, slots: int) -> None:
+    """Let the row name all slots of its last page, which are its own: the tree has whole pages."""
+    row, row_tokens = req_to_token[req.kv.req_pool_idx], req.kv.kv_allocated_len
+    if slots:
+        more = torch.arange(1, slots + 1, dtype=row.dtype, device=row.device)
+        row[row_tokens : row_tokens + slots] = row[row_tokens - 1] + more
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = row_tokens + slots
+
+
 def wait_for_forward(req_to_token_pool: Any) -> None:
     """Let the schedule stream wait for the running step; the CPU does not wait."""
     binding = binding_of(req_to_token_pool)
@@ -42,22 +66,23 @@ def release_evicted(
     done: Sequence[Compaction],
     reqs: Mapping[RequestState, Any],
 ) -> None:
-    """Give the evicted slots back to SGLang and shorten its lengths of the compacted rows.
+    """Give the evicted slots back to SGLang, in whole pages and without waiting for the device, and
+    shorten its lengths of the compacted rows.
 
-    With ``poison_evicted``, a debug mode, the KV of these slots becomes NaN: a read of a freed slot
-    would go unnoticed, because old KV looks valid; NaN spreads to the output instead. It is written
-    on the stream of the compactions, which has waited for the running step.
+    With ``poison_evicted``, a debug mode, the KV of every slot that holds no token any more becomes
+    NaN: a read of it would go unnoticed, because old KV looks valid; NaN spreads to the output
+    instead. It is written on the stream of the compactions, which has waited for the running step.
     """
     binding = binding_of(req_to_token_pool)
     assert binding is not None
-    freed = [slots for compaction in done for slots in compaction.freed]
     if binding.config.poison_evicted:
-        poisoned = torch.cat(freed)
+        poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
         for buffer in kv_buffers(allocator):
             buffer[poisoned] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
-    for slots in freed:
-        allocator.free(slots)
-    for plan in (plan for compaction in done for plan in compaction.plans):
+    plans = [plan for compaction in done for plan in compaction.plans]
+    freed = [slots for compaction in done for slots in compaction.freed]
+    for plan, slots in zip(plans, freed, strict=True):
+        allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])
         kv = reqs[plan.state].kv
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens

@@ -22,7 +22,9 @@ from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
+    fill_last_page,
     kv_buffers,
+    own_slots,
     paged_cache,
     release_evicted,
     wait_for_forward,
@@ -70,7 +72,7 @@ def continue_history(
             found, state.reuse.miss = None, "evicted"
             _continue(req, state, None, positions)
         original(req, tree_cache, cow_mamba)
-        if found is None or req.prefix_len >= found.cut - found.history.evicted_tokens:
+        if found is None or _has_whole_row(req, state, tree_cache):
             return
         runtime.histories.drop(found.history)
         lost = True
@@ -87,6 +89,25 @@ def _continue(req: Any, state: RequestState, found: Found | None, positions: int
         # would take what is behind the prompt for tokens whose log-probabilities are asked for.
         row_tokens = len(row_ids(req, state))
         req.logprob_start_len = max(req.logprob_start_len, row_tokens)
+
+
+def _has_whole_row(req: Any, state: RequestState, tree_cache: Any) -> bool:
+    """Whether the radix tree has the row that the request continues. SGLang has matched whole pages
+    of it; the request locks the last one as well, until it is copied."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    continued = state.reuse.continued
+    assert continued is not None
+    row_tokens = continued.row_tokens
+    if req.prefix_len >= row_tokens or not continued.rest_of_page:
+        return bool(req.prefix_len >= row_tokens)
+    key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
+    match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+    if match.device_prefix_len < row_tokens:
+        return False
+    req.prefix_len, req.last_node = row_tokens, match.last_device_node
+    return True
 
 
 def _fits_context(req: Any, state: RequestState, found: Found, positions: int) -> bool:
@@ -124,47 +145,45 @@ def row_ids(req: Any, state: RequestState) -> array[int]:
 def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     """AROUND ``allocation._prefix_kv_indices``: slots of the history's row.
 
-    A request that may evict from the history gets a copy in slots of its own, because the tree's
-    may be read by other branches. From then on it locks only its first prompt in the tree.
+    What the request may write gets a copy in slots of its own, because the tree's may be read by
+    other branches: what it may evict from, and a last page that its own tokens go on in. From then
+    on it locks in the tree only what is in front of that.
     """
-    from sglang.srt.mem_cache.allocation import alloc_token_slots
-
     slots, state = original(batch, req), state_of(req)
     continued = None if state is None else state.reuse.continued
-    if state is None or continued is None or not continued.copies or req.kv.holds_kv:
+    if state is None or continued is None or req.kv.holds_kv:
         return slots
     if state.offloaded.backup is not None:  # a restored row is its own
         return slots
-    prompt_tokens = state.prompt.uncounted_tokens
-    shared, history = slots[:prompt_tokens], slots[prompt_tokens:]
+    if not continued.copies and len(slots) != continued.row_tokens:
+        return slots  # the tree has the text behind the history, too
+    shared, history = slots[: continued.shared_tokens], slots[continued.shared_tokens :]
     continued.copied_tokens = len(history)
-    if len(history):
-        copy: Tensor = alloc_token_slots(batch.tree_cache, len(history))
-        wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
-        for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
-            buffer[copy] = buffer[history]
-        slots = torch.cat([shared, copy])
-    _lock_prompt(batch.tree_cache, req, state)
-    return slots
+    if not len(history):
+        return slots
+    copy = own_slots(batch.tree_cache, len(history))
+    wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
+    for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
+        buffer[copy] = buffer[history]
+    _lock_shared(batch.tree_cache, req, state, continued.shared_tokens)
+    return torch.cat([shared, copy])
 
 
-def _lock_prompt(tree_cache: Any, req: Any, state: RequestState) -> None:
-    """Lock the first prompt of the request's conversation instead of its history."""
+def _lock_shared(tree_cache: Any, req: Any, state: RequestState, shared_tokens: int) -> None:
+    """Lock what the request still shares with the tree instead of its whole history."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
 
-    tokens = state.logical_prompt(req.origin_input_ids)
-    prompt_tokens = state.prompt.uncounted_tokens
-    key = _req_radix_key(tree_cache, req, tokens, prompt_tokens)
+    key = _req_radix_key(tree_cache, req, row_ids(req, state), shared_tokens)
     match = tree_cache.match_prefix(MatchPrefixParams(key=key))
-    assert match.device_prefix_len == prompt_tokens, (
-        f"the locked history begins with its prompt: expected {prompt_tokens} tokens, got "
+    assert match.device_prefix_len == shared_tokens, (
+        f"the locked history begins with it: expected {shared_tokens} tokens, got "
         f"{match.device_prefix_len} ({req.rid})"
     )
     lock = tree_cache.lock(match.last_device_node)
     tree_cache.unlock(req.lock)
     req.lock, req.last_node = lock, match.last_device_node
-    req.kv.cache_protected_len = prompt_tokens
+    req.kv.cache_protected_len = shared_tokens
 
 
 @contextmanager
@@ -173,9 +192,12 @@ def leaving_history(req: Any, state: RequestState | None, tree_cache: Any) -> It
     if state is None or state.settings.kv_reuse is None or not req.finished():
         yield
         return
-    history = _history_of(req, state, tree_cache)
+    history, table = _history_of(req, state, tree_cache), tree_cache.req_to_token_pool.req_to_token
+    if history is not None and len(history.key + history.padding) > table.shape[1]:
+        history = None  # a row that fills the context; no prompt could continue it
     if history is not None:
-        state.reuse.row_key = history.key
+        state.reuse.row_key = history.key + history.padding
+        fill_last_page(req, table, len(history.padding))
     try:
         yield
     finally:
@@ -244,9 +266,8 @@ def _drop(
     check_lengths(req, state, row_tokens)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
-    compaction: Compaction | None = state.runtime.compactor.drop(
-        due, span, req_to_token_pool.req_to_token
-    )
+    table, buffers = req_to_token_pool.req_to_token, kv_buffers(allocator)
+    compaction: Compaction | None = state.runtime.compactor.drop(due, span, table, buffers)
     if compaction is None:
         return False
     release_evicted(*pools, [compaction], {state: req})

@@ -144,6 +144,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 recorder=side.recorder,
                 scale=side.scale,
                 pool_tokens=scheduler.max_total_num_tokens,
+                page_tokens=scheduler.page_size,
                 kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
                 steerer=side.steerer,
                 trace=trace,
@@ -182,9 +183,14 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
     pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
     if not uses_triton(recorder.device):
         return
-    cache = paged_cache(pool, binding.scheduler.token_to_kv_pool_allocator)
-    options = (windows_of(binding.config), runtime.steerer)
-    launch = partial(warm_up, width=pool.req_to_token.shape[1])
+    allocator = binding.scheduler.token_to_kv_pool_allocator
+    cache, options = paged_cache(pool, allocator), (windows_of(binding.config), runtime.steerer)
+    launch = partial(
+        warm_up,
+        width=pool.req_to_token.shape[1],
+        page_tokens=runtime.page_tokens,
+        buffers=kv_buffers(allocator),
+    )
 
     def compile_kernels() -> None:
         with separate_stream(recorder.device):

@@ -24,6 +24,7 @@ from sgl_skipkv.patches.startup.attention_kinds import (
 )
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.pool_kinds import (
+    PAGE_SIZES,
     allocator,
     kv_pool,
     latents,
@@ -33,7 +34,7 @@ from sgl_skipkv.patches.startup.pool_kinds import (
 )
 
 Check = Callable[[Any], str | None]
-BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
 
 
 @dataclass(frozen=True)
@@ -214,9 +215,14 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
     Capability(
-        "page size > 1", "no", "a page can only be freed whole, with kept tokens", page_size
+        "page size",
+        "yes",
+        f"{', '.join(map(str, PAGE_SIZES))}; above 1 a compaction moves KV",
+        page_size,
     ),
-    Capability("allocator", "yes", "TokenToKVPoolAllocator only", allocator),
+    Capability(
+        "allocator", "yes", "TokenToKVPoolAllocator and PagedTokenToKVPoolAllocator", allocator
+    ),
     Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", kv_pool),
     Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),

@@ -7,18 +7,26 @@ from typing import Any
 from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.patches.engine.forward import attention_layers
 
+#: that tests have seen
+PAGE_SIZES = (1, 16, 32, 64)
+
 
 def page_size(scheduler: Any) -> str | None:
-    if scheduler.page_size == 1:
+    if scheduler.page_size in PAGE_SIZES:
         return None
-    return f"page size {scheduler.page_size}: slots of a shared page cannot be freed one by one"
+    return f"page size {scheduler.page_size} (supported: {', '.join(map(str, PAGE_SIZES))})"
 
 
 def allocator(scheduler: Any) -> str | None:
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
-    cls = type(scheduler.token_to_kv_pool_allocator)
-    return None if cls is TokenToKVPoolAllocator else f"allocator {cls.__name__}"
+    allocator = scheduler.token_to_kv_pool_allocator
+    expected = TokenToKVPoolAllocator if scheduler.page_size == 1 else PagedTokenToKVPoolAllocator
+    if type(allocator) is not expected:
+        return f"allocator {type(allocator).__name__} (supported: {expected.__name__})"
+    if allocator.page_size != scheduler.page_size:
+        return f"pages of {allocator.page_size} in memory and of {scheduler.page_size} in the tree"
+    return None
 
 
 def kv_pool(scheduler: Any) -> str | None:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.page_table import RowRewrite
+from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentence_table import TableMoves
 from sgl_skipkv.request.last_compaction import LastCompaction
+from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 
@@ -34,6 +36,7 @@ class Plan(NamedTuple):
     """A request's compaction before it is applied.
 
     Attributes:
+        head_tokens: first entries of the row that are kept whatever their score.
         positions: int64 [row tokens], logical positions before it.
         finite: bool [], whether every score was finite.
         table: None for a request without sentences.
@@ -41,6 +44,7 @@ class Plan(NamedTuple):
 
     state: RequestState
     selection: Selection
+    head_tokens: int
     positions: Tensor
     finite: Tensor
     row_tokens: int
@@ -57,24 +61,46 @@ class Compaction:
 
     Args:
         req_to_token: int32 [rows, width], SGLang's page table.
+        page_tokens: of the KV pool.
+        buffers: [slots, ...] each, every layer's keys and values as they are stored, which move
+            with pages of several tokens.
         check: verify the ledger (waits for the device).
 
     Raises:
         torch.OutOfMemoryError: nothing has changed.
 
     Attributes:
-        freed: int64 [evicted] of each plan, slots that are unused once it is applied.
+        vacated: int64 [evicted] of each plan, slots that hold no token once it is applied.
+        freed: of each plan, those of ``vacated`` whose page holds no token: all with pages of one.
     """
 
     def __init__(
-        self, plans: Sequence[Plan], req_to_token: Tensor, recorder: Recorder, *, check: bool
+        self,
+        plans: Sequence[Plan],
+        req_to_token: Tensor,
+        recorder: Recorder,
+        *,
+        page_tokens: int = 1,
+        buffers: Sequence[Tensor] = (),
+        check: bool,
     ) -> None:
         self.plans = plans
         rows = [plan.state.row for plan in plans]
         selections = [plan.selection for plan in plans]
         positions = [plan.positions for plan in plans]
-        self._rows = RowRewrite(req_to_token, rows, selections, positions, check=check)
-        self.freed = self._rows.freed
+        self._move: KVMove | None = None
+        if page_tokens > 1:
+            heads = [plan.head_tokens for plan in plans]
+            self._move = KVMove(buffers, req_to_token, rows, selections, heads)
+        self._rows = RowRewrite(
+            req_to_token, rows, selections, positions, page_tokens=page_tokens, check=check
+        )
+        self.vacated = self._rows.vacated
+        kept_tokens = [selection.kept.shape[0] for selection in selections]
+        self.freed = [
+            slots[page_ceil(kept, page_tokens) - kept :]
+            for slots, kept in zip(self.vacated, kept_tokens, strict=True)
+        ]
         tables = [(plan.state, plan.table.kept) for plan in plans if plan.table is not None]
         self._moves: TableMoves | None = None
         if tables:
@@ -104,6 +130,8 @@ class Compaction:
 
         The caller frees the slots and shortens SGLang's lengths.
         """
+        if self._move is not None:
+            self._move.apply()  # it reads the row that is written next
         self._rows.write()
         if self._moves is not None:
             self._moves.apply()

@@ -45,6 +45,7 @@ class Compactor:
         *,
         recorder: Recorder,
         scale: float,
+        page_tokens: int,
         trace: TraceWriter | None,
         centres: QueryCentres | None,
         reach: Tensor | None,
@@ -54,7 +55,7 @@ class Compactor:
         self._recorder, self._scale, self._trace, self._ranks = recorder, scale, trace, ranks
         self._metrics = metrics
         self._work_bytes, self._query_window = config.compaction_work_bytes, config.query_window
-        self._check_ledger = config.check_ledger
+        self._check_ledger, self._page_tokens = config.check_ledger, page_tokens
         checked = config.check_agreement and ranks.size > 1
         self._agreement = Agreement(recorder.device) if checked else None
         self.planner = Planner(
@@ -95,14 +96,17 @@ class Compactor:
         alone, steps = self._ranks.size == 1, self._query_window
         list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
-    def compact(self, due: Sequence[Due], req_to_token: Tensor) -> list[Compaction]:
+    def compact(
+        self, due: Sequence[Due], req_to_token: Tensor, buffers: Sequence[Tensor] = ()
+    ) -> list[Compaction]:
         """Compact the requests that are due. A request whose planning fails keeps its row, and its
         ``failure`` is set.
 
         Args:
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
+            buffers: of ``Compaction``; not read with pages of one token.
         """
-        cache, prepare = due[0].cache, partial(self._prepare, req_to_token)
+        cache, prepare = due[0].cache, partial(self._prepare, req_to_token, buffers)
         heads = key_numbers = 0
         if cache is not None:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
@@ -122,19 +126,36 @@ class Compactor:
         for plan in compaction.plans:
             self._metrics.compacted(plan.state, plan.evicted_tokens)
 
-    def _prepare(self, req_to_token: Tensor, due: Sequence[Due]) -> Compaction:
+    def _prepare(
+        self, req_to_token: Tensor, buffers: Sequence[Tensor], due: Sequence[Due]
+    ) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
             read_back(request.state, self._trace)
         plans = self.planner.plan(due)
         if self._trace is not None:
             note_similar(plans, self._recorder)
-        return self._compaction(plans, req_to_token)
+        return self._compaction(plans, req_to_token, buffers)
 
-    def _compaction(self, plans: Sequence[Plan], req_to_token: Tensor) -> Compaction:
-        return Compaction(plans, req_to_token, self._recorder, check=self._check_ledger)
+    def _compaction(
+        self, plans: Sequence[Plan], req_to_token: Tensor, buffers: Sequence[Tensor]
+    ) -> Compaction:
+        return Compaction(
+            plans,
+            req_to_token,
+            self._recorder,
+            page_tokens=self._page_tokens,
+            buffers=buffers,
+            check=self._check_ledger,
+        )
 
-    def drop(self, due: Due, span: tuple[int, int], req_to_token: Tensor) -> Compaction | None:
+    def drop(
+        self,
+        due: Due,
+        span: tuple[int, int],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor] = (),
+    ) -> Compaction | None:
         """Evict a span of logical positions from the row of a finished request. None: that failed,
         the row is as it was, and the request's ``failure`` is set.
 
@@ -143,7 +164,8 @@ class Compactor:
         """
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
-        prepared = next(attempted([due], partial(self._prepare_drop, span, req_to_token)), None)
+        prepare = partial(self._prepare_drop, span, req_to_token, buffers)
+        prepared = next(attempted([due], prepare), None)
         if self._ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared
@@ -157,7 +179,11 @@ class Compactor:
         return compaction
 
     def _prepare_drop(
-        self, span: tuple[int, int], req_to_token: Tensor, due: Sequence[Due]
+        self,
+        span: tuple[int, int],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor],
+        due: Sequence[Due],
     ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
         """The compaction, the logical positions that it keeps, and their statistics."""
         (one,) = due
@@ -171,7 +197,7 @@ class Compactor:
                 statistics[name] = torch.cat([values[:first], values[stop:]])
         state.kv.statistics = {}  # they may lack the newest token
         kept = torch.tensor(positions[:first] + positions[stop:])
-        return self._compaction([plan], req_to_token), kept, statistics
+        return self._compaction([plan], req_to_token, buffers), kept, statistics
 
     def compacted_ahead(self, state: RequestState, generated: int) -> bool:
         """Whether the row was compacted while a step was running whose token is not known yet.

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from sgl_skipkv.eviction.page_table import LedgerError
+from sgl_skipkv.eviction.pages import LedgerError
 from sgl_skipkv.policy.ranks import RanksError
 
 logger = logging.getLogger(__name__)

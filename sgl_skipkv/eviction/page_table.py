@@ -9,8 +9,10 @@ cached token, for all layers. The owners of a budgeted request's row::
 
 With ``protect_prompt: false`` the request also owns its prompt, and none of it is in the tree.
 
-A compaction moves no KV: it writes the slot ids of the kept tokens to the front of the row, in
-ascending logical position, and returns the other slots.
+With pages of one token a compaction moves no KV: it writes the slot ids of the kept tokens to the
+front of the row, in ascending logical position, and returns the other slots. With larger pages it
+moves KV (``pages.py``), because entry i of a row is slot ``i % page`` of a page, and the row loses
+its last slots.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.pages import LedgerError, check_pages
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
@@ -34,15 +37,17 @@ class RowRewrite:
         rows: of the requests, no row twice.
         selections: for each row, its kept and evicted entries: a partition of those in use.
         positions: int64 [n] each, logical position of each entry.
+        page_tokens: of the pool; above 1 the slots stay and the KV of the kept entries is moved.
         check: verify the ledger; reads device values, so it waits for the device.
 
     Raises:
         torch.OutOfMemoryError: nothing has changed.
 
     Attributes:
-        freed: int64 [evicted] each, slots that are unused once the rows are written.
+        vacated: int64 [evicted] each, slots that hold no token once the rows are written, in the
+            order of the row where the slots stay.
         kept_positions: int64 [kept of all], kept logical positions, request after request. On a
-            GPU ``write`` fills them and ``freed``.
+            GPU ``write`` fills them and ``vacated``.
     """
 
     def __init__(
@@ -52,18 +57,23 @@ class RowRewrite:
         selections: Sequence[Selection],
         positions: Sequence[Tensor],
         *,
+        page_tokens: int = 1,
         check: bool = False,
     ) -> None:
         self._req_to_token, self._rows, self._slots = req_to_token, rows, list[Tensor]()
         self._launch: Callable[[], None] | None = None
         if check or not uses_triton(req_to_token.device):
-            self.freed = list[Tensor]()
+            self.vacated = list[Tensor]()
             for row, (kept, evicted), old in zip(rows, selections, positions, strict=True):
-                slots = req_to_token[row, : old.shape[0]]
-                self._slots.append(slots[kept])
-                self.freed.append(slots[evicted].to(torch.int64))
+                slots, keep_tokens = req_to_token[row, : old.shape[0]], kept.shape[0]
+                left = slots[kept] if page_tokens == 1 else slots[:keep_tokens].clone()
+                lost = slots[evicted] if page_tokens == 1 else slots[keep_tokens:]
+                self._slots.append(left)
+                self.vacated.append(lost.to(torch.int64, copy=True))
                 if check:
-                    check_ledger(slots, self._slots[-1], self.freed[-1])
+                    check_ledger(slots, left, lost)
+                if check and page_tokens > 1:
+                    check_pages(slots, kept, evicted, page_tokens)
             pairs = zip(positions, selections, strict=True)
             self.kept_positions = torch.cat([old[kept] for old, (kept, _) in pairs])
             return
@@ -75,26 +85,22 @@ class RowRewrite:
         kept_at, evicted_at, at = device_tensors([*offsets, rows], device)
         kept, evicted = (torch.cat([half[i] for half in selections]) for i in (0, 1))
         flat = torch.cat(list(positions))
-        freed = evicted.new_empty(evicted.shape[0])
+        vacated = evicted.new_empty(evicted.shape[0])
         self.kept_positions = flat.new_empty(kept.shape[0])
-        self.freed = list(torch.split(freed, evicted_counts))
-        halves = (kept, kept_at, evicted, evicted_at)
-        out = (freed, self.kept_positions)
-        self._launch = partial(compact_rows, req_to_token, at, *halves, flat, *out)
+        self.vacated = list(torch.split(vacated, evicted_counts))
+        halves, out = (kept, kept_at, evicted, evicted_at), (vacated, self.kept_positions)
+        rewrite = partial(compact_rows, slots_stay=page_tokens > 1)
+        self._launch = partial(rewrite, req_to_token, at, *halves, flat, *out)
 
     def write(self) -> None:
         """Rewrite the rows in place. Allocates nothing; one kernel launch on a GPU."""
         if self._launch is not None:
             self._launch()
             return
-        for row, slots, freed in zip(self._rows, self._slots, self.freed, strict=True):
+        for row, slots, vacated in zip(self._rows, self._slots, self.vacated, strict=True):
             keep_tokens = slots.shape[0]
             self._req_to_token[row, :keep_tokens] = slots
-            self._req_to_token[row, keep_tokens : keep_tokens + freed.shape[0]] = 0
-
-
-class LedgerError(AssertionError):
-    """kept + freed = old does not hold: a slot is missing, repeated or new."""
+            self._req_to_token[row, keep_tokens : keep_tokens + vacated.shape[0]] = 0
 
 
 def check_ledger(old: Tensor, kept: Tensor, freed: Tensor) -> None:

@@ -65,14 +65,16 @@ class Planner:
             scores = scores_of(due, score_inputs())
         else:
             scores = scores_of_ranks(due, score_inputs, self._ranks, self._agreement)
+        protected = [_protected(one.state, one.row_tokens) for one in due]
         selections, finite = select_together(
             scores,
-            [_protected(one.state, one.row_tokens) for one in due],
+            protected,
             [one.state.keep_tokens(one.row_tokens) for one in due],
         )
         if self._agreement is not None:
             self._agreement.note(selections)
-        parts = zip(due, selections, positions, finite.unbind(), tables, strict=True)
+        heads = [ranges[0][1] for ranges in protected]
+        parts = zip(due, selections, heads, positions, finite.unbind(), tables, strict=True)
         return [_plan(*part) for part in parts]
 
     def plan_without(self, due: Due, first: int, stop: int) -> Plan:
@@ -83,7 +85,7 @@ class Planner:
         selection = Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])
         finite = torch.ones((), dtype=torch.bool, device=rows.device)
         (positions,) = self._positions([due])
-        return _plan(due, selection, positions, finite, self._table(due.state))
+        return _plan(due, selection, first, positions, finite, self._table(due.state))
 
     def _score_inputs(
         self,
@@ -185,10 +187,15 @@ class Planner:
 
 
 def _plan(
-    due: Due, selection: Selection, positions: Tensor, finite: Tensor, table: TableEntries | None
+    due: Due,
+    selection: Selection,
+    head_tokens: int,
+    positions: Tensor,
+    finite: Tensor,
+    table: TableEntries | None,
 ) -> Plan:
     lengths = due.row_tokens, due.logical_tokens
-    return Plan(due.state, selection, positions, finite, *lengths, table)
+    return Plan(due.state, selection, head_tokens, positions, finite, *lengths, table)
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:

@@ -45,6 +45,7 @@ class Runtime:
         open_requests: that hold a row of the page table; 0 when the server is idle.
         ranks: of the server; this is the runtime of one of them.
         metrics: that this process exports.
+        page_tokens: of the KV pool.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Runtime:
         recorder: Recorder,
         scale: float,
         pool_tokens: int,
+        page_tokens: int = 1,
         kv_token_bytes: int,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
@@ -68,12 +70,13 @@ class Runtime:
         self.recorder = recorder
         self.steerer = steerer
         self.thoughts = thoughts
-        self.pool_tokens = pool_tokens
+        self.pool_tokens, self.page_tokens = pool_tokens, page_tokens
         self._trace = trace
         self.compactor = Compactor(
             config,
             recorder=recorder,
             scale=scale,
+            page_tokens=page_tokens,
             trace=trace,
             centres=centres,
             reach=reach,
@@ -133,10 +136,10 @@ class Runtime:
     def fits_pool(self, tokens: int) -> bool:
         """Whether a request with this many KV tokens can be admitted and decode one more.
 
-        The two extra tokens are that of the decode step and one that SGLang's admission adds for
-        page rounding; its comparison is strict.
+        Beside the token of the decode step SGLang's admission adds a page, for what is not used of
+        the first and the last one; its comparison is strict.
         """
-        return tokens + 2 < self.pool_tokens
+        return tokens + 1 + self.page_tokens < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens."""

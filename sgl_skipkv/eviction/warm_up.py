@@ -7,7 +7,7 @@ compaction of dummy rows per window and one step of dummy rows compile everythin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.page_table import RowRewrite
+from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.policy.base import KeyLocation, PagedCache
 from sgl_skipkv.policy.batched_scores import paged_at
@@ -39,6 +40,8 @@ def warm_up(
     steerer: Steerer | None = None,
     *,
     width: int,
+    page_tokens: int = 1,
+    buffers: Sequence[Tensor] = (),
 ) -> None:
     """Launch every kernel of a step and of a compaction.
 
@@ -48,6 +51,8 @@ def warm_up(
     Args:
         cache: None where the scoring kernels do not support the head size; the others run there.
         windows: to compile for; any other is compiled at its first compaction.
+        width: of the page table.
+        page_tokens, buffers: of ``Compaction``.
     """
     from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
@@ -60,12 +65,22 @@ def warm_up(
     scores = [torch.zeros(tokens, device=device)] * _REQUESTS
     selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
     positions = [torch.arange(tokens, device=device)] * _REQUESTS
-    RowRewrite(table, [*range(_REQUESTS)], selections, positions).write()
+    rows = [*range(_REQUESTS)]
+    if page_tokens > 1:
+        slots = [_one_slot(buffer) for buffer in buffers]
+        KVMove(slots, table, rows, selections, [0] * _REQUESTS).apply()
+    RowRewrite(table, rows, selections, positions, page_tokens=page_tokens).write()
     vectors, redundancy = recorder.sentences.vectors, recorder.sentences.redundancy
     raise_redundancy(vectors, redundancy, scratch[:1], scratch[:1] + 2, max_count=2)
     if cache is not None:
         table.zero_()
         _score(cache, table, recorder.queries.data, windows)
+
+
+def _one_slot(buffer: Tensor) -> Tensor:
+    """Memory of one slot: a kernel is compiled for it as for the buffer."""
+    shape, strides = buffer[:1].shape, buffer.stride()
+    return torch.empty_strided(shape, strides, dtype=buffer.dtype, device=buffer.device)
 
 
 def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[int]) -> None:

@@ -157,6 +157,7 @@ class Continued:
     Attributes:
         rid: of the request that left it.
         key: the radix tree's key of each row entry of the history.
+        rest_of_page: keys of the slots behind them in their last page.
         tokens: of the history; those before ``cut`` are the request's.
         cut: logical tokens of the history.
         unsent_tokens: of these, dropped thoughts, which the prompt does not contain.
@@ -164,17 +165,21 @@ class Continued:
             that the prompt leaves out.
         recorded: recordings in host memory, until they are restored.
         copies: whether the request may evict from the history, so it gets a copy of the row.
+        shared_tokens: row entries that stay the tree's; those behind them are copied: what may be
+            evicted, and what has a page together with the tokens that follow.
         copied_tokens: KV tokens that were copied.
     """
 
     rid: str
     key: array[int]
+    rest_of_page: array[int]
     tokens: array[int]
     cut: int
     unsent_tokens: int
     recorded_tokens: int
     recorded: Mapping[str, HostCopy] | None = None
     copies: bool = False
+    shared_tokens: int = 0
     copied_tokens: int = 0
 
     @property

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.recording.sentences import SentenceTracker
+from sgl_skipkv.request.pages import page_ceil, page_floor
 from sgl_skipkv.request.state import Continued, KVState, RequestState, SentenceState
 from sgl_skipkv.reuse.histories import Found
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
@@ -57,13 +58,17 @@ def continue_history(
     history."""
     history, cut = found
     row_tokens, recordings = cut - history.evicted_tokens, history.recordings
+    page_tokens = state.runtime.page_tokens
+    pages = history.key + history.padding
     continued = state.reuse.continued = Continued(
         history.rid,
         history.key[:row_tokens],
+        pages[row_tokens : page_ceil(row_tokens, page_tokens)],
         history.tokens,
         cut,
         unsent_tokens=history.unsent_tokens,
         recorded_tokens=0 if recordings is None else recordings.recorded_tokens,
+        shared_tokens=page_floor(row_tokens, page_tokens),
     )
     prompt = state.prompt
     prompt.tokens = prompt.uncounted_tokens = prompt.sent_tokens + history.unsent_tokens
@@ -93,6 +98,8 @@ def continue_history(
     # steps evict, and the first generated token comes from the prefill.
     last_row_tokens = prompt.tokens - history.evicted_tokens + max_new_tokens
     continued.copies = max_new_tokens > 1 and state.may_be_due_until(last_row_tokens)
+    if continued.copies:
+        continued.shared_tokens = page_floor(prompt.uncounted_tokens, page_tokens)
 
 
 def history_of(
@@ -135,6 +142,7 @@ def history_of(
         prompt_tokens=state.prompt.uncounted_tokens,
         last=state.kv.last,
         recordings=recordings,
+        padding=private_keys(page_ceil(len(key), state.runtime.page_tokens) - len(key)),
     )
 
 

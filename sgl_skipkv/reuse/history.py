@@ -4,13 +4,16 @@ The radix tree wants one key per slot. The first prompt keeps its token ids, so 
 it. Behind an eviction a token id would be a lie: a slot there has seen only what was kept. So each
 of these slots gets a private key that no token id can equal. Text that a later turn adds is keyed
 by its token ids again, below the private keys, so the branches of one conversation share it.
+
+The tree has whole pages only. A row that ends within a page is filed with the rest of that page
+under private keys of its own, though no token is there.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from torch import Tensor
@@ -64,6 +67,7 @@ class History:
         sent: the same as the next prompt has them, without thoughts that were dropped; ``tokens``
             itself if none were.
         key: the radix tree's key of each row entry.
+        padding: keys of the slots behind the row in its last page.
         own_prompt_tokens: length of the prompt that the request came with.
         edge_tokens: of these, how many at its end the next prompt may have otherwise.
         prompt_tokens: length of the prompt of its conversation's first request.
@@ -81,6 +85,7 @@ class History:
     prompt_tokens: int
     last: LastCompaction | None
     recordings: Recordings | None
+    padding: array[int] = field(default_factory=lambda: array("q"))
 
     @property
     def evicted_tokens(self) -> int:
@@ -104,7 +109,7 @@ class History:
     def nbytes(self) -> int:
         """Memory that it uses beside its KV."""
         sent = 0 if self.sent is self.tokens else len(self.sent)
-        total = self.tokens.itemsize * (len(self.tokens) + sent + len(self.key))
+        total = self.tokens.itemsize * (len(self.tokens) + sent + len(self.key) + len(self.padding))
         if self.last is not None:
             total += self.last.positions.nbytes
         if self.recordings is not None:

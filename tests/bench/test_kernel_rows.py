@@ -51,6 +51,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
         "sentence_scores": b * (20 * full + 20 * s),
         "selection": b * (12 * full + 41),
         "row_compaction": b * (32 * n + 24 * m + 40),
+        "kv_move": b * (n * (4 * layers * hkv * d * size + 16) + 24),
         "ring_write": b * (hq * d * 2 * size + 16),
         "sentence_step": b * (hidden * (size + 8) + 44) + hidden * size,
         "steering_add": (9 + 25) * b + 2 * hidden * size + 4 * hidden,

@@ -30,9 +30,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from planted_bugs import FOUND, RARE, SOONEST, bugs, plant
+from planted_bugs import FOUND, IN_PAGES, RARE, SOONEST, bugs, plant
 from pool_content import plugin_and_topology
-from pool_machine import PoolMachine, run_machine
+from pool_machine import PagedPoolMachine, PoolMachine, run_machine
 from row_table import show
 from tqdm import tqdm
 
@@ -105,19 +105,23 @@ def some_lives(count: int, seed: int) -> Counter[str]:
         SystemExit: an invariant does not hold.
     """
     try:
-        return run_machine(count, steps=STEPS, seed=seed)
+        return run_machine(count, steps=STEPS, seed=seed, kind=PagedPoolMachine)
     except FOUND as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
 
-def planted(seeds: Sequence[int], most: int, workers: int, *, soonest: bool = False) -> list[Row]:
+def planted(
+    seeds: Sequence[int], most: int, workers: int, *, soonest: bool = False, pages: bool = False
+) -> list[Row]:
     """Lives that pass until each planted bug is found; empty where it never is.
 
     Args:
         most: lives per bug and seed.
         soonest: a few lives of one seed after the other, from a known one on, until one finds it.
+        pages: only bugs of pages of several tokens.
     """
     names = [name for name, *_ in bugs() if not (soonest and name in RARE)]
+    names = [name for name in names if name in IN_PAGES or not pages]
     if soonest:
         return side_by_side(soonest_of, [(name,) for name in names], workers, "bug")
     tasks = [(name, seed, most) for name in names for seed in seeds]
@@ -127,7 +131,7 @@ def planted(seeds: Sequence[int], most: int, workers: int, *, soonest: bool = Fa
 def lives_until(name: str, seed: int, most: int) -> Row:
     """A planted bug is found."""
     with planted_bug(name):
-        found = found_after(seed, most)
+        found = found_after(name, seed, most)
     return {"bug": name, "seed": seed, "lives": "" if found is None else found}
 
 
@@ -135,7 +139,7 @@ def soonest_of(name: str) -> Row:
     """The first seed whose first lives find a planted bug."""
     with planted_bug(name):
         for seed in range(SOONEST.get(name, 4), 400):
-            found = found_after(seed, 8)
+            found = found_after(name, seed, 8)
             if found is not None:
                 return {"bug": name, "seed": seed, "lives": found}
     return {"bug": name, "seed": "", "lives": ""}
@@ -148,9 +152,10 @@ def planted_bug(name: str) -> Iterator[None]:
         yield
 
 
-def found_after(seed: int, most: int) -> int | None:
+def found_after(name: str, seed: int, most: int) -> int | None:
+    kind = PagedPoolMachine if name in IN_PAGES else PoolMachine
     try:
-        run_machine(most, steps=STEPS, seed=seed)
+        run_machine(most, steps=STEPS, seed=seed, kind=kind)
     except FOUND:
         return PoolMachine.lives
     return None
@@ -160,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
+    parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--soonest", action="store_true", help="with seeds that find a bug in their first lives"
@@ -175,7 +181,8 @@ def main() -> int:
     arguments = parser.parse_args()
     seeds, workers = arguments.seeds, arguments.workers
     if arguments.planted:
-        rows = planted(seeds, arguments.most, workers, soonest=arguments.soonest)
+        which = {"soonest": arguments.soonest, "pages": arguments.pages}
+        rows = planted(seeds, arguments.most, workers, **which)
         show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
         rows = (fuzz_on if arguments.record else fuzz)(arguments.examples, seeds[0], workers)

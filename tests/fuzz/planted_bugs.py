@@ -31,6 +31,7 @@ SOONEST = {
     "a demand is that of the row before the last compaction": 13,
     "a demand is measured without the queries of a prefill": 6,
     "a history is shared although its demand may evict from it": 43,
+    "the page that a prompt ends in is shared with who evicts behind it": 6,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
 RARE = {
@@ -42,12 +43,25 @@ RARE = {
     "SGLang files the text of a prompt that contains a history",
     "another policy's request continues a history",
 }
+#: of pages of several tokens
+IN_PAGES = {
+    "slots move and not KV",
+    "KV is overwritten before it is read",
+    "a page without tokens is kept",
+    "the page of the last tokens is freed",
+    "a restored row begins within a page",
+    "a history's last page is shared with who goes on in it",
+    "the page that a prompt ends in is shared with who evicts behind it",
+    "the last page of a history is taken for there",
+    "the last page of a history is filed under one slot",
+}
+FREE = "allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])"
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv.eviction import in_parts, page_table, planner, runtime
+    from sgl_skipkv.eviction import compaction, in_parts, page_table, pages, planner, runtime
     from sgl_skipkv.patches.engine import (
         admission,
         backup,
@@ -93,10 +107,10 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "for slots in done[-1].freed",
             ),
             "slots are freed twice": (
-                "        allocator.free(slots)\n",
-                "        allocator.free(slots)\n        allocator.free(slots)\n",
+                FREE,
+                f"{FREE}\n        {FREE}",
             ),
-            "slots are not freed": ("        allocator.free(slots)\n", "        pass\n"),
+            "slots are not freed": (FREE, "pass"),
         },
         shorten: {
             "sequence lengths stay": (
@@ -125,13 +139,37 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         rewrite.__init__: {
             "one slot is forgotten": (
-                "slots[evicted].to(torch.int64)",
-                "slots[evicted[1:]].to(torch.int64)",
+                "slots[evicted] if",
+                "slots[evicted[1:]] if",
             ),
             "the slot before the first evicted one is freed": (
-                "slots[evicted].to(torch.int64)",
-                "torch.cat([slots[kept][-1:], slots[evicted[1:]]]).to(torch.int64)",
+                "slots[evicted] if",
+                "torch.cat([slots[kept][-1:], slots[evicted[1:]]]) if",
             ),
+            "slots move and not KV": (
+                "slots[kept] if page_tokens == 1 else slots[:keep_tokens].clone()",
+                "slots[kept]",
+            ),
+        },
+        pages.KVMove.apply: {
+            "KV is overwritten before it is read": (
+                "torch.index_select(buffer, 0, self._sources, out=staged)",
+                "[buffer.__setitem__(t, buffer[s].clone()) for t, s in "
+                "reversed([*zip(self._targets, self._sources)])]; staged = buffer[self._targets]",
+            ),
+        },
+        compaction.Compaction.__init__: {
+            "a page without tokens is kept": (
+                "page_ceil(kept, page_tokens) - kept :",
+                "page_ceil(kept + (page_tokens > 1), page_tokens) - kept :",
+            ),
+            "the page of the last tokens is freed": (
+                "slots[page_ceil(kept, page_tokens) - kept :]",
+                "slots",
+            ),
+        },
+        kv_cache.own_slots: {
+            "a restored row begins within a page": ("slots[:tokens]", "slots[-tokens:]"),
         },
         rewrite.write: {
             "the kept slots are written one entry too far": (
@@ -257,8 +295,16 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         continuation.continue_history: {
             "a shared history is compacted without a copy": ("continued.copies = ", "_ = "),
+            "a history's last page is shared with who goes on in it": (
+                "shared_tokens=page_floor(row_tokens, page_tokens)",
+                "shared_tokens=page_ceil(row_tokens, page_tokens)",
+            ),
+            "the page that a prompt ends in is shared with who evicts behind it": (
+                "page_floor(prompt.uncounted_tokens",
+                "page_ceil(prompt.uncounted_tokens",
+            ),
         },
-        reuse._lock_prompt: {
+        reuse._lock_shared: {
             "the lock on a history is kept": ("tree_cache.unlock(req.lock)", "pass"),
             "the whole history stays locked": (
                 "req.lock, req.last_node = lock, match.last_device_node",
@@ -327,11 +373,18 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "another cache_salt's request continues a history": ("req.cache_salt, ", ""),
             "another extra_key's request continues a history": ("req.extra_key, ", ""),
         },
-        reuse.continue_history: {
+        reuse._has_whole_row: {
             "a history that the tree has lost a part of is not dropped": (
-                "req.prefix_len >= found.cut - found.history.evicted_tokens",
-                "req.prefix_len",
+                "return bool(req.prefix_len >= row_tokens)",
+                "return bool(req.prefix_len)",
             ),
+            "the last page of a history is taken for there": (
+                "if match.device_prefix_len < row_tokens:",
+                "if False:",
+            ),
+        },
+        kv_cache.fill_last_page: {
+            "the last page of a history is filed under one slot": ("+ more", "+ 0 * more"),
         },
         reuse.fill_with_keys: {
             "the keys of a history that was lost stay the input": (

@@ -25,6 +25,7 @@ from pool_turn_books import TurnBooks
 from pool_turns import Apart, Conversation, Entry, Left, closed_sentences, separated
 
 from sgl_skipkv.request.demand import AHEAD_TOKENS
+from sgl_skipkv.request.pages import page_ceil
 
 
 class Books(TurnBooks):
@@ -132,7 +133,7 @@ class Books(TurnBooks):
         """What the tree has of a history is that history's row."""
         for history in self.runtime.histories._by_use:
             left = self.left[history]
-            found = self._in_tree(history.key, left.apart)
+            found = self._in_tree(history.key + history.padding, left.apart)[: len(left.row)]
             expected = [entry.tag for entry in left.row]
             assert found == expected[: len(found)], "foreign KV under a history's key"
 
@@ -145,7 +146,8 @@ class Books(TurnBooks):
         wanted = RadixKey(token_ids=array("q", key), extra_key=extra_key, cache_salt=cache_salt)
         match = self.tree_cache.match_prefix(MatchPrefixParams(key=wanted))
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
-        return [self.content[slot] for slot in slots[: match.device_prefix_len]]
+        # Nothing is ever written to what fills up a history's last page.
+        return [self.content.get(slot, 0) for slot in slots[: match.device_prefix_len]]
 
     # -- the books of a compaction
 
@@ -190,16 +192,25 @@ class Books(TurnBooks):
             own = queries_of(tags)
             assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
         after = self._row(req)
-        assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
-        freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
+        left = [entry for entry, stay in zip(old, stays, strict=True) if stay]
+        if self.page_size == 1:
+            assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
+            freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
+        else:  # KV moves, and slots stay
+            assert after == before[: len(left)]
+            tags = [entry.tag for entry in left]
+            self.content.update(zip(after[shared:], tags[shared:], strict=True))
+            self._check_stored(after, tags)
+            freed = set(before[page_ceil(len(left), self.page_size) :])
         assert freed <= set(self._free_slots()) and not freed & set(after)
-        self.rows[req.rid] = [entry for entry, stay in zip(old, stays, strict=True) if stay]
+        self.rows[req.rid] = left
         talk.compacted_at = old[-1].position + 1
         if settings.policy.needs_sentences:
             self._check_closed_sentences(req, talk)
         self.recomputed.discard(req.rid)
         self.count["compactions"] += 1
-        self.count["evicted"] += len(freed)
+        self.count["evicted"] += len(old) - len(left)
+        self.count["compactions in pages"] += self.page_size > 1
 
     def _covering(self, req: Any, old: Sequence[Entry], budget: int) -> int:
         """The budget that the row's last queries asked for a few steps before a compaction."""
@@ -265,7 +276,8 @@ class Books(TurnBooks):
         return [*self.prompt_of(req), *self.generated.get(req.rid, ())]
 
     def _free_slots(self) -> list[int]:
-        return self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
+        pages = self.token_to_kv_pool_allocator.get_all_free_pages().tolist()
+        return [page * self.page_size + i for page in pages for i in range(self.page_size)]
 
     # -- invariants
 
@@ -285,7 +297,8 @@ class Books(TurnBooks):
         assert len(free) + evictable + locked + len(private) == POOL, "pool accounting"
         everywhere = free + in_tree + private
         assert len(set(everywhere)) == POOL, "a slot has two owners"
-        assert set(everywhere) == set(range(1, POOL + 1)), "slot 0 is nobody's"
+        slots = range(self.page_size, POOL + self.page_size)
+        assert set(everywhere) == set(slots), "page 0 is nobody's"
         self._check_tables(owners)
         batch = self.running_batch
         if not batch.is_empty() and batch.seq_lens_cpu is not None:
@@ -296,7 +309,11 @@ class Books(TurnBooks):
         kv, row, slots = req.kv, self.rows[req.rid], self._row(req)
         assert kv.kv_committed_len == kv.kv_allocated_len == len(row), req.rid
         assert [self.content[slot] for slot in slots] == [entry.tag for entry in row], req.rid
-        private = slots[kv.cache_protected_len :]
+        page, shared = self.page_size, kv.cache_protected_len
+        assert [slot % page for slot in slots] == [i % page for i in range(len(slots))], req.rid
+        firsts = slots[shared::page]
+        private = [first + i for first in firsts for i in range(page)]  # whole pages
+        assert shared % page == 0 and private[: len(slots) - shared] == slots[shared:]
         assert set(self._shared_slots(req)) <= in_tree
         state = getattr(req, "skipkv", None)
         if state is None or not state.settings.evicts:
@@ -330,5 +347,5 @@ class Books(TurnBooks):
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - len(self.recorder.free_tracks)
         assert all(state.failure is None for state in states)
-        for row in range(ROWS + 1):
-            assert int(self.recorder.track_of_row[row]) == lent.get(row, 0), row
+        held = [lent.get(row, 0) for row in range(ROWS + 1)]
+        assert self.recorder.track_of_row.tolist()[: ROWS + 1] == held

@@ -5,6 +5,7 @@ Admission, batches, memory and retraction are SGLang's own functions with our ho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pool_forward import Forward
@@ -94,7 +95,7 @@ class Loop(Forward):
         if not self.waiting_queue and self.chunked_req is None:
             return None
         adder = Scheduler.get_prefill_adder_class(self)(
-            1,
+            self.page_size,
             self.tree_cache,
             self.token_to_kv_pool_allocator,
             self.running_batch,
@@ -211,13 +212,14 @@ class Loop(Forward):
         req.output_ids.append(token)
         req.update_finish_state()
         if req.finished():
+            slots = self._row(req)
             common.release_kv_cache(req, self.tree_cache, checkpoint=True)
-            self._forget(req)
+            self._forget(req, slots)
 
-    def _forget(self, req: Any) -> None:
+    def _forget(self, req: Any, slots: Sequence[int] = ()) -> None:
         row = self.rows.pop(req.rid)
         if row:
-            self._leave(req, row)
+            self._leave(req, row, slots)
         self.recomputed.discard(req.rid)
         self.finished.append(req)
         self.count["finished"] += 1

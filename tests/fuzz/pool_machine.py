@@ -109,6 +109,20 @@ Apart = dict[str, str]
 Branch = tuple[int, list[int], int, bool, Asked]
 Opening = tuple[list[int], int, Asked, Apart]
 LONGEST_HISTORY = 75
+PAGES = (1, 1, 2, 4, 8, 16)
+#: what a life may be like
+HOW = {
+    "tree_core": st.sampled_from(["rust", "python"]),
+    "overlap": st.booleans(),
+    "late": st.booleans(),
+    "newest_first": st.booleans(),
+    "chunk": st.sampled_from([None, None, 5]),
+    "token_ratio": st.sampled_from([0.02, 0.5]),
+    "backup_bytes": st.sampled_from([0, 2000, 1 << 20]),
+    "work_bytes": st.sampled_from([0, 96 << 20]),
+    "reuse_bytes": st.sampled_from([2000, 20_000, 1 << 20, 1 << 20, 1 << 20]),
+    "drops": st.sampled_from([False, False, True]),
+}
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -117,18 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
     lives: ClassVar[int] = 0
 
-    @initialize(
-        tree_core=st.sampled_from(["rust", "python"]),
-        overlap=st.booleans(),
-        late=st.booleans(),
-        newest_first=st.booleans(),
-        chunk=st.sampled_from([None, None, 5]),
-        token_ratio=st.sampled_from([0.02, 0.5]),
-        backup_bytes=st.sampled_from([0, 2000, 1 << 20]),
-        work_bytes=st.sampled_from([0, 96 << 20]),
-        reuse_bytes=st.sampled_from([2000, 20_000, 1 << 20, 1 << 20, 1 << 20]),
-        drops=st.sampled_from([False, False, True]),
-    )
+    @initialize(**HOW)
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1
         self.world = World(**how)
@@ -262,6 +265,15 @@ class PoolMachine(RuleBasedStateMachine):
             PoolMachine.seen += self.world.count
 
 
+class PagedPoolMachine(PoolMachine):
+    """The same, with pages of any size."""
+
+    @initialize(**HOW, page_tokens=st.sampled_from(PAGES))
+    def start(self, **how: Any) -> None:
+        PoolMachine.lives += 1
+        self.world = World(**how)
+
+
 @contextmanager
 def own_draws() -> Iterator[None]:
     """The same runs, whatever else has been imported.
@@ -279,14 +291,16 @@ def own_draws() -> Iterator[None]:
         providers.CONSTANTS_CACHE.cache.clear()
 
 
-def run_machine(examples: int, *, steps: int, seed: int) -> Counter[str]:
+def run_machine(
+    examples: int, *, steps: int, seed: int, kind: type[PoolMachine] = PoolMachine
+) -> Counter[str]:
     """Drive so many lives; what happened in them. The same seed draws the same lives.
 
     Raises:
         AssertionError: an invariant does not hold; or whatever a broken scheduler raises.
     """
     PoolMachine.seen, PoolMachine.lives = Counter(), 0
-    machine = hypothesis.seed(seed)(type("SeededPoolMachine", (PoolMachine,), {}))
+    machine = hypothesis.seed(seed)(type("SeededPoolMachine", (kind,), {}))
     chosen = settings(
         MACHINE,
         max_examples=examples,

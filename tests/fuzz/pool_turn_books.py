@@ -122,8 +122,8 @@ class TurnBooks:
             own = left.namespace == namespace_of(req)
             assert not own or longest <= max(sent, shortest - 1), "a longer history"
 
-    def _leave(self, req: Any, row: list[Entry]) -> None:
-        """A request has finished: what it leaves is in the books."""
+    def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
+        """A request has finished, whose row had these slots: what it leaves is in the books."""
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         newest = next(reversed(self.runtime.histories._by_use), None)
@@ -147,6 +147,10 @@ class TurnBooks:
             talk.compacted_at = max(talk.compacted_at, answer_at + 1)
             talk.compactions -= 1  # it is no step of the budget
             self.count["thoughts dropped"] += 1
+            if self.page_size > 1:  # the answer has moved
+                tags = [one.tag for one in row]
+                self.content.update(zip(slots, tags, strict=False))
+                self._check_stored([*slots[: len(row)]], tags)
         sent = [
             *req.origin_input_ids[: len(req.origin_input_ids) - opener],
             *tokens[len(prompt) + thought :],
@@ -170,11 +174,12 @@ class TurnBooks:
         states = (getattr(req, "skipkv", None) for req in self.owners())
         rows = [one.reuse.continued.key for one in states if one and one.reuse.continued]
         for history in [one for one in self.left if one not in known]:
-            left, last = self.left.pop(history), history.key[-1]
+            left, key = self.left.pop(history), history.key + history.padding
+            last = key[-1]
             self.count["histories lost"] += 1
             # Text that is computed again brings its keys back. A private one comes back with a
             # request that continues this history and was restored from host memory.
             returns = last < VOCAB or any(last in key for key in (*rows, *(h.key for h in known)))
             if self.ample and not full and not returns:
-                found = self._in_tree(history.key, left.apart)
+                found = self._in_tree(key, left.apart)
                 assert len(found) < len(left.row), "a history was dropped that could be continued"

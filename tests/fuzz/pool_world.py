@@ -7,7 +7,7 @@ is made up (``pool_forward.py``); everything is held against plain books (``pool
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,18 +32,24 @@ from pool_steering import GAMMA, make_steerer
 from pool_turns import BLANK, THINK_END, THINK_START, separated
 from score_inputs import some_centres, some_reach
 
+from sgl_skipkv.request.pages import page_ceil, page_floor
+
 
 def reuse_newest_first(allocator: Any) -> None:
     """A slot that was just freed is the next that is given out, and not the last."""
-    original = allocator.alloc
 
-    def alloc(need_size: int) -> Any:
-        allocator.free_pages = allocator.free_pages.flip(0)
-        slots = original(need_size)
-        allocator.free_pages = allocator.free_pages.flip(0)
-        return slots
+    def flipped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def alloc(*arguments: Any, **named: Any) -> Any:
+            allocator.free_pages = allocator.free_pages.flip(0)
+            slots = original(*arguments, **named)
+            allocator.free_pages = allocator.free_pages.flip(0)
+            return slots
 
-    allocator.alloc = alloc
+        return alloc
+
+    allocator.alloc = flipped(allocator.alloc)
+    allocator.alloc_extend = flipped(allocator.alloc_extend)
+    allocator.alloc_decode = flipped(allocator.alloc_decode)
 
 
 class World(Loop):
@@ -51,7 +57,7 @@ class World(Loop):
 
     # What the hooked methods of the real Scheduler read.
     max_new_tokens_limit = sliding_window_size = None
-    kv_shard_widening = page_size = 1
+    kv_shard_widening = 1
     max_total_num_tokens, max_req_len = POOL, POOL - 1
     processed_tokens_counter = 0
 
@@ -70,10 +76,14 @@ class World(Loop):
         head_dim: int = HEAD_DIM,
         check_ledger: bool = True,
         drops: bool = False,
+        page_tokens: int = 1,
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+        from sglang.srt.mem_cache.allocator import (
+            PagedTokenToKVPoolAllocator,
+            TokenToKVPoolAllocator,
+        )
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
         from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
@@ -81,10 +91,11 @@ class World(Loop):
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         super().__init__()
-        self.head_dim = head_dim
+        self.head_dim, self.page_size = head_dim, page_tokens
         self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
         self.drops = drops
-        self.overlap, self.chunked_prefill_size, self.token_ratio = overlap, chunk, token_ratio
+        self.overlap, self.token_ratio = overlap, token_ratio
+        self.chunked_prefill_size = None if chunk is None else page_ceil(chunk, page_tokens)
         self.disaggregation_mode = DisaggregationMode.NULL
         self.spec_algorithm = SpeculativeAlgorithm.NONE
         self.model_config = SimpleNamespace(
@@ -93,14 +104,17 @@ class World(Loop):
         self.req_to_token_pool = ReqToTokenPool(
             size=ROWS, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False
         )
-        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
+        paged = {} if page_tokens == 1 else {"page_size": page_tokens}
+        allocator_of = PagedTokenToKVPoolAllocator if paged else TokenToKVPoolAllocator
+        self.token_to_kv_pool_allocator = allocator_of(
+            **paged,
             size=POOL,
             dtype=torch.float32,
             device="cpu",
             need_sort=False,
             kvcache=MHATokenToKVPool(
                 size=POOL,
-                page_size=1,
+                page_size=page_tokens,
                 dtype=torch.float32,
                 head_num=KV_HEADS,
                 head_dim=head_dim,
@@ -115,7 +129,7 @@ class World(Loop):
             params=CacheInitParams(
                 req_to_token_pool=self.req_to_token_pool,
                 token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-                page_size=1,
+                page_size=page_tokens,
                 disable=False,
                 tree_components=(ComponentType.FULL,),
                 tree_core_backend=tree_core,
@@ -172,6 +186,7 @@ class World(Loop):
             recorder=self.recorder,
             scale=self.head_dim**-0.5,
             pool_tokens=POOL,
+            page_tokens=self.page_size,
             kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
             thoughts=ThoughtTokens(THINK_END, THINK_START, frozenset({BLANK})),
@@ -217,6 +232,8 @@ class World(Loop):
         from sgl_skipkv.patches.engine.scheduler import open_request
 
         self.count["arrived"] += 1
+        # SGLang queues a prompt for ever that leaves less than a page of the pool beside its own.
+        prompt = prompt[: page_floor(POOL - self.page_size - 2, self.page_size)]
         if self.drops and "kv_params" in keys:
             drops = bool(keys.get("kv_reuse"))
             keys["kv_params"] = {**keys["kv_params"], "drop_thoughts": drops}

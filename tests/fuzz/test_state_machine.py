@@ -34,12 +34,13 @@ fixtures = (same_draws,)  # for every test
     ),
     st.booleans(),
     st.sampled_from([None, 5]),
+    st.sampled_from([1, 4, 16]),
 )
 def test_admission_of_budgeted_calls_never_overbooks(
-    calls: list[tuple[list[int], int, str]], overlap: bool, chunk: int | None
+    calls: list[tuple[list[int], int, str]], overlap: bool, chunk: int | None, page_tokens: int
 ) -> None:
     """Traces of twice the pool, all at once: nobody is retracted, nobody is refused, all finish."""
-    world = World(overlap=overlap, chunk=chunk)
+    world = World(overlap=overlap, chunk=chunk, page_tokens=page_tokens)
     for prompt, budget, name in calls:
         world.arrive(prompt, 2 * POOL, kv_budget=budget, kv_policy=name, kv_params=PARAMETERS)
     together = 0
@@ -70,6 +71,24 @@ def test_who_cannot_come_back_stays_while_another_can_go(overlap: bool) -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_row_whose_pages_do_not_fit_is_cut_as_sglang_cuts_it(
+    counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """85 tokens at most, in a pool of 96: in pages of 16 SGLang's admission wants one more."""
+    if not counts:
+        plant(monkeypatch, Runtime.fits_pool, "tokens + 1 + self.page_tokens", "tokens + 2")
+    world = World(page_tokens=16)
+    call = world.arrive([5] * 60, 200, **asks(16, "streaming"))
+    if counts:
+        world.run_dry()
+        assert len(call.output_ids) == POOL - 64 - 16 - 1
+        world.drain()
+    else:
+        with pytest.raises(AssertionError, match="everybody waits"):
+            world.run_dry()
+
+
 SELF_SET = [
     *(("rkv", {"coverage": 0.7}), ("h2o", {"coverage": 0.7}), ("streaming", {"coverage": 0.7})),
     *(("skipkv", {"fraction": 0.2}), ("rpc", {"fraction": 0.2, "coverage": 0.8})),
@@ -80,18 +99,20 @@ ASKED = [(name, {}) for name in policy.names() if name != "full"] + SELF_SET
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("name", "parameters"), ASKED, ids=str)
-@pytest.mark.parametrize("apart", [2, 3, 7, 16])
+@pytest.mark.parametrize(("apart", "page_tokens"), [(2, 1), (3, 4), (7, 1), (16, 16)])
 def test_a_restored_call_goes_on_as_if_nothing_had_happened(
-    overlap: bool, name: str, parameters: dict[str, Any], apart: int
+    overlap: bool, name: str, parameters: dict[str, Any], apart: int, page_tokens: int
 ) -> None:
-    """Retracted every few tokens, at every place of its interval: the same tokens in the end.
+    """Retracted every few tokens, at every place of its interval and of its pages: the tokens are
+    those of a call that nobody retracts, in pages of one.
 
     A token of this world depends on everything in the row before it, so one other kept set would
     show.
     """
     outputs = []
     for retractions in (0, 12):
-        world = World(overlap=overlap, late=overlap, backup_bytes=1 << 20)
+        page = page_tokens if retractions else 1
+        world = World(overlap=overlap, late=overlap, backup_bytes=1 << 20, page_tokens=page)
         # SGLang retracts the shorter output and always keeps one request.
         long_calls(world, 20)
         asked = asks(12, name)
@@ -109,14 +130,17 @@ def test_a_restored_call_goes_on_as_if_nothing_had_happened(
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("name", ["skipkv+", "rkv", "snapkv", "streaming"])
-def test_kernels_keep_what_plain_torch_keeps(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_tokens"), [("skipkv+", 1), ("rkv", 4), ("snapkv", 1), ("streaming", 16)]
+)
+def test_kernels_keep_what_plain_torch_keeps(name: str, page_tokens: int) -> None:
     """From SGLang's batches to its page table, a retraction on the way: the same tokens, each of
     which depends on everything in the row before it."""
     keys = {"kv_budget": 14, "kv_policy": name, "kv_params": {**PARAMETERS, "window": 4}}
     outputs = []
     for way in (nullcontext(), on_triton()):
-        world = World(head_dim=16, check_ledger=False, late=True, backup_bytes=1 << 20)
+        how = {"late": True, "backup_bytes": 1 << 20, "page_tokens": page_tokens}
+        world = World(head_dim=16, check_ledger=False, **how)
         launched = Counter[str]()
         with way, as_one_each(lambda kernel, again, seen=launched: seen.update([kernel])):
             calls = [world.arrive([5, 6, 7, 20 + i], 60, **keys) for i in range(2)]
@@ -129,6 +153,7 @@ def test_kernels_keep_what_plain_torch_keeps(name: str) -> None:
     assert outputs[0] == outputs[1]
     records = name != "streaming"
     assert launched["_compact_rows_kernel"] >= 4
+    assert launched["_move_kv_kernel"] == (page_tokens > 1) * launched["_compact_rows_kernel"]
     assert launched["_importance_kernel"] >= 4 * records
     assert launched["_sentence_step_kernel"] >= 60 * records
 
@@ -276,7 +301,7 @@ def test_a_next_turn_waits_until_its_copy_fits(pays: bool, monkeypatch: pytest.M
     plain = world.arrive(range(100, 144), 12)
     world.step()
     if not pays:
-        piece = "return continued.row_tokens - state.prompt.uncounted_tokens"
+        piece = "return continued.row_tokens - continued.shared_tokens"
         plant(monkeypatch, admission._copied_tokens, piece, "return 0")
     call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
     if pays:

@@ -23,8 +23,9 @@ from sgl_skipkv.steering.vector import SteeringVector
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 WANDERER = REASONER.parent / "wanderer"
-# Page size 16 is a configuration in which slots of a shared page cannot be freed one by one.
-UNSUPPORTED = ("--page-size", "16")
+# No test has seen compactions in pages of 8.
+UNSUPPORTED = ("--page-size", "8")
+PAGES_OF_16, PAGES_OF_32 = ("--page-size", "16"), ("--page-size", "32")
 CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 DEFAULTS_BY_FLAG = (
@@ -65,6 +66,11 @@ class Spec:
     steering_layer: int | None = None
 
 
+def retracts(every: int) -> dict[str, str]:
+    """SGLang's own test switch: retract a request every so many steps, the pool full or not."""
+    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
+
+
 def retracting(
     every: int,
     files: tuple[str, ...] = ("retraction",),
@@ -75,11 +81,10 @@ def retracting(
     chunk: int = 256,
     **config: Any,
 ) -> Spec:
-    """A small pool in which SGLang's own test switch retracts requests every so many steps."""
+    """A small pool in which requests are retracted every so many steps."""
     pool = ("--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk))
-    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
     settings = {**CHECKED, **config}
-    return Spec(files, model, (*pool, *more), settings, {"env": env}, steering_layer)
+    return Spec(files, model, (*pool, *more), settings, {"env": retracts(every)}, steering_layer)
 
 
 SPECS: dict[str, Spec] = {
@@ -131,10 +136,11 @@ SPECS: dict[str, Spec] = {
     ),
     # As main, and SGLang never loads the plugin.
     "plain": Spec(("inert",), "qwen2", (*CHUNKS_OF_64, *ONE_BATCH), options={"plugin": False}),
+    # Pages of 16: what it keeps is what main keeps.
     "qwen2, no overlap": Spec(
         ("oracle", "oracle_reuse", "oracle_steering"),
         "qwen2",
-        (*CHUNKS_OF_64, *WITHOUT_OVERLAP),
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *PAGES_OF_16),
         steering_layer=2,
     ),
     "llama": Spec(
@@ -144,42 +150,45 @@ SPECS: dict[str, Spec] = {
     "qwen3, no overlap": Spec(
         ("oracle", "oracle_reuse", "oracle_steering"),
         "qwen3",
-        (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG),
+        (*CHUNKS_OF_64, *WITHOUT_OVERLAP, *DEFAULTS_BY_FLAG, *PAGES_OF_32),
         {"poison_evicted": True},
         steering_layer=1,
     ),
     # Interleaved, partial rotation, and norms on what a layer adds to its residual.
     "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
-    # Layers with windows, and requests that forget them.
+    # Layers with windows, in pages, retracted now and then; and requests that forget the windows.
     "gemma3": Spec(
         ("oracle_windows",),
         "gemma3",
-        ONE_BATCH,
+        (*ONE_BATCH, *PAGES_OF_16),
         CHECKED,
-        {"env": rank_plants.environment("unprotected")},
+        {"env": {**rank_plants.environment("unprotected"), **retracts(30)}},
     ),
-    # A float8 cache.
+    # A float8 cache, whose bytes move within their pages.
     "float8": Spec(
         ("float8",),
         "llama",
-        ("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
+        (
+            *("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
+            *PAGES_OF_16,
+        ),
         CHECKED,
     ),
     "recomputing": retracting(200, retraction_backup_bytes=0),  # nothing is backed up
-    "restoring": retracting(3),
-    # MLA, retracted now and then.
+    "restoring": retracting(3, more=PAGES_OF_16),
+    # MLA in pages, retracted now and then.
     "latents": retracting(
         40,
         files=("oracle_latents",),
         model="deepseek_v3",
-        more=ONE_BATCH,
+        more=(*ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
     ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(
         ("oracle_thoughts",),
         "thinking",
-        (*CHUNKS_OF_64, *STRIPPED),
+        (*CHUNKS_OF_64, *STRIPPED, *PAGES_OF_16),
         CHECKED,
     ),
     # The same, retracted every few steps.
@@ -195,15 +204,9 @@ SPECS: dict[str, Spec] = {
     "ranks": Spec(
         ("tensor_parallel",),
         "llama",
-        ("--tp-size", "2", *ONE_BATCH),
+        ("--tp-size", "2", *ONE_BATCH, *PAGES_OF_16),
         {**CHECKED, "check_agreement": True},
-        {
-            "env": {
-                **rank_plants.environment("faults"),
-                "SGLANG_TEST_RETRACT": "1",
-                "SGLANG_TEST_RETRACT_INTERVAL": "30",
-            }
-        },
+        {"env": {**rank_plants.environment("faults"), **retracts(30)}},
         steering_layer=1,
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),

@@ -15,7 +15,7 @@ def compact_row(
     """Rewrite one row in place; int64 [evicted], the slots that it gives up."""
     rewrite = RowRewrite(table, [row], [selection], [torch.arange(row_tokens)], check=check)
     rewrite.write()
-    return rewrite.freed[0]
+    return rewrite.vacated[0]
 
 
 def select(scores: Tensor, protected: Ranges, keep_tokens: int) -> Selection:

@@ -66,7 +66,7 @@ def test_a_compacted_row_is_read_as_it_is(name: str, where: str, dtype: torch.dt
     positions = [torch.arange(tokens, device=device) for tokens in ROW_TOKENS]
     rewrite = RowRewrite(table, rows, selections, positions)
     rewrite.write()
-    for freed in rewrite.freed:
+    for freed in rewrite.vacated:
         k[freed], v[freed] = float("nan"), float("nan")
     lengths = [0] * table.shape[0]
     expected: dict[int, tuple[Tensor, Tensor]] = {}

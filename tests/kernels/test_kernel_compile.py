@@ -109,10 +109,19 @@ def test_a_row_is_read_by_all_before_one_writes_it(kernel: str) -> None:
 def test_a_block_is_read_by_all_before_one_writes_it() -> None:
     """Loads and stores of page-table entries, which are the 4-byte ones, and barriers: evicted
     entries, kept entries, then the stores."""
-    (case,) = CASES["row_compaction"]()
+    case = CASES["row_compaction"]()[0]
     code = compiler.compiled(case, 90).asm["ptx"]
     found = re.findall(r"(ld\.global\.b32|st\.global\.b32|bar\.sync)", code)
     assert re.fullmatch("l+bl+bs+", "".join(name[0] for name in found))
+
+
+def test_a_tile_of_kv_is_read_by_all_before_one_writes_it() -> None:
+    """Whatever is loaded before the barrier, no KV is stored there, and none is loaded behind."""
+    for case in CASES["kv_move"]():
+        code = compiler.compiled(case, 90).asm["ttgir"]
+        found = re.findall(r"tt\.load|tt\.store|\.barrier", code)
+        names = "".join({"d": "l", "e": "s", "r": "b"}[name[-1]] for name in found)
+        assert re.fullmatch("l+bs", names), names
 
 
 @pytest.mark.parametrize(

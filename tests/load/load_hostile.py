@@ -26,7 +26,7 @@ WRONG_STARTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "a setting that does not exist": ({"kv_bugdet": 64}, (), "kv_bugdet"),
     "a value out of range": ({"kv_budget": 0}, (), "kv_budget"),
     "a steering file that is none": ({}, ("--steering-vector", "v.safetensors"), "steering_vector"),
-    "a server that cannot evict": ({"kv_budget": 64}, ("--page-size", "16"), "page size 16"),
+    "a server that cannot evict": ({"kv_budget": 64}, ("--page-size", "8"), "page size 8"),
 }
 
 

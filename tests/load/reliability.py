@@ -25,7 +25,10 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 from bench.report import goal_table
 from sgl_skipkv.cli.progress import progress
 
-ROWS = ("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models")
+ROWS = (
+    *("fuzz", "planted_bugs", "hook_calls", "load", "ranks", "rank_runs", "rank_costs", "models"),
+    *("pages", "page_runs"),
+)
 Command = tuple[str, ...]
 LANES: tuple[tuple[Command, ...], ...] = (
     (
@@ -39,6 +42,7 @@ ALONE: tuple[Command, ...] = (
     *(("tests/load/load.py", f"L{number}") for number in range(5)),
     ("tests/load/ranks.py", "--scale", "0.2"),
     ("tests/load/families.py",),
+    ("tests/load/pages.py",),
 )
 bar = progress()
 console = bar.console

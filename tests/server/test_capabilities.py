@@ -13,7 +13,7 @@ from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import forward, model_side
-from sgl_skipkv.patches.startup import capabilities
+from sgl_skipkv.patches.startup import capabilities, pool_kinds
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
@@ -310,3 +310,24 @@ def test_register_limits_are_of_a_generation(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         expected = {} if limit is None else {"maxnreg": limit}
         assert on_device.register_limit(limits, device) == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128])
+def test_pages_of_tested_sizes_in_the_allocators_that_are_known(page_size: int) -> None:
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+    whole = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
+    paged = PagedTokenToKVPoolAllocator(256, page_size, **whole)
+    single = TokenToKVPoolAllocator(256, **whole)
+    right, wrong = (single, paged) if page_size == 1 else (paged, single)
+    scheduler = SimpleNamespace(page_size=page_size, token_to_kv_pool_allocator=right)
+    tested = page_size in (1, 16, 32, 64)
+    expected = None if tested else f"page size {page_size} (supported: 1, 16, 32, 64)"
+    assert pool_kinds.page_size(scheduler) == expected
+    assert pool_kinds.allocator(scheduler) is None
+    scheduler.token_to_kv_pool_allocator = wrong
+    assert type(wrong).__name__ in str(pool_kinds.allocator(scheduler))
+    if page_size > 1:
+        other = PagedTokenToKVPoolAllocator(256, 2 * page_size, **whole)
+        scheduler.token_to_kv_pool_allocator = other
+        assert f"pages of {2 * page_size} in memory" in str(pool_kinds.allocator(scheduler))

@@ -1,4 +1,5 @@
-"""MLA on a server: latents are evicted, scored by absorbed queries, backed up and carried on.
+"""MLA on a server: latents are evicted, scored by absorbed queries, backed up and carried on; in
+pages of 16.
 
 ``tests/load/families.py`` has more requests; ``tests/policies/test_latent_scores.py`` the formula.
 """

@@ -37,9 +37,12 @@ from talks import (
 )
 from tiny_models import NEWLINE, THINK_START, VOCAB_SIZE
 
+from sgl_skipkv.request.pages import page_floor
+
 pytestmark = pytest.mark.server
 
 SERVERS = ("thinking", "thinking, no overlap")
+PAGES = {"thinking": 16, "thinking, no overlap": 1}
 POLICIES = ("skipkv", "rkv", "h2o")
 TURNS = 3
 THINKS = {"require_reasoning": True}
@@ -259,13 +262,14 @@ def test_stripped_rows(thinking, judge, name, mode):
     server = thinking[name]
     (plain,) = say(server, Asked(f"plain-{mode}", spoken(("plain", mode), True, 80), THINKS))
     later = server.generate(plain.tokens + draw("more", 9), 4, **THINKS)
-    assert later["meta_info"]["cached_tokens"] == len(plain.sent)
+    assert later["meta_info"]["cached_tokens"] == page_floor(len(plain.sent), PAGES[name])
     own = {**THINKS, **keys(mode)}
     (first,) = say(server, Asked(f"strip-{mode}", spoken(("strip", mode), True, 80), own))
     assert first.own
     (second,) = say(server, Asked(f"strip-{mode}-2", draw("more", 9), own, first))
     if not mode:
-        assert second.answer["meta_info"]["cached_tokens"] == len(first.sent)
+        cached = page_floor(len(first.sent), PAGES[name])
+        assert second.answer["meta_info"]["cached_tokens"] == cached
     else:
         assert second.info["reused_tokens"] >= len(first.tokens) - 1
     assert second.prompt == second.sent

@@ -1,4 +1,5 @@
 """A model with windows: the last tokens stay, and its layers without a window choose the others.
+In pages of 16, and some requests are retracted and restored.
 
 ``tests/load/families.py`` does the same with longer outputs, for ``make reliability``.
 """
@@ -46,10 +47,9 @@ def server(fleet: Fleet) -> Iterator[Server]:
 
 
 def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
-    calls = [call(name, name) for name in POLICIES]
-    calls += [call("least", "h2o", LEAST), call("unprotected", "snapkv", 40, kv_params={})]
-    calls[-1]["kv_params"] = {"interval": 16, "kernel": 1}
-    judge, objected, chosen = oracle("gemma3").judge, 0, 0
+    unprotected = call("unprotected", "snapkv", 40, kv_params={"interval": 16, "kernel": 1})
+    calls = [unprotected, *(call(name, name) for name in POLICIES), call("least", "h2o", LEAST)]
+    judge, objected, chosen, restored = oracle("gemma3").judge, 0, 0, 0
     for asked, answer in zip(calls, server.generate_all(calls), strict=True):
         rid, prompt, ids = asked["rid"], asked["input_ids"], answer["output_ids"]
         events = server.events(rid)
@@ -60,11 +60,13 @@ def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
             continue
         assert verdict.wrong == [] and gap <= LOGPROB_TOLERANCE, (rid, verdict.wrong, gap)
         objected += bool(judge(prompt, ids, []).wrong)
+        kinds = [event["event"] for event in events]
+        restored += kinds.count("restore")
         compactions = [event for event in events if event["event"] == "compact"]
         for event in compactions:
             now = len(prompt) + event["generated"]
             assert event["kept"][-WINDOW:] == [*range(now - WINDOW, now)], rid
-        if asked["kv_policy"] in SPELLED_OUT:
+        if asked["kv_policy"] in SPELLED_OUT and "recompute" not in kinds:
             policy = make_policy(asked["kv_policy"], **asked["kv_params"])
             delimiters = [token in LINE_END_IDS for token in ids]
             sides = prompt, ids, compactions, delimiters, policy
@@ -76,6 +78,7 @@ def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
             chosen += len(choices)
     assert objected >= 0.9 * (len(calls) - 1)  # without masks the oracle objects
     assert chosen >= 3 * len(SPELLED_OUT)
+    assert restored >= 1  # the last one is retracted first
     kept = [one["after"] - 30 for one in server.events("rkv") if one["event"] == "compact"]
     assert kept[0] == LEAST  # a quarter of what was generated would be less
 

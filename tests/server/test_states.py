@@ -31,7 +31,7 @@ def test_refused_when_asked(fleet: Fleet) -> None:
     assert refused.wait_exit() != 0
     last = refused.log.strip().splitlines()[-1]
     assert last.startswith("sgl_skipkv: refused: ")
-    assert "page size 16" in last and "allocator" in last and "streaming sessions" in last
+    assert "page size 8 (supported: 1, 16, 32, 64)" in last and "streaming sessions" in last
     assert "fired up" not in refused.log
     assert refused.wait_gone(20)
 
@@ -59,14 +59,14 @@ def test_unavailable_when_not_asked(
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
     for keys in ({"kv_budget": 64}, {"kv_policy": "rkv"}, {"kv_params": {}}, {"steering": 1.0}):
         message = refusal(unavailable, "/generate", plain_body("/generate", keys))
-        assert "cannot evict (" in message and "page size 16" in message
+        assert "cannot evict (" in message and "page size 8" in message
         assert next(iter(keys)) in message
     for path in (*OPENAI, *OLLAMA, "/v1/messages"):
-        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* cannot evict \(page size 16"):
+        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* cannot evict \(page size 8"):
             unavailable.post(path, plain_body(path, {"kv_budget": 64}))
         assert unavailable.post(path, plain_body(path, {}))
     assert len(unavailable.generate([3, 4, 5], 8)["output_ids"]) == 8
-    assert "sgl_skipkv: unavailable: page size 16" in unavailable.log
+    assert "sgl_skipkv: unavailable: page size 8" in unavailable.log
     assert unavailable.get("/server_info")["skipkv"]["reasons"]
     metrics = Scrape(unavailable.get("/metrics"))
     states = metrics.by(f"{METRIC_PREFIX}state", "state")
@@ -77,7 +77,7 @@ def test_unavailable_when_not_asked(
     monkeypatch.setenv("COLUMNS", "250")
     assert main(["doctor", "--url", unavailable.url]) == 1
     printed = capsys.readouterr().out
-    assert printed.count("arrive, but the server cannot evict: page size 16") == 9
+    assert printed.count("arrive, but the server cannot evict: page size 8") == 9
     assert "budgets arrive nowhere" in printed
     unavailable.assert_clean()
 

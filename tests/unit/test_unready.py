@@ -14,6 +14,8 @@ import torch
 from kernels_on_cpu import on_triton
 from pool_machine import PARAMETERS
 from pool_world import World
+from triton.runtime.interpreter import InterpretedFunction
+from triton_tools import triton_type
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.startup import bind
@@ -121,12 +123,12 @@ def test_when_a_server_with_kernels_compiles(
     launched: list[tuple[Any, bool]] = []
     warm_up = bind.warm_up
 
-    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, *, width: int) -> None:
+    def spied(recorder: Any, cache: Any, windows: Any, steerer: Any, **sizes: Any) -> None:
         assert (cache is None) == (head_dim == 4)
         beside = threading.current_thread().name == "skipkv-compile"
         if beside:
             held()
-        warm_up(recorder, cache, {4}, steerer, width=width)
+        warm_up(recorder, cache, {4}, steerer, **sizes)
         launched.append((recorder, beside))
 
     monkeypatch.setattr(bind, "warm_up", spied)
@@ -147,6 +149,32 @@ def test_when_a_server_with_kernels_compiles(
         assert (recorder is world.recorder, beside) == (enabled, not enabled)
         assert ("queries" in vars(world.recorder)) == enabled
         assert world.skipkv.compilation.refusal is None
+
+
+def test_a_server_in_pages_compiles_the_move_before_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, launched = InterpretedFunction.run, set[Any]()
+
+    def spied(self: Any, *arguments: Any, **options: Any) -> Any:
+        name = self.fn.__name__
+        if name in ("_move_kv_kernel", "_compact_rows_kernel"):
+            kept = {one: value for one, value in options.items() if one != "grid"}
+            launched.add((name, *map(triton_type, arguments), *map(str, kept.items())))
+        return run(self, *arguments, **options)
+
+    with on_triton():
+        monkeypatch.setattr(InterpretedFunction, "run", spied)
+        world = World(head_dim=16, check_ledger=False, page_tokens=4)
+        monkeypatch.setattr(bind, "uses_triton", lambda device: True)
+        bind._warm_up(world.skipkv, world.runtime)
+        warm = set(launched)
+        call = world.arrive([5, 6, 7], 40, **KEYS)
+        while not call.finished():
+            world.step()
+        assert call.skipkv.report.compactions
+    assert {name for name, *_ in warm} == {"_move_kv_kernel", "_compact_rows_kernel"}
+    assert launched == warm
 
 
 def test_a_server_without_kernels_compiles_nothing() -> None:
