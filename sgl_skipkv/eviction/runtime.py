@@ -22,8 +22,9 @@ from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
+from sgl_skipkv.request.parts import Held, KVState, Prompt, SentenceState
 from sgl_skipkv.request.settings import RequestSettings
-from sgl_skipkv.request.state import Held, KVState, Prompt, RequestState, SentenceState
+from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.request.summary import summarise, trace_fields
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.continuation import Left, continue_history, history_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.kernels.on_device import started_copy
 from sgl_skipkv.recording.recorder import Recorder
-from sgl_skipkv.request.state import Compared
+from sgl_skipkv.request.parts import Compared
 
 _EPS: Final = 1e-8  # as in the kernel
 _ROWS: Final = 512  # of similarities at once: a table may have thousands of entries

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.recording.sentences import SentenceTracker
 from sgl_skipkv.request.pages import page_ceil, page_floor
-from sgl_skipkv.request.state import Continued, KVState, RequestState, SentenceState
+from sgl_skipkv.request.parts import Continued, KVState, SentenceState
+from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.histories import Found
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
 from sgl_skipkv.reuse.thoughts import Thought
