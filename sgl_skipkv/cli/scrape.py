@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sgl_skipkv.config import METRIC_PREFIX, SettingError
 
 TIMEOUT_S: Final = 10
-_CHOICES: Final = "such as http://127.0.0.1:30000, with --api-key where it asks for one"
+_CHOICES: Final = "such as http://127.0.0.1:30000, with --api-key where a proxy asks for one"
 
 
 @dataclass(frozen=True)
