@@ -123,3 +123,17 @@ def right_traces() -> str:
 def right(row: Row) -> str:
     low, high = (100 * float(row[f"wilson_{side}"]) for side in ("low", "high"))
     return f"{row['right']} of {row['problems']} [{low:.0f}, {high:.0f}]"
+
+
+def needed_by_family() -> str:
+    """Wrong next tokens per long trace under each rule's mask."""
+    found = recorded("needed_by_family")
+    rules = list(dict.fromkeys(row["rule"] for row in found))
+    by_rule = {(row["family"], row["rule"]): row for row in found}
+    lines = [
+        [f"`{name}`", by_rule[name, family.needed.__name__]["most_old_tokens"]]
+        + [by_rule[name, rule]["wrong_tokens"] for rule in rules]
+        for name, family in FAMILIES.items()
+    ]
+    header = ["family", "old tokens of its own rule", *(rule.replace("_", " ") for rule in rules)]
+    return table(header, lines, found, "needed_by_family")
