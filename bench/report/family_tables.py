@@ -94,7 +94,8 @@ def families() -> str:
             continue
         name, _, size = level.rpartition("-")
         start = [f"`{name}`", f"{size}, {float(full[level]['output_tokens']):,.0f} tokens"]
-        lines.append([*start, full[level]["problems"], "FullKV", accuracy(full[level]), "", ""])
+        unbudgeted = ["FullKV", accuracy(full[level])]
+        lines.append([*start, full[level]["problems"], *unbudgeted, *[""] * (len(SHARES) - 1)])
         for policy in SHOWN:
             own = {
                 share(row, full[level]): accuracy(row)
@@ -102,8 +103,8 @@ def families() -> str:
                 if (row["level"], row["policy"]) == (level, policy)
             }
             if own:
-                lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in (15, 25, 35))])
-    header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in (15, 25, 35))]
+                lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in SHARES)])
+    header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in SHARES)]
     return table(header, lines, rows, "accuracy")
 
 
