@@ -37,7 +37,7 @@ WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchron
 #: function -> why it may
 ALLOWED = {
     ("last_compaction.py", "read"): "of a copy that was started many steps ago",
-    ("state.py", "read_similar"): "of a copy that was started with that of what was kept",
+    ("parts.py", "read_similar"): "of a copy that was started with that of what was kept",
     ("demand.py", "measured_row_tokens"): "of a copy that was started four steps ago",
     ("steerer.py", "nonexecution_sentences"): "for tests; says so",
     ("page_table.py", "check_ledger"): "a debug check; says so",
