@@ -76,9 +76,7 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
     monkeypatch.setattr(sglang, "__version__", UNTESTED)
     monkeypatch.setattr(open_gate.registry, "problems", list)
-    manager = SimpleNamespace(
-        server_args=SimpleNamespace(_skipkv={}, enable_metrics=False), preferred_sampling_params={}
-    )
+    manager = SimpleNamespace(server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={})
     started = SimpleNamespace(
         scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
     )
@@ -92,7 +90,7 @@ def test_replicas_of_an_older_sglang_report_nothing(monkeypatch: pytest.MonkeyPa
     started = SimpleNamespace(scheduler_infos=[{}])
     for keys, refused in (({}, False), ({"kv_budget": 64}, True)):
         manager = SimpleNamespace(
-            server_args=SimpleNamespace(_skipkv=keys, enable_metrics=False),
+            server_args=SimpleNamespace(_skipkv=keys),
             preferred_sampling_params={},
         )
         if refused:
