@@ -76,7 +76,9 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
     monkeypatch.setattr(sglang, "__version__", UNTESTED)
     monkeypatch.setattr(open_gate.registry, "problems", list)
-    manager = SimpleNamespace(server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={})
+    manager = SimpleNamespace(
+        server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={}, enable_metrics=False
+    )
     started = SimpleNamespace(
         scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
     )
@@ -92,6 +94,7 @@ def test_replicas_of_an_older_sglang_report_nothing(monkeypatch: pytest.MonkeyPa
         manager = SimpleNamespace(
             server_args=SimpleNamespace(_skipkv=keys),
             preferred_sampling_params={},
+            enable_metrics=False,
         )
         if refused:
             with pytest.raises(SystemExit, match=r"refused: .*--dp-size needs SGLang 0\.5\.23"):
