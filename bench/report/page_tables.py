@@ -33,6 +33,7 @@ def page_runs() -> str:
     """Of repeated runs the last."""
     last = {(row["run"], row["page_tokens"], row["quantity"]): row for row in recorded("page_runs")}
     header = ["run", "page size", "quantity", "value", "limit", "held"]
-    names = ("run", "page_tokens", "quantity", "value", "limit", "ok")
-    lines = [[row[name] for name in names] for row in last.values()]
+    lines = [
+        [*place, f"{float(row['value']):g}", row["limit"], row["ok"]] for place, row in last.items()
+    ]
     return table(header, lines, [*last.values()], "page_runs")

@@ -22,6 +22,7 @@ from sgl_skipkv import policy
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.progress import progress
 from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure, ServerProcess, pool_flags
+from sgl_skipkv.cli.tables import print_json
 from sgl_skipkv.cli.tune.compare import Comparison
 from sgl_skipkv.cli.tune.figure import check_figure, draw
 from sgl_skipkv.cli.tune.prompts import Prompt, read_prompts
@@ -61,7 +62,7 @@ def run_tune(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.figure is not None:
         draw(report, arguments.figure)
     if arguments.json:
-        print(json.dumps(as_json(report, arguments), indent=1))
+        print_json(as_json(report, arguments))
         return 0
     console.print(table(report))
     for line in sentences(report):
