@@ -19,6 +19,8 @@ RUN pip install --no-cache-dir --constraint /tmp/constraints.txt "/src[sglang]" 
 RUN useradd --create-home server
 USER server
 WORKDIR /home/server
+# compose.yaml mounts a volume here: made by root it would shut the caches beside it.
+RUN mkdir --parents .cache/huggingface
 EXPOSE 30000
 ENTRYPOINT ["python", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", "30000"]
 # The bundled model, so that the image starts without a network.
