@@ -62,11 +62,11 @@ class Changed(Distinct):
         distance, size = distinct_values(
             layers, first, weights=reach / reach.sum(), compared=compared
         )
-        bonus = inputs.sentences.ending_bonus(inputs.positions, self.params.ending)
+        place = self._by_place(inputs.sentences, inputs.positions)
         return self._score(
             distance if self.by_distance else torch.ones_like(distance),
             size,
-            bonus if self.by_ending else torch.zeros_like(bonus),
+            place if self.by_ending else torch.ones_like(place),
         )
 
 
@@ -94,6 +94,8 @@ VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
     "size to the power of 1": (Distinct, {"power": 1.0}),
     "size to the power of 8": (Distinct, {"power": 8.0}),
     "no endings": (changed(by_ending=False), {}),
+    "old sentences without their first token": (Distinct, {"beginning": 1}),
+    "old sentences without their first two": (Distinct, {"beginning": 2}),
     "no recent tokens": (Distinct, {"recent": 0}),
     "32 recent tokens": (Distinct, {"recent": 32}),
     "128 recent tokens": (Distinct, {"recent": 128}),

@@ -79,6 +79,10 @@ class PolicyParams(Settings):
     )
 
 
+#: between the positions of one request and the next, where their tokens are taken as one list
+APART = 2**40
+
+
 @dataclass(frozen=True)
 class Sentences:
     """The closed sentences of a request that still have cached tokens, oldest first.
@@ -104,11 +108,33 @@ class Sentences:
         """
         if self.starts.shape[0] == 0:
             return torch.zeros(positions.shape[0], device=positions.device)
-        owner = (torch.searchsorted(self.starts, positions, right=True) - 1).clamp_min(0)
+        owner = self._owners(positions)
         # The delimiter is the token at stop - 1; after the end this is negative.
         to_delimiter = self.stops[owner] - 1 - positions
         inside = (positions >= self.starts[owner]) & (to_delimiter > 0)
         return torch.where(inside, (ending + 1 - to_delimiter).clamp_min(0), 0).float()
+
+    def old_beginnings(self, positions: Tensor, beginning: int, newer: int) -> Tensor:
+        """bool [n]: whether each token is one of those that an old sentence begins with.
+
+        Args:
+            positions: as ``ending_bonus`` takes them.
+            beginning: so many tokens per sentence.
+            newer: a sentence is old once at least so many of its request are newer.
+        """
+        closed = self.starts.shape[0]
+        if closed <= newer:
+            return torch.zeros_like(positions, dtype=torch.bool)
+        owner = self._owners(positions)
+        start, follower = self.starts[owner], owner + newer
+        later = self.starts[follower.clamp_max(closed - 1)]
+        old = (follower < closed) & (later - start < APART // 2)
+        first = (positions >= start) & (positions - start < beginning)
+        return old & first & (positions < self.stops[owner])
+
+    def _owners(self, positions: Tensor) -> Tensor:
+        """int64 [n], the last sentence that starts at or before each token, or the first."""
+        return (torch.searchsorted(self.starts, positions, right=True) - 1).clamp_min(0)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, ScoreInput, Sentences
+from sgl_skipkv.policy.base import APART, KeyLocation, PagedCache, Policy, ScoreInput, Sentences
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
-
-#: between the positions of one request and the next, where their tokens are taken as one list
-_APART = 2**40
 
 Scored = tuple[Policy, ScoreInput]
 Span = tuple[int, int]
@@ -200,13 +197,13 @@ def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor,
     numbers = [tokens, closed, range(len(requests))]
     token_counts, closed_counts, request = device_tensors(numbers, requests[0].positions.device)
     owner = request.repeat_interleave(token_counts, output_size=sum(tokens))
-    shift = request.repeat_interleave(closed_counts, output_size=sum(closed)) * _APART
+    shift = request.repeat_interleave(closed_counts, output_size=sum(closed)) * APART
     joined = Sentences(
         torch.cat([one.starts for one in sentences]) + shift,
         torch.cat([one.stops for one in sentences]) + shift,
         torch.cat([one.redundancy for one in sentences]),
     )
-    positions = torch.cat([one.positions for one in requests]) + owner * _APART
+    positions = torch.cat([one.positions for one in requests]) + owner * APART
     return joined, positions, owner
 
 

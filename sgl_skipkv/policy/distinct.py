@@ -5,7 +5,8 @@ length of its layer and KV head, the mean over these, each weighted by how far t
 (``head_reach.py``). ``distance`` is how far a value lies from the nearest of a later token, in the
 same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
 the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
-that is negative, for the delimiter itself and in the open sentence. The mean lengths are of the
+that is negative, for the delimiter itself and in the open sentence. The first ``beginning`` tokens
+of a sentence that six newer ones follow are evicted before all others. The mean lengths are of the
 tokens that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as
 far as that is no more than three fifths of the budget.
 
@@ -15,9 +16,10 @@ token or two has large values where those matter, and nobody asks for them later
 written again, the result that a step repeats or the check of an earlier one, can be looked up
 there. In the middle layers a value is of the token and of what it is about; in the first it is of
 the token alone, so the same number of another name looks like a repetition; in the last ones it is
-of the whole context and never repeats. Attention to a token is not asked: what is looked up for the
-first time hundreds of tokens later has not been looked at before. docs/results.md has the
-measurements and what was tried instead.
+of the whole context and never repeats. A sentence's beginning (a line's number, its first words)
+says what comes next while it is new; a few old ones that happen to stay mislead. Attention to a
+token is not asked: what is looked up for the first time hundreds of tokens later has not been
+looked at before. docs/results.md has the measurements and what was tried instead.
 
 Sources of the parts: values beside attention, VATP (arXiv 2406.12335) and VaSE (arXiv 2606.03928);
 the later of two alike tokens stays, R-KV (arXiv 2505.24133); some heads retrieve and the others do
@@ -32,21 +34,28 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar, TypedDict
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import distinct_values
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged_values
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
+
+#: sentences that follow an old one, and what its beginning counts: less than any other token
+_NEWER, _LAST = 6, 2.0**-20
 
 
 class DistinctParams(PolicyParams):
     power: float = Field(4.0, ge=0.0, le=16.0, description="of a value's size in its score")
     ending: int = Field(
         4, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
+    )
+    beginning: int = Field(
+        0, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
     )
     recent: int = Field(
         64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"
@@ -80,8 +89,7 @@ class Distinct(Policy):
         values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
         found = from_pages(values, firsts, **_of_model(requests[0]))
         joined, positions, _ = joined_sentences(requests)
-        bonus = joined.ending_bonus(positions, self.params.ending)
-        return by_request(self._score(*found, bonus), requests)
+        return by_request(self._score(*found, self._by_place(joined, positions)), requests)
 
     def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Plain torch on every device. Tokens of a protected prompt score 0."""
@@ -90,8 +98,8 @@ class Distinct(Policy):
         scores = []
         for one, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
             assert one.sentences is not None
-            bonus = one.sentences.ending_bonus(one.positions[first:], self.params.ending)
-            scores.append(F.pad(self._score(distance, size, bonus), (first, 0)))
+            place = self._by_place(one.sentences, one.positions[first:])
+            scores.append(F.pad(self._score(distance, size, place), (first, 0)))
         return scores
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
@@ -106,12 +114,19 @@ class Distinct(Policy):
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
         found = distinct_values(layers, first, **_of_model(inputs))
-        bonus = sentences.ending_bonus(inputs.positions, self.params.ending)
-        return self._score(*found, bonus)
+        return self._score(*found, self._by_place(sentences, inputs.positions))
 
-    def _score(self, distance: Tensor, size: Tensor, bonus: Tensor) -> Tensor:
-        """float32 [n]. bonus: ``e``."""
-        return distance * size**self.params.power * (1.0 + bonus / self.params.ending)
+    def _score(self, distance: Tensor, size: Tensor, place: Tensor) -> Tensor:
+        """float32 [n]. place: of ``_by_place``."""
+        return distance * size**self.params.power * place
+
+    def _by_place(self, sentences: Sentences, positions: Tensor) -> Tensor:
+        """float32 [n]: 1 to 2 by how near a sentence ends, nearly 0 where an old one begins."""
+        place = 1.0 + sentences.ending_bonus(positions, self.params.ending) / self.params.ending
+        if self.params.beginning:
+            old = sentences.old_beginnings(positions, self.params.beginning, _NEWER)
+            place = torch.where(old, place * _LAST, place)
+        return place
 
 
 class _OfModel(TypedDict):

@@ -171,10 +171,17 @@ class ScoreOracle:
             if policy.name == "distinct":
                 tail = max(tail, min(params.recent, int(0.6 * budget)))
             if policy.name == "distinct":
-                for start, stop in _sentences(is_delimiter[: event["generated"]], prompt, turns):
+                spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
+                live = [span for span in spans if not set(row).isdisjoint(range(*span))]
+                for start, stop in live:
                     for back in range(1, params.ending + 1):
                         at = (positions == stop - 1 - back) & (positions >= start)
                         scores[at] *= 1 + (params.ending + 1 - back) / params.ending
+                for start, stop in live[:-6]:
+                    opening = (positions >= start) & (
+                        positions < min(start + params.beginning, stop)
+                    )
+                    scores[opening] *= 2.0**-20
             if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]

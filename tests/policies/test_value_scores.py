@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.batched_scores import joined_sentences
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 #: which coordinates are one band, what both are multiplied with, and how many are rotated
@@ -59,6 +60,45 @@ def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() ->
         dataclasses.replace(inputs, values=lambda layer: values[layer])
     )
     assert scores[20] < 1e-2 < scores[40] and scores[30] > scores[31]
+
+
+def test_distinct_evicts_the_beginnings_of_old_sentences_first() -> None:
+    """Two tokens of each sentence that six newer ones follow; of one token, that one."""
+    positions = score_input(seed=5).positions.tolist()
+    starts = [positions[at] for at in (12, 20, 26, 27, 33, 38, 42, 47, 51)]
+    spans = [(start, stop, -1.0) for start, stop in itertools.pairwise([*starts, positions[56]])]
+    plain, asked = (
+        make_policy("distinct", beginning=n).scores(
+            score_input(seed=5, sentences=some_sentences(*spans))
+        )
+        for n in (0, 2)
+    )
+    # The first of nine that fewer than six follow is the fourth. 26 and 27 may lie side by side.
+    old = {
+        i
+        for i, position in enumerate(positions)
+        if any(start <= position < min(start + 2, stop) for start, stop, _ in spans[:3])
+    }
+    factor = torch.tensor([2.0**-20 if i in old else 1.0 for i in range(len(positions))])
+    assert {12, 20, 26} <= old and 27 not in old
+    assert torch.equal(asked, plain * factor)
+
+
+def test_sentences_of_others_make_none_old() -> None:
+    """Requests whose sentences are joined, with ten, two and nine of them."""
+    requests = [
+        score_input(seed, sentences=some_sentences(*((at, at + 9, -1.0) for at in range(0, n, 9))))
+        for seed, n in enumerate((90, 18, 81))
+    ]
+    joined, positions, _ = joined_sentences(requests)
+    together = joined.old_beginnings(positions, 3, newer=6).split([60, 60, 60])
+    alone = [
+        one.sentences.old_beginnings(one.positions, 3, newer=6)
+        for one in requests
+        if one.sentences is not None
+    ]
+    assert all(map(torch.equal, together, alone))
+    assert [bool(old.any()) for old in alone] == [True, False, True]
 
 
 @pytest.mark.parametrize("seed", range(2))
