@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "right_traces": family_tables.right_traces,
     "needed_by_family": family_tables.needed_by_family,
     "parts": default_tables.parts,
+    "beginnings": default_tables.beginnings,
     "signals": default_tables.signals,
     "heads": default_tables.heads,
     "quotas": default_tables.quotas,

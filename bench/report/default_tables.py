@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import chain
 from statistics import mean
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
+from bench.reasoner.families.base import SIZES
+from bench.reasoner.families.registry import FAMILIES
+from bench.report.accuracy_tables import right as accuracy
+from bench.report.accuracy_tables import share as share_of_trace
 from bench.report.family_tables import PLAIN, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
@@ -39,6 +44,29 @@ def parts() -> str:
         lines.append([variant, *(f"{100 * int(r['right']) / int(r['traces']):.0f}" for r in own)])
     header = ["changed", *(f"{kind}, {size}, {percent}%" for kind, size, percent in places)]
     return table(header, lines, rows, "parts")
+
+
+def beginnings() -> str:
+    """Answers through the real server: the default, and without the beginnings of old sentences."""
+    asked = recorded("beginnings")
+    plain = [row for row in recorded("accuracy") if row["model"] == "families"]
+    full = {row["level"]: row for row in plain if row["policy"] == "full"}
+    shares = sorted({share_of_trace(row, full[row["level"]]) for row in asked})
+    found: defaultdict[tuple[str, str, int], str] = defaultdict(lambda: "-")
+    for name, rows in (("distinct", plain), ("beginning", asked)):
+        for row in rows:
+            if row["policy"] == "distinct":
+                at = name, row["level"], share_of_trace(row, full[row["level"]])
+                found[at] = accuracy(row)
+    lines = []
+    for level in (f"{family}-{size}" for size in SIZES for family in FAMILIES):
+        if level in {row["level"] for row in asked}:
+            pairs = [(found["distinct", level, s], found["beginning", level, s]) for s in shares]
+            lines.append([f"`{level}`", accuracy(full[level]), *chain.from_iterable(pairs)])
+    header = ["family and size", "FullKV"]
+    for s in shares:
+        header += [f"`distinct`, budget {s}%", f"`beginning` 2, budget {s}%"]
+    return table(header, lines, asked, "beginnings")
 
 
 def heads() -> str:
