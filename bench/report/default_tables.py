@@ -48,7 +48,7 @@ def parts() -> str:
 
 def beginnings() -> str:
     """Answers through the real server: the default, and without the beginnings of old sentences."""
-    asked = recorded("beginnings")
+    asked = [row for row in recorded("beginnings") if row["policy"] != "full"]
     plain = [row for row in recorded("accuracy") if row["model"] == "families"]
     full = {row["level"]: row for row in plain if row["policy"] == "full"}
     shares = sorted({share_of_trace(row, full[row["level"]]) for row in asked})
