@@ -23,7 +23,10 @@ FAMILIES: Final[dict[str, str | None]] = {
     "GraniteForCausalLM": None,
     "GemmaForCausalLM": None,
     "Gemma3ForCausalLM": None,
+    "GptOssForCausalLM": "GptOssDecoderLayer",
     "DeepseekV3ForCausalLM": None,
 }
 STEERED_LAYERS: Final = frozenset(layer for layer in FAMILIES.values() if layer is not None)
-STEERED_TYPES: Final = "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Phi-3, GLM-4 and GLM-4-MoE types"
+STEERED_TYPES: Final = (
+    "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Phi-3, GLM-4, GLM-4-MoE and gpt-oss types"
+)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.patches.engine.forward import whole
+from sgl_skipkv.policy.head_reach import softmax_with_sinks
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 
 _LAST_QUERIES = 16
@@ -33,16 +34,18 @@ def attention_gap(
     output: Tensor,
     scale: float,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """How far a causal attention layer's output lies from the formula, over the output's norm.
 
-    ``|softmax(scale q k) v - output| / |output|``.
+    ``|softmax(scale q k) v - output| / |output|``, the softmax with a sink as one more logit.
 
     Args:
         queries, output: float [T, Hq, d] and [T, Hq, v], of the last T tokens.
         keys, values: float [n, Hkv, d] and [n, Hkv, v], of all tokens. With MLA the output is in
             latent space, as the values are.
         window: tokens before its own that a query sees; 0: all of them.
+        sinks: float [Hq], a logit per query head without a value; None: the layer has none.
 
     Returns:
         float32 scalar.
@@ -53,7 +56,7 @@ def attention_gap(
     position = torch.arange(tokens, device=keys.device)
     back = position[-recent:, None] - position
     hidden = (back < 0) | (back > window) if window else back < 0
-    attention = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    attention = softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks)
     expected = torch.einsum("hgtn,nhd->thgd", attention, values.float()).reshape(recent, heads, -1)
     norm = output.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
     gap: Tensor = (expected - output.float()).norm() / norm
@@ -95,7 +98,8 @@ class AttentionCheck:
         keys, values = (part[slots] for part in self._pool.get_kv_buffer(layer.layer_id))
         shown = output.detach().reshape(len(slots), queries.shape[1], -1)[-len(queries) :]
         window = max(layer.sliding_window_size, 0)
-        gap = attention_gap(queries, keys, values, shown, self._scale, window)
+        sinks = kwargs.get("sinks")
+        gap = attention_gap(queries, keys, values, shown, self._scale, window, sinks)
         self.gaps[layer.layer_id] = gap
 
     def conclude(self, ranks: Ranks = ONE_RANK) -> None:

@@ -40,18 +40,6 @@ def full_attention(scheduler: Any) -> str | None:
     return None
 
 
-def attention_sinks(scheduler: Any) -> str | None:
-    """Layers that hand sinks to their attention."""
-    model = scheduler.tp_worker.model_runner.model
-    layers = attention_layers(model)
-    for module in model.modules():
-        if getattr(module, "sinks", None) is not None and any(
-            m in layers for m in module.children()
-        ):
-            return f"attention sinks of {type(module).__name__}: scores do not count what they take"
-    return None
-
-
 def logit_cap(scheduler: Any) -> str | None:
     """Layers with a cap on their logits."""
     layers = attention_layers(scheduler.tp_worker.model_runner.model)

@@ -16,7 +16,6 @@ import torch
 from sgl_skipkv.patches.engine.families import STEERED_TYPES
 from sgl_skipkv.patches.engine.model_side import model_side_of
 from sgl_skipkv.patches.startup.attention_kinds import (
-    attention_sinks,
     counting_attention,
     full_attention,
     hybrid_window,
@@ -189,7 +188,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ),
     ("chunked attention", "chunks and temperatures count row entries", counting_attention),
     ("full attention", "a window layer does not see what may be evicted", full_attention),
-    ("attention sinks", "scores do not count what a sink takes", attention_sinks),
     ("capped attention logits", "scores have no cap", logit_cap),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (

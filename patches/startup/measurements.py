@@ -103,7 +103,7 @@ def _seen(
     def remember(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         both = whole(args[0], kwargs.get("q_rope")), whole(args[1], kwargs.get("k_rope"))
         queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in both)
-        reach[layer.layer_id] = head_reach(queries, keys, side.scale)
+        reach[layer.layer_id] = head_reach(queries, keys, side.scale, kwargs.get("sinks"))
         if rotation is not None:
             centres[layer.layer_id] = means(rotation, queries)
 

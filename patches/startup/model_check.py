@@ -132,7 +132,6 @@ def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
         ("full attention", seen, windows == config.num_hidden_layers),
         ("chunked attention", f"chunks of {config.attention_chunk_size}", chunks),
         ("capped attention logits", f"at {cap}", cap),
-        ("attention sinks", "learned, one per head", config.has_attention_sinks),
         (
             "layers of different shapes",
             "heads or their sizes differ",

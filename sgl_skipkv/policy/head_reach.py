@@ -18,7 +18,7 @@ FIRST_QUERY = 64
 _QUERIES_TOGETHER = 32
 
 
-def head_reach(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+def head_reach(queries: Tensor, keys: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """How much attention each KV head of one layer gives to the far token that it looks at most.
 
     ``mean over queries t >= 64 and query heads of max over 4 <= i < t - 8 of attention[t, i]``, the
@@ -28,6 +28,8 @@ def head_reach(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         queries: float [T, Hq, d] of the positions from 0, T more than ``FIRST_QUERY``; with
             ``keys``, [T, Hkv, d], as the model's attention gets them.
         scale: factor on the logits.
+        sinks: float [Hq], of a model with attention sinks: a head that looks at its sink looks at
+            no token.
 
     Returns:
         float32 [Hkv], in [0, 1].
@@ -40,6 +42,20 @@ def head_reach(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         behind = position[own, None] - position
         far = (behind > NEAR_TOKENS) & (position >= SINK_TOKENS)
         logits = torch.einsum("thgd,nhd->hgtn", grouped[own], keys) * scale
-        attention = logits.masked_fill(behind < 0, -torch.inf).softmax(dim=-1)
+        attention = softmax_with_sinks(logits.masked_fill(behind < 0, -torch.inf), sinks)
         total += attention.where(far, 0.0).amax(dim=-1).sum(dim=(1, 2))
     return total / ((tokens - FIRST_QUERY) * heads // kv_heads)
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """``softmax([logits, sink])`` without the sink's weight, the last: gpt-oss's attention.
+
+    Args:
+        logits: float32 [Hkv, query heads per KV head, T, n].
+        sinks: float [Hq], a logit per query head; None: an ordinary softmax.
+    """
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    kv_heads, group, steps, _ = logits.shape
+    column = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, steps, 1)
+    return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]

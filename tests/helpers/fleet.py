@@ -16,7 +16,7 @@ import rank_plants
 import torch
 from oracle import Addition, steering_factors
 from servers import Server
-from tiny_models import LINE_END_IDS, PIECES
+from tiny_models import ARGUMENTS, ENVIRONMENT, LINE_END_IDS, PIECES
 from vector_files import origin
 
 from sgl_skipkv.steering.vector import SteeringVector
@@ -163,6 +163,20 @@ SPECS: dict[str, Spec] = {
         (*ONE_BATCH, *PAGES_OF_16),
         CHECKED,
         {"env": {**rank_plants.environment("unprotected"), **retracts(30)}},
+    ),
+    # The same with attention sinks.
+    "gpt_oss": Spec(
+        ("oracle_windows",),
+        "gpt_oss",
+        (*ONE_BATCH, *PAGES_OF_16, *ARGUMENTS["gpt_oss"]),
+        CHECKED,
+        {
+            "env": {
+                **ENVIRONMENT["gpt_oss"],
+                **rank_plants.environment("unprotected"),
+                **retracts(30),
+            }
+        },
     ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(

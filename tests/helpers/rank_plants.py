@@ -20,7 +20,8 @@ ONCE, ALWAYS = "once", "always"
 
 def environment(*plants: str) -> dict[str, str]:
     """Of a server with these plants; the first one is always there."""
-    return {"PYTHONPATH": str(STARTS), "RANK_PLANTS": " ".join(("traces", *plants))}
+    path = f"{STARTS}:{STARTS.parent}"
+    return {"PYTHONPATH": path, "RANK_PLANTS": " ".join(("traces", *plants))}
 
 
 def trace_of(path: Path, rank: int) -> Path:

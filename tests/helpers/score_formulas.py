@@ -16,14 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention_rows(queries: Tensor, keys: Tensor, visible: Tensor | None = None) -> Tensor:
-    """What each query gave each token: [L, Hq, queries, keys]."""
+def attention_rows(
+    queries: Tensor, keys: Tensor, visible: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """What each query gave each token: [L, Hq, queries, keys]; ``sinks``: [L, Hq], what it gave to
+    none."""
     groups = queries.shape[2] // keys.shape[2]
     logits = torch.einsum("lqhd,lkhd->lhqk", queries, keys.repeat_interleave(groups, dim=2))
     logits = logits / queries.shape[3] ** 0.5
     if visible is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
-    return logits.softmax(dim=-1)
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    weights = logits.exp()
+    return weights / (weights.sum(dim=-1, keepdim=True) + sinks.exp()[..., None, None])
 
 
 def carried(

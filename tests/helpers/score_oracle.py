@@ -71,7 +71,10 @@ class ScoreOracle:
         AttentionInterface.register("remembering", _attend)
         self.cached, self.path = cached, model_path
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float64, attn_implementation="remembering"
+            model_path,
+            dtype=torch.float64,
+            attn_implementation="remembering",
+            experts_implementation="eager",  # the other forms have no float64
         ).eval()
 
     def choices(
@@ -239,11 +242,21 @@ class ScoreOracle:
         """[L, Hkv]: the most attention to one far token of the text, mean over queries."""
         queries, keys = self._of_text
         causal = torch.ones(queries.shape[1], queries.shape[1], dtype=torch.bool).tril()
-        looks = attention_rows(queries, keys, causal)[:, :, 64:]
+        looks = attention_rows(queries, keys, causal, self.sinks)[:, :, 64:]
         looks[..., :4] = 0.0
         for i, query in enumerate(range(64, queries.shape[1])):
             looks[:, :, i, query - 8 :] = 0.0
         return looks.amax(dim=3).mean(dim=2).unflatten(1, (keys.shape[2], -1)).mean(dim=2)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """float64 [L, Hq], of the layers that score; None: the model has none."""
+        found = [getattr(layer.self_attn, "sinks", None) for layer in self.model.model.layers]
+        kinds = getattr(self.model.config, "layer_types", None) or [FULL] * len(found)
+        if None in found:
+            return None
+        scored = [one for one, kind in zip(found, kinds, strict=True) if kind == FULL]
+        return torch.stack(scored).detach()
 
     @property
     def frequencies(self) -> Tensor:
@@ -332,6 +345,7 @@ def _attend(
     mask: Tensor,
     scaling: float,
     cached: torch.dtype,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Plain attention that remembers what it was given: q [1, Hq, T, d], k and v [1, Hkv, T, d]."""
@@ -339,7 +353,10 @@ def _attend(
     _SEEN.append((q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)))
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    weights = (q @ k.transpose(2, 3) * scaling + mask).softmax(dim=-1)
+    logits = q @ k.transpose(2, 3) * scaling + mask
+    if s_aux is not None:  # one more logit, without a value
+        logits = torch.cat([logits, s_aux[:, None, None].expand(-1, q.shape[2], 1)[None]], dim=3)
+    weights = logits.softmax(dim=-1)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2).contiguous(), None
 
 

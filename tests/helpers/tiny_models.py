@@ -7,6 +7,7 @@ sentences.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
-FAMILIES += ("deepseek_v3",)
+FAMILIES += ("deepseek_v3", "gpt_oss")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -48,10 +49,10 @@ _SIZES: dict[str, Any] = {
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
 _HEADS_OF_16: dict[str, Any] = {"head_dim": 16, "pad_token_id": 0}
-#: of gemma3: config.json's, so a query sees itself and 31 tokens before it
+#: of gemma3 and gpt_oss: config.json's, so a query sees itself and 31 tokens before it
 WINDOW = 32
-# What a family has beside the sizes: no window but gemma3's, and factors other than 1 where it has
-# factors.
+# What a family has beside the sizes: no window but in these two, and factors other than 1 where it
+# has factors.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {
@@ -93,6 +94,34 @@ _EXTRA: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 4, "tie_word_embeddings": True},
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gpt_oss": {
+        **{**_HEADS_OF_16, "num_hidden_layers": 4, "sliding_window": WINDOW},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+        # Its embedding multiplies queries and keys, too.
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False},
+            **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 8192},
+        },
+    },
+}
+#: of gpt_oss, one per query head; they take between 4% and 43% of a head's attention
+SINKS = (12.0, 16.0, 20.0, 24.0)
+#: what a server needs to run one. Its pool for windows would be refused, as of the real one.
+_AS_EXTERNAL = {
+    "architectures": ["GptOssOnCpuForCausalLM"],
+    **{"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]},
+}
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "gpt_oss": (
+        *("--disable-hybrid-swa-memory", "--json-model-override-args", json.dumps(_AS_EXTERNAL)),
+    )
+}
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
 }
 _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
@@ -142,6 +171,8 @@ def save_model(family: str, folder: Path) -> Path:
                 parameter.mul_(_TIED_EMBEDDINGS)
             if family == "gemma3" and any(norm in name for norm in _SHARP_NORMS):
                 parameter.fill_(_NORM_GAIN - 1.0)  # Gemma's norms multiply with 1 + weight
+            if "sinks" in name:
+                parameter.copy_(torch.tensor(SINKS))
         if family == "thinking":  # most outputs have one, and an answer behind it
             model.lm_head.weight[THINK_END] *= 1.3
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Nine model families under the masking oracle: every policy, and steering where it is supported.
+"""Eleven model families under the masking oracle: every policy, and steering where it is supported.
 
 Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
 
@@ -31,14 +31,14 @@ from fleet import CHECKED, ONE_BATCH, addition_of, flags_of
 from oracle import MaskingOracle
 from row_table import show
 from servers import Server, logprob_gap
-from tiny_models import prompt_ids, save_model
+from tiny_models import ARGUMENTS, ENVIRONMENT, prompt_ids, save_model
 
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
 
 FAMILIES = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
-    *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3"),
+    *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "gpt_oss"),
 )
 UNSTEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3")
 POLICIES = [name for name in names() if name != "full"]
@@ -62,10 +62,10 @@ def request(rid: str, policy: str, **keys: Any) -> Row:
     }
 
 
-def started(model: Path, folder: Path, vector: bool) -> Server:
+def started(family: str, model: Path, folder: Path, vector: bool) -> Server:
     folder.mkdir(parents=True)
-    flags = flags_of(folder, CHECKED, LAYER if vector else None)
-    return Server(model, folder, [*ONE_BATCH, *flags])
+    flags = [*flags_of(folder, CHECKED, LAYER if vector else None), *ARGUMENTS.get(family, ())]
+    return Server(model, folder, [*ONE_BATCH, *flags], env=ENVIRONMENT.get(family))
 
 
 def judged(
@@ -108,7 +108,7 @@ def run(family: str, folder: Path, count: int) -> list[Row]:
         for policy in (STEERED_POLICIES if steers else ())
     }
     groups = [*asked.items(), *steered.items()]
-    with started(model, folder / "server", vector=steers) as server:
+    with started(family, model, folder / "server", vector=steers) as server:
         server.wait_ready(START_WITHIN_S)
         every = [one for _, requests in groups for one in requests]
         for one, answer in zip(every, server.generate_all(every), strict=True):
@@ -121,7 +121,7 @@ def run(family: str, folder: Path, count: int) -> list[Row]:
 
 def refused(family: str, model: Path, folder: Path) -> Row:
     """A server with a vector for a model that cannot be steered ends at start and names it."""
-    with started(model, folder, vector=True) as server:
+    with started(family, model, folder, vector=True) as server:
         held = server.wait_exit() != 0 and REFUSAL in server.log
     counts = dict.fromkeys(("requests", "compactions", "tokens", "wrong_tokens"), 0)
     counts |= {"wrong_without_masks": 0, "logprob_gap": 0.0}

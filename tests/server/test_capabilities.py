@@ -178,19 +178,12 @@ def test_chunked_attention_is_refused() -> None:
 def test_what_scores_do_not_know_of_the_attention_is_refused() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    sinks, cap = (row_named(name).check for name in ("attention sinks", "capped attention logits"))
+    cap = row_named("capped attention logits").check
     scheduler = scheduler_with(MHATokenToKVPool, {}, {})
-    assert sinks(scheduler) is None and cap(scheduler) is None
+    assert cap(scheduler) is None
     for attention in scheduler.tp_worker.model_runner.model:
         attention.logit_cap = 50.0
     assert cap(scheduler) == "attention logits capped at 50: scores have no cap"
-    parent = torch.nn.Module()
-    parent.attn = scheduler.tp_worker.model_runner.model[0]
-    scheduler.tp_worker.model_runner.model = parent
-    parent.sinks = None
-    assert sinks(scheduler) is None
-    parent.sinks = torch.nn.Parameter(torch.zeros(4))
-    assert sinks(scheduler).startswith("attention sinks of Module")
 
 
 def test_the_largest_window_counts_as_in_config_json() -> None:

@@ -41,15 +41,21 @@ def call(rid: str, policy: str, kv_budget: int = BUDGET, **keys: Any) -> dict[st
     return {"rid": rid, "input_ids": prompt_ids(policy, 30), "tokens": TOKENS} | budget | keys
 
 
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss"])
+def family(request) -> str:
+    """The second has attention sinks."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(fleet: Fleet) -> Iterator[Server]:
-    yield from fleet.lent("gemma3")
+def server(fleet: Fleet, family: str) -> Iterator[Server]:
+    yield from fleet.lent(family)
 
 
-def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
+def test_every_token_and_every_kept_set(family, server, oracle, score_oracle) -> None:
     unprotected = call("unprotected", "snapkv", 40, kv_params={"interval": 16, "kernel": 1})
     calls = [unprotected, *(call(name, name) for name in POLICIES), call("least", "h2o", LEAST)]
-    judge, objected, chosen, restored = oracle("gemma3").judge, 0, 0, 0
+    judge, objected, chosen, restored = oracle(family).judge, 0, 0, 0
     for asked, answer in zip(calls, server.generate_all(calls), strict=True):
         rid, prompt, ids = asked["rid"], asked["input_ids"], answer["output_ids"]
         events = server.events(rid)
@@ -70,7 +76,7 @@ def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
             policy = make_policy(asked["kv_policy"], **asked["kv_params"])
             delimiters = [token in LINE_END_IDS for token in ids]
             sides = prompt, ids, compactions, delimiters, policy
-            found = score_oracle("gemma3").choices(*sides)
+            found = score_oracle(family).choices(*sides)
             # The first compaction of rpc comes when there is as much as its least budget.
             choices = [one for one in found if not one.kept.all()]
             assert len(choices) == len(found) - (policy.name == "rpc")
@@ -84,19 +90,19 @@ def test_every_token_and_every_kept_set(server, oracle, score_oracle) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "budget"])
-def test_a_history_ends_with_the_window(server, oracle, mode) -> None:
+def test_a_history_ends_with_the_window(family, server, oracle, mode) -> None:
     """Cut as early as it may be: behind its last compaction, where no other token is left over."""
     keys = {"kv_reuse": mode, "kv_params": {"interval": 16}}
     asked = call(f"first-{mode}", "rkv", **keys)
     first = Turn(asked["input_ids"], server.generate(**asked))
     first.events = server.events(first.rid)
-    assert first.judge(oracle("gemma3")) <= LOGPROB_TOLERANCE
+    assert first.judge(oracle(family)) <= LOGPROB_TOLERANCE
     evicted_at = 30 + first.compactions[-1]["generated"]
     prompt = [*first.tokens[:evicted_at], *prompt_ids("next", 20)]
     asked = {**call(f"second-{mode}", "rkv", **keys), "input_ids": prompt}
     second = Turn(prompt, server.generate(**asked), [first])
     second.events = server.events(second.rid)
-    assert second.judge(oracle("gemma3")) <= LOGPROB_TOLERANCE
+    assert second.judge(oracle(family)) <= LOGPROB_TOLERANCE
     assert second.info["reused_tokens"] == evicted_at and second.info["compactions"] > 0
     assert second.compactions[: len(first.compactions)] == first.compactions
 

@@ -55,6 +55,17 @@ def test_the_formula(window: int) -> None:
     assert math.isclose(float(halved), 0.5, rel_tol=1e-4)
 
 
+def test_the_formula_with_sinks() -> None:
+    """One logit per query head more, without a value."""
+    q, k, v = drawn(1, HEADS), drawn(2, KV_HEADS), drawn(3, KV_HEADS)
+    sinks = torch.tensor([1.0, 2.0, 3.0, 4.0]).bfloat16()
+    parts = [attended(q, k, v, sink=float(sink.double().exp())) for sink in sinks]
+    output = torch.stack([part[:, head] for head, part in enumerate(parts)], dim=1)
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, sinks=sinks) < 1e-5
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE) > 0.1
+    assert attention_gap(q[-7:], k, v, output[-7:], SCALE, sinks=sinks.flip(0)) > 0.1
+
+
 def test_half_precision_is_far_within_the_limit() -> None:
     q, k, v = (part.bfloat16() for part in (5 * drawn(1, HEADS), drawn(2, 2), drawn(3, 2)))
     output = attended(q, k, v).bfloat16()
@@ -68,8 +79,9 @@ def layer_module(number: int) -> Any:
     return SimpleNamespace(layer_id=number, head_dim=WIDTH, sliding_window_size=-1)
 
 
-def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionCheck:
-    """After a prefill of layers that say what is recorded, what is cached, and their output."""
+def checked(*layers: Layer, dtype: torch.dtype = torch.float32, **handed: Any) -> AttentionCheck:
+    """After a prefill of layers that say what is recorded, what is cached, and their output.
+    ``handed``: what the model gives its attention by keyword."""
     buffers = [torch.zeros(2 * TOKENS, KV_HEADS, WIDTH) for _ in range(2 * len(layers))]
     cached_keys, cached_values = buffers[: len(layers)], buffers[len(layers) :]
     pool = SimpleNamespace(get_kv_buffer=lambda i: (cached_keys[i], cached_values[i]))
@@ -89,7 +101,7 @@ def checked(*layers: Layer, dtype: torch.dtype = torch.float32) -> AttentionChec
         cached_keys[number][batch.out_cache_loc] = cached
         cached_values[number][batch.out_cache_loc] = values
         q.zero_()  # a backend may do with its queries as it likes
-        check.after(module, args, {}, output.flatten(1))
+        check.after(module, args, handed, output.flatten(1))
     return check
 
 
@@ -130,6 +142,13 @@ def test_a_model_whose_layers_ask_what_is_cached() -> None:
 def test_one_other_layer_is_enough(other: Layer) -> None:
     with pytest.raises(OtherAttention, match="attention layer 1 is not that of its recorded"):
         checked(right, other, right).conclude()
+
+
+def test_sinks_that_a_model_hands_to_its_attention_count() -> None:
+    sinks = torch.full((HEADS,), 30.0).log()
+    checked(with_a_sink, with_a_sink, sinks=sinks).conclude()
+    with pytest.raises(OtherAttention, match="attention layer 1"):
+        checked(with_a_sink, right, sinks=sinks).conclude()
 
 
 def test_an_attention_of_two_outputs_is_refused() -> None:

@@ -121,19 +121,24 @@ def test_a_model_s_own_rotary_embedding_must_be_that_of_its_layers(scaled: float
         rotation_of(whole)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_reach_is_the_most_attention_to_a_far_token(groups: int) -> None:
-    """Query by query and token by token in float64, T in and between the blocks."""
+def test_reach_is_the_most_attention_to_a_far_token(groups: int, has_sinks: bool) -> None:
+    """Query by query and token by token in float64, T in and between the blocks; a sink has a share
+    of the attention and is no token."""
     draw = torch.Generator().manual_seed(groups)
     queries = torch.randn(131, 2 * groups, 16, generator=draw)
     keys = torch.randn(131, 2, 16, generator=draw)
+    sinks = torch.arange(2 * groups) + 1.0 if has_sinks else None
     expected = torch.zeros(2, dtype=torch.float64)
     for head in range(2 * groups):
         for t in range(64, 131):
             logits = keys[: t + 1, head // groups].double() @ queries[t, head].double() * 0.7
-            far = logits.softmax(0)[4 : t - 8]
+            taken = 0.0 if sinks is None else sinks[head].double().exp()
+            far = (logits.exp() / (logits.exp().sum() + taken))[4 : t - 8]
             expected[head // groups] += far.max() / (131 - 64) / groups
-    assert torch.allclose(head_reach(queries, keys, 0.7).double(), expected, rtol=1e-5)
+    found = head_reach(queries, keys, 0.7, sinks)
+    assert torch.allclose(found.double(), expected, rtol=1e-5)
 
 
 def test_a_head_that_looks_at_one_far_token_has_reach_1_and_a_local_one_0() -> None:
