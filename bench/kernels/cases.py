@@ -238,7 +238,7 @@ def scores(cache: Cache) -> Case:
             rest = params.sigma * important[b] - (1 - params.sigma) * repeated[b, : -params.window]
             own = Sentences(starts[b], stops[b], similarity[b])
             penalty = sentence_penalty(positions[b], own, params.tau)
-            bonus = own.ending_bonus(positions[b], params.ending)
+            bonus = own.places(positions[b]).ending_bonus(params.ending)
             found.append(F.pad(rest, (0, params.window)) - penalty + bonus)
         return (torch.cat(found),)
 

@@ -79,6 +79,34 @@ class PolicyParams(Settings):
     )
 
 
+class Places(NamedTuple):
+    """Where tokens stand in their sentences.
+
+    Attributes:
+        sentence: int64 [n], the last one that begins at or before each token, or the first.
+        since: int64 [n], tokens since it began; negative: before it.
+        left: int64 [n], tokens until it ends, 1 of its delimiter; 0 or less: behind it.
+    """
+
+    sentence: Tensor
+    since: Tensor
+    left: Tensor
+
+    def ending_bonus(self, ending: int) -> Tensor:
+        """float32 [n]: how near each token stands to the delimiter that closes its sentence.
+
+        Args:
+            ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1,
+                the delimiter itself and everything else 0.
+        """
+        inside = (self.since >= 0) & (self.left > 1)
+        return ((ending + 2 - self.left).clamp_min(0) * inside).float()
+
+    def begins(self, beginning: int) -> Tensor:
+        """bool [n]: whether each is one of so many tokens that its sentence begins with."""
+        return (self.since >= 0) & (self.since < beginning) & (self.left > 0)
+
+
 #: between the positions of one request and the next, where their tokens are taken as one list
 APART = 2**40
 
@@ -98,43 +126,17 @@ class Sentences:
     stops: Tensor
     redundancy: Tensor
 
-    def ending_bonus(self, positions: Tensor, ending: int) -> Tensor:
-        """float32 [n]: how near each token stands to the delimiter that closes its sentence.
+    def places(self, positions: Tensor) -> Places:
+        """Where tokens stand in their sentences.
 
         Args:
             positions: int64 [n], logical, ascending.
-            ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1,
-                the delimiter itself and everything else 0.
         """
         if self.starts.shape[0] == 0:
-            return torch.zeros(positions.shape[0], device=positions.device)
-        owner = self._owners(positions)
-        # The delimiter is the token at stop - 1; after the end this is negative.
-        to_delimiter = self.stops[owner] - 1 - positions
-        inside = (positions >= self.starts[owner]) & (to_delimiter > 0)
-        return torch.where(inside, (ending + 1 - to_delimiter).clamp_min(0), 0).float()
-
-    def old_beginnings(self, positions: Tensor, beginning: int, newer: int) -> Tensor:
-        """bool [n]: whether each token is one of those that an old sentence begins with.
-
-        Args:
-            positions: as ``ending_bonus`` takes them.
-            beginning: so many tokens per sentence.
-            newer: a sentence is old once at least so many of its request are newer.
-        """
-        closed = self.starts.shape[0]
-        if closed <= newer:
-            return torch.zeros_like(positions, dtype=torch.bool)
-        owner = self._owners(positions)
-        start, follower = self.starts[owner], owner + newer
-        later = self.starts[follower.clamp_max(closed - 1)]
-        old = (follower < closed) & (later - start < APART // 2)
-        first = (positions >= start) & (positions - start < beginning)
-        return old & first & (positions < self.stops[owner])
-
-    def _owners(self, positions: Tensor) -> Tensor:
-        """int64 [n], the last sentence that starts at or before each token, or the first."""
-        return (torch.searchsorted(self.starts, positions, right=True) - 1).clamp_min(0)
+            before = torch.full_like(positions, -1)
+            return Places(before, before, before)
+        owner = (torch.searchsorted(self.starts, positions, right=True) - 1).clamp_min(0)
+        return Places(owner, positions - self.starts[owner], self.stops[owner] - positions)
 
 
 @dataclass(frozen=True)

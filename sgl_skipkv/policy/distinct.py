@@ -6,9 +6,10 @@ length of its layer and KV head, the mean over these, each weighted by how far t
 same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
 the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
 that is negative, for the delimiter itself and in the open sentence. The first ``beginning`` tokens
-of a sentence that six newer ones follow are evicted before all others. The mean lengths are of the
-tokens that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as
-far as that is no more than three fifths of the budget.
+of an old sentence are evicted before all others; it is old once so many newer ones follow that
+their beginnings would fill a quarter of the budget, or 24 do. The mean lengths are of the tokens
+that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as far as
+that is no more than three fifths of the budget.
 
 Why: what a token can still contribute is its value. Whoever looks it up adds it to a sum, so a
 small value is nearly nothing. Only heads that look far will look it up: a head that reads the last
@@ -32,21 +33,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import ClassVar, TypedDict
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.reference import distinct_values
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Sentences
+from sgl_skipkv.policy.base import Places, Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged_values
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
-#: sentences that follow an old one, and what its beginning counts: less than any other token
-_NEWER, _LAST = 6, 2.0**-20
+#: beginnings of sentences that are not old fill one part in so many of the budget, at most
+_PARTS, _MOST_NEWER = 4, 24
+#: what an old beginning counts: less than any other token
+_LAST = 2.0**-20
 
 
 class DistinctParams(PolicyParams):
@@ -55,7 +59,7 @@ class DistinctParams(PolicyParams):
         4, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
     )
     beginning: int = Field(
-        0, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
+        2, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
     )
     recent: int = Field(
         64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"
@@ -88,8 +92,12 @@ class Distinct(Policy):
 
         values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
         found = from_pages(values, firsts, **_of_model(requests[0]))
-        joined, positions, _ = joined_sentences(requests)
-        return by_request(self._score(*found, self._by_place(joined, positions)), requests)
+        joined, positions, owner = joined_sentences(requests)
+        counts = [_closed(one) for one in requests]
+        before = [0, *accumulate(counts[:-1])]
+        old = [first + self._old(one) for first, one in zip(before, requests, strict=True)]
+        place = self._by_place(joined.places(positions), device_tensor(old, owner.device)[owner])
+        return by_request(self._score(*found, place), requests)
 
     def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Plain torch on every device. Tokens of a protected prompt score 0."""
@@ -98,7 +106,7 @@ class Distinct(Policy):
         scores = []
         for one, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
             assert one.sentences is not None
-            place = self._by_place(one.sentences, one.positions[first:])
+            place = self._by_place(one.sentences.places(one.positions[first:]), self._old(one))
             scores.append(F.pad(self._score(distance, size, place), (first, 0)))
         return scores
 
@@ -114,19 +122,35 @@ class Distinct(Policy):
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
         found = distinct_values(layers, first, **_of_model(inputs))
-        return self._score(*found, self._by_place(sentences, inputs.positions))
+        place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
+        return self._score(*found, place)
 
     def _score(self, distance: Tensor, size: Tensor, place: Tensor) -> Tensor:
         """float32 [n]. place: of ``_by_place``."""
         return distance * size**self.params.power * place
 
-    def _by_place(self, sentences: Sentences, positions: Tensor) -> Tensor:
-        """float32 [n]: 1 to 2 by how near a sentence ends, nearly 0 where an old one begins."""
-        place = 1.0 + sentences.ending_bonus(positions, self.params.ending) / self.params.ending
+    def _old(self, one: ScoreInput) -> int:
+        """How many of a request's sentences, the first ones, are old."""
+        prompt = one.prompt_tokens if self.params.protect_prompt else 0
+        room = (one.keep_tokens - prompt) // (_PARTS * max(self.params.beginning, 1))
+        return max(_closed(one) - max(1, min(_MOST_NEWER, room)), 0)
+
+    def _by_place(self, places: Places, old: int | Tensor) -> Tensor:
+        """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.
+
+        Args:
+            old: sentences with a lower number are old; int64 [n] of several requests.
+        """
+        place = 1.0 + places.ending_bonus(self.params.ending) / self.params.ending
         if self.params.beginning:
-            old = sentences.old_beginnings(positions, self.params.beginning, _NEWER)
-            place = torch.where(old, place * _LAST, place)
+            opens_old = places.begins(self.params.beginning) & (places.sentence < old)
+            place = place.masked_fill(opens_old, _LAST)
         return place
+
+
+def _closed(one: ScoreInput) -> int:
+    assert one.sentences is not None
+    return one.sentences.starts.shape[0]
 
 
 class _OfModel(TypedDict):

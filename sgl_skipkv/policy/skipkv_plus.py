@@ -52,6 +52,5 @@ class SkipKVPlus(SkipKV):
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s + e`` of every cached token."""
         assert inputs.sentences is not None
-        return super().scores(inputs) + inputs.sentences.ending_bonus(
-            inputs.positions, self.params.ending
-        )
+        places = inputs.sentences.places(inputs.positions)
+        return super().scores(inputs) + places.ending_bonus(self.params.ending)

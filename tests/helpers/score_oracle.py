@@ -176,15 +176,18 @@ class ScoreOracle:
             if policy.name == "distinct":
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]
+                unplaced = scores.clone()
                 for start, stop in live:
                     for back in range(1, params.ending + 1):
                         at = (positions == stop - 1 - back) & (positions >= start)
                         scores[at] *= 1 + (params.ending + 1 - back) / params.ending
-                for start, stop in live[:-6]:
+                room = event["after"] - (held if params.protect_prompt else 0)
+                quarter = room // (4 * params.beginning) if params.beginning else 24
+                for start, stop in live[: -max(1, min(24, quarter))]:
                     opening = (positions >= start) & (
                         positions < min(start + params.beginning, stop)
                     )
-                    scores[opening] *= 2.0**-20
+                    scores[opening] = unplaced[opening] * 2.0**-20
             if policy.name in ("skipkv", "skipkv+"):
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]

@@ -57,7 +57,7 @@ def expected(one: Request, ending: int, dtype: torch.dtype) -> Tensor:
     z = SIGMA * importance.to(dtype) - (1.0 - SIGMA) * redundancy[:-WINDOW].to(dtype)
     z = torch.nn.functional.pad(z, (0, WINDOW))
     z = z - sentence_penalty(positions, sentences, TAU)
-    return z + sentences.ending_bonus(positions, ending)
+    return z + sentences.places(positions).ending_bonus(ending)
 
 
 MANY, NONE = [(300, 40), (6, 0), (257, 1), (WINDOW, 2), (33, 30)], [(20, 0), (20, 0)]

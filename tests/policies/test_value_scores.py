@@ -62,43 +62,47 @@ def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() ->
     assert scores[20] < 1e-2 < scores[40] and scores[30] > scores[31]
 
 
-def test_distinct_evicts_the_beginnings_of_old_sentences_first() -> None:
-    """Two tokens of each sentence that six newer ones follow; of one token, that one."""
+@pytest.mark.parametrize(("kept", "newer"), [(38, 3), (58, 6), (12, 1), (5000, 24)])
+def test_distinct_evicts_the_beginnings_of_old_sentences_first(kept: int, newer: int) -> None:
+    """Two tokens of each sentence, of one token that one. Behind the prompt, of 10 tokens, a
+    quarter of what is kept has room for so many beginnings."""
     positions = score_input(seed=5).positions.tolist()
     starts = [positions[at] for at in (12, 20, 26, 27, 33, 38, 42, 47, 51)]
     spans = [(start, stop, -1.0) for start, stop in itertools.pairwise([*starts, positions[56]])]
-    plain, asked = (
-        make_policy("distinct", beginning=n).scores(
-            score_input(seed=5, sentences=some_sentences(*spans))
-        )
-        for n in (0, 2)
-    )
-    # The first of nine that fewer than six follow is the fourth. 26 and 27 may lie side by side.
+    inputs = score_input(seed=5, sentences=some_sentences(*spans))
+    inputs = dataclasses.replace(inputs, keep_tokens=kept)
+    plain, asked = (make_policy("distinct", beginning=n).scores(inputs) for n in (0, 2))
     old = {
         i
         for i, position in enumerate(positions)
-        if any(start <= position < min(start + 2, stop) for start, stop, _ in spans[:3])
+        if any(start <= position < min(start + 2, stop) for start, stop, _ in spans[:-newer])
     }
-    factor = torch.tensor([2.0**-20 if i in old else 1.0 for i in range(len(positions))])
-    assert {12, 20, 26} <= old and 27 not in old
-    assert torch.equal(asked, plain * factor)
+    opens_old = torch.tensor([i in old for i in range(len(positions))])
+    assert len(old) >= len(spans[:-newer])
+    assert torch.equal(asked[~opens_old], plain[~opens_old])
+    last = plain[opens_old] * 2.0**-20  # some of them end their sentence, too
+    assert torch.all((asked[opens_old] <= last) & (asked[opens_old] >= last / 2))
 
 
-def test_sentences_of_others_make_none_old() -> None:
-    """Requests whose sentences are joined, with ten, two and nine of them."""
+def test_places_of_joined_requests_are_their_own() -> None:
+    """Ten, none, two and nine sentences, gaps between them and one of a single token."""
+    spans = [(at, at + 1 + at % 9, -1.0) for at in range(0, 100, 11)]
     requests = [
-        score_input(seed, sentences=some_sentences(*((at, at + 9, -1.0) for at in range(0, n, 9))))
-        for seed, n in enumerate((90, 18, 81))
+        score_input(seed, sentences=some_sentences(*spans[:n]) if n else None)
+        for seed, n in enumerate((10, 0, 2, 9))
     ]
     joined, positions, _ = joined_sentences(requests)
-    together = joined.old_beginnings(positions, 3, newer=6).split([60, 60, 60])
-    alone = [
-        one.sentences.old_beginnings(one.positions, 3, newer=6)
-        for one in requests
-        if one.sentences is not None
-    ]
-    assert all(map(torch.equal, together, alone))
-    assert [bool(old.any()) for old in alone] == [True, False, True]
+    together, begun = joined.places(positions), 0
+    for i, one in enumerate(requests):
+        assert one.sentences is not None
+        alone, own = one.sentences.places(one.positions), slice(60 * i, 60 * i + 60)
+        assert torch.equal(together.begins(3)[own], alone.begins(3))
+        assert torch.equal(together.ending_bonus(4)[own], alone.ending_bonus(4))
+        begun += int(alone.begins(3).sum())
+        inside = alone.begins(100)
+        first = sum(len(before.sentences.starts) for before in requests[:i] if before.sentences)
+        assert torch.equal((together.sentence[own] - first)[inside], alone.sentence[inside])
+    assert begun > 10
 
 
 @pytest.mark.parametrize("seed", range(2))

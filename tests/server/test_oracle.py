@@ -29,7 +29,7 @@ TOKENS = 150
 SHARE, COVERAGE = 0.375, 0.8
 # Random models repeat themselves less than real ones, and attend to everything a little.
 PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
-    ("distinct", 40): {"beginning": 2},
+    ("distinct", 40): {"beginning": 0},
     ("skipkv", 40): {"tau": 0.3},
     ("skipkv+", 40): {"tau": 0.3, "ending": 2, "recent": 12},
     ("raas", 40): {"alpha": 0.01},
