@@ -62,11 +62,11 @@ class Changed(Distinct):
         distance, size = distinct_values(
             layers, first, weights=reach / reach.sum(), compared=compared
         )
-        place = self._by_place(inputs.sentences, inputs.positions)
+        place = self._by_place(inputs.sentences.places(inputs.positions), self._old(inputs))
         return self._score(
             distance if self.by_distance else torch.ones_like(distance),
             size,
-            place if self.by_ending else torch.ones_like(place),
+            place if self.by_ending else place.clamp_max(1.0),
         )
 
 
@@ -94,8 +94,11 @@ VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
     "size to the power of 1": (Distinct, {"power": 1.0}),
     "size to the power of 8": (Distinct, {"power": 8.0}),
     "no endings": (changed(by_ending=False), {}),
-    "old sentences without their first token": (Distinct, {"beginning": 1}),
-    "old sentences without their first two": (Distinct, {"beginning": 2}),
+    "old beginnings stay": (Distinct, {"beginning": 0}),
+    "beginnings of one token": (Distinct, {"beginning": 1}),
+    "beginnings of three tokens": (Distinct, {"beginning": 3}),
+    "at most 6 newer sentences": (changed(most_newer=6), {}),
+    "any number of newer sentences": (changed(most_newer=10**6), {}),
     "no recent tokens": (Distinct, {"recent": 0}),
     "32 recent tokens": (Distinct, {"recent": 32}),
     "128 recent tokens": (Distinct, {"recent": 128}),
@@ -105,7 +108,7 @@ MODELS = {"families": FAMILIES_MODEL, "reasoner": REASONER_MODEL}
 PLACES = (
     *(("families", "short", 15), ("families", "short", 25), ("families", "middle", 15)),
     *(("families", "middle", 25), ("reasoner", "easy", 25), ("reasoner", "medium", 15)),
-    *(("reasoner", "hard", 15), ("reasoner", "hard", 25)),
+    *(("families", "long", 15), ("reasoner", "hard", 15), ("reasoner", "hard", 25)),
 )
 
 

@@ -48,7 +48,7 @@ from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
 #: beginnings of sentences that are not old fill one part in so many of the budget, at most
-_PARTS, _MOST_NEWER = 4, 24
+_PARTS = 4
 #: what an old beginning counts: less than any other token
 _LAST = 2.0**-20
 
@@ -76,6 +76,8 @@ class Distinct(Policy):
     block_tokens = BLOCK_TOKENS
     over_ranks = "max"  # equal: sizes and squared distances are summed before
     kernel_scores = frozenset({"values"})
+    #: sentences that may be newer than one that is not old
+    most_newer: ClassVar[int] = 24
     params: DistinctParams
 
     def protected_tail(self, kv_budget: int) -> int:
@@ -133,7 +135,7 @@ class Distinct(Policy):
         """How many of a request's sentences, the first ones, are old."""
         prompt = one.prompt_tokens if self.params.protect_prompt else 0
         room = (one.keep_tokens - prompt) // (_PARTS * max(self.params.beginning, 1))
-        return max(_closed(one) - max(1, min(_MOST_NEWER, room)), 0)
+        return max(_closed(one) - max(1, min(self.most_newer, room)), 0)
 
     def _by_place(self, places: Places, old: int | Tensor) -> Tensor:
         """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.
