@@ -72,16 +72,15 @@ def test_distinct_evicts_the_beginnings_of_old_sentences_first(kept: int, newer:
     inputs = score_input(seed=5, sentences=some_sentences(*spans))
     inputs = dataclasses.replace(inputs, keep_tokens=kept)
     plain, asked = (make_policy("distinct", beginning=n).scores(inputs) for n in (0, 2))
-    old = {
-        i
-        for i, position in enumerate(positions)
-        if any(start <= position < min(start + 2, stop) for start, stop, _ in spans[:-newer])
-    }
-    opens_old = torch.tensor([i in old for i in range(len(positions))])
-    assert len(old) >= len(spans[:-newer]) == max(9 - newer, 0)
-    assert torch.equal(asked[~opens_old], plain[~opens_old])
-    last = plain[opens_old] * 2.0**-20  # some of them end their sentence, too
-    assert torch.all((asked[opens_old] <= last) & (asked[opens_old] >= last / 2))
+    factor, old = torch.ones(len(positions)), 0
+    for i, position in enumerate(positions):
+        for start, stop, _ in spans[:-newer]:
+            if start <= position < min(start + 2, stop):
+                near = max(5 - (stop - 1 - position), 0) if position < stop - 1 else 0
+                factor[i], old = 2.0**-20 / (1 + near / 4), old + 1  # in place of the ending's
+    assert old >= len(spans[:-newer]) == max(9 - newer, 0)
+    assert torch.equal(asked[factor == 1], plain[factor == 1])
+    assert torch.allclose(asked, plain * factor, rtol=1e-6, atol=0)
 
 
 def test_places_of_joined_requests_are_their_own() -> None:

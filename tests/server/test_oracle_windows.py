@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
+from oracle import MaskingOracle
 from score_oracle import SPELLED_OUT, score_tolerance
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import LINE_END_IDS, WINDOW, prompt_ids
@@ -87,6 +88,19 @@ def test_every_token_and_every_kept_set(family, server, oracle, score_oracle) ->
     assert restored >= 1  # the last one is retracted first
     kept = [one["after"] - 30 for one in server.events("rkv") if one["event"] == "compact"]
     assert kept[0] == LEAST  # a quarter of what was generated would be less
+
+
+def test_sinks_matter(family, server, model_folder) -> None:
+    """A forward without them takes other tokens, so the oracle above held the server to them."""
+    if family != "gpt_oss":
+        pytest.skip("it has no sinks")
+    asked = {"rid": "sinks", "input_ids": prompt_ids("sinks", 30), "tokens": TOKENS}
+    ids = server.generate(**asked)["output_ids"]
+    without = MaskingOracle(model_folder(family))
+    assert without.judge(asked["input_ids"], ids, []).wrong == []
+    for layer in without.model.model.layers:
+        layer.self_attn.sinks.data.fill_(-100.0)
+    assert len(without.judge(asked["input_ids"], ids, []).wrong) > TOKENS // 4
 
 
 @pytest.mark.parametrize("mode", ["keep", "budget"])
