@@ -11,6 +11,7 @@ on this (docs/results.md).
 With ``--families`` the long traces of every family are read with its own rule, with each other rule
 of ``bench/reasoner/families/needed.py`` and with nothing. A rule may drop tokens later, so
 a row has the most that it kept at any time. Tokens that are wrong with a full cache do not count.
+Rows on record are not made again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.accuracy.layers import greedy_traces
-from bench.lib.record import append_row
+from bench.lib.record import append_row, recorded
 from bench.lib.serving import BUNDLED
 from bench.reasoner.check_families import FOLDER as FAMILIES_FOLDER
 from bench.reasoner.check_families import choices, encode
@@ -43,6 +44,7 @@ MASKS = (
 #: of the families; None keeps no old token
 RULES: tuple[Rule | None, ...] = (
     needed.first_ends,
+    needed.first_ends_and_names,
     needed.first_beginnings,
     needed.newest_ends_of_late,
     needed.newest_ends,
@@ -73,11 +75,21 @@ def kept_tokens(
     return kept
 
 
+def _name(rule: Rule | None) -> str:
+    return rule.__name__ if rule else "nothing"
+
+
 def run_families(problems: int) -> None:
     """One row per family and rule."""
     model = load_model(FAMILIES_FOLDER)
     tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
-    pairs = [(family, rule) for family in FAMILIES.values() for rule in RULES]
+    done = {(row["family"], row["rule"]) for row in recorded("needed_by_family")}
+    pairs = [
+        (family, rule)
+        for family in FAMILIES.values()
+        for rule in RULES
+        if (family.name, _name(rule)) not in done
+    ]
     full: dict[tuple[str, int], torch.Tensor] = {}
     for family, rule in tqdm(pairs, desc="families"):
         most = trace_tokens = wrong = 0
@@ -99,7 +111,7 @@ def run_families(problems: int) -> None:
             "needed_by_family",
             {
                 "family": family.name,
-                "rule": rule.__name__ if rule else "nothing",
+                "rule": _name(rule),
                 "own_rule": rule is family.needed,
                 "recent_tokens": FAMILY_RECENT_TOKENS,
                 "traces": problems,

@@ -218,6 +218,10 @@ def test_rules_by_hand() -> None:
     texts = ["P", "so", " p", " =", " 5", ".\n\n", "x", " so", " p", " =", " 7", ".\n\n", "y"]
     texts[1] = " so"
     assert {p for p, _ in needed.first_ends(texts, 1)} == {2, 3, 4, 5}
+    assert set(needed.first_ends_and_names(texts, 1)) == {
+        *((p, 13) for p in (2, 3, 4, 5)),
+        *((p, p + 96) for p in (3, 8)),
+    }
     assert set(needed.newest_ends(texts, 1)) == {
         *((p, 12) for p in (2, 3, 4, 5)),
         *((p, 13) for p in (8, 9, 10, 11)),

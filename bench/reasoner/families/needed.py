@@ -24,6 +24,10 @@ TOKENS_OF_AN_END = 4
 """`` Ann``, `` =``, `` 7`` and the delimiter."""
 TOKENS_OF_A_BEGINNING = 4
 """``So``, `` Ann``, `` =`` and `` 7``."""
+NAME_IN_A_LINE = 2
+"""After ``7`` and ``.``."""
+TOKENS_UNDER_CHECK = 96
+"""A step and the first check of it, and more."""
 TOKENS_OF_A_PARENT = 3
 """`` Bob``, `` with`` and `` Ann``."""
 
@@ -55,6 +59,15 @@ def first_ends(texts: list[str], start: int) -> Iterator[Needed]:
             stated.add(sentence.subject)
             for position in range(sentence.stop - TOKENS_OF_AN_END, sentence.stop):
                 yield position, len(texts)
+
+
+def first_ends_and_names(texts: list[str], start: int) -> Iterator[Needed]:
+    """The same, and for a while the third token of every sentence: in a line, whom it is about."""
+    yield from first_ends(texts, start)
+    for sentence in sentences(texts, start):
+        if sentence.stop - sentence.start > NAME_IN_A_LINE:
+            position = sentence.start + NAME_IN_A_LINE
+            yield position, position + TOKENS_UNDER_CHECK
 
 
 def first_beginnings(texts: list[str], start: int) -> Iterator[Needed]:
