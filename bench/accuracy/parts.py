@@ -97,6 +97,7 @@ VARIANTS: Mapping[str, tuple[type[Distinct], dict[str, Any]]] = {
     "old beginnings stay": (Distinct, {"beginning": 0}),
     "beginnings of one token": (Distinct, {"beginning": 1}),
     "beginnings of three tokens": (Distinct, {"beginning": 3}),
+    "beginnings and endings of three tokens": (Distinct, {"beginning": 3, "ending": 3}),
     "at most 6 newer sentences": (changed(most_newer=6), {}),
     "any number of newer sentences": (changed(most_newer=10**6), {}),
     "no recent tokens": (Distinct, {"recent": 0}),

@@ -13,7 +13,7 @@ from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
 from bench.report.accuracy_tables import right as accuracy
 from bench.report.accuracy_tables import share as share_of_trace
-from bench.report.family_tables import PLAIN, cells, right, share_right
+from bench.report.family_tables import PLAIN, SHOWN, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
@@ -67,6 +67,31 @@ def beginnings() -> str:
     for s in shares:
         header += [f"`distinct`, budget {s}%", f"`beginning` 0, budget {s}%"]
     return table(header, lines, asked, "beginnings")
+
+
+def three_tokens() -> str:
+    """Answers through the real server: the default, the same with beginnings and endings of three
+    tokens, and the best of the others."""
+    asked = [row for row in recorded("three_tokens") if row["policy"] == "distinct"]
+    place = ("model", "level", "sampling", "problems")
+    setting = (*place, "policy", "kv_budget")
+    found = {tuple(row[one] for one in setting): row for row in recorded("accuracy")}
+    lines = []
+    for row in asked:
+        at = tuple(row[one] for one in place)
+        full = found[(*at, "full", "")]
+        beside = (found.get((*at, name, row["kv_budget"])) for name in SHOWN)
+        lines.append(
+            [
+                f"`{row['level']}`" if row["model"] == "families" else row["level"],
+                f"{share_of_trace(row, full)}%",
+                accuracy(full),
+                accuracy(row),
+                *("-" if other is None else accuracy(other) for other in beside),
+            ]
+        )
+    header = ["traces", "budget", "FullKV", "`beginning` 3, `ending` 3"]
+    return table([*header, *(f"`{name}`" for name in SHOWN)], lines, asked, "three_tokens")
 
 
 def heads() -> str:

@@ -6,10 +6,10 @@ length of its layer and KV head, the mean over these, each weighted by how far t
 same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
 the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
 that is negative, for the delimiter itself and in the open sentence. The first ``beginning`` tokens
-of an old sentence are evicted before all others; it is old once so many newer ones follow that
-their beginnings would fill a quarter of the budget, or 24 do. The mean lengths are of the tokens
-that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as far as
-that is no more than three fifths of the budget.
+of an old sentence are evicted before all others; it is old once one newer sentence follows for
+every eight tokens of the budget, or 24 do. The mean lengths are of the tokens that may be evicted
+and those behind them. The most recent ``recent`` tokens stay as well, as far as that is no more
+than three fifths of the budget.
 
 Why: what a token can still contribute is its value. Whoever looks it up adds it to a sum, so a
 small value is nearly nothing. Only heads that look far will look it up: a head that reads the last
@@ -47,8 +47,8 @@ from sgl_skipkv.policy.batched_scores import by_request, joined_sentences, paged
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
-#: beginnings of sentences that are not old fill one part in so many of the budget, at most
-_PARTS = 4
+#: tokens of the budget for each sentence that is not old
+_TOKENS_PER_NEWER = 8
 #: what an old beginning counts: less than any other token
 _LAST = 2.0**-20
 
@@ -134,8 +134,8 @@ class Distinct(Policy):
     def _old(self, one: ScoreInput) -> int:
         """How many of a request's sentences, the first ones, are old."""
         prompt = one.prompt_tokens if self.params.protect_prompt else 0
-        room = (one.keep_tokens - prompt) // (_PARTS * max(self.params.beginning, 1))
-        return max(_closed(one) - max(1, min(self.most_newer, room)), 0)
+        newer = (one.keep_tokens - prompt) // _TOKENS_PER_NEWER
+        return max(_closed(one) - max(1, min(self.most_newer, newer)), 0)
 
     def _by_place(self, places: Places, old: int | Tensor) -> Tensor:
         """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.

@@ -182,8 +182,7 @@ class ScoreOracle:
                         at = (positions == stop - 1 - back) & (positions >= start)
                         scores[at] *= 1 + (params.ending + 1 - back) / params.ending
                 room = event["after"] - (held if params.protect_prompt else 0)
-                quarter = room // (4 * params.beginning) if params.beginning else 24
-                for start, stop in live[: -max(1, min(24, quarter))]:
+                for start, stop in live[: -max(1, min(24, room // 8))]:
                     opening = (positions >= start) & (
                         positions < min(start + params.beginning, stop)
                     )

@@ -63,19 +63,22 @@ def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() ->
 
 
 @pytest.mark.parametrize(("kept", "newer"), [(38, 3), (58, 6), (12, 1), (5000, 24)])
-def test_distinct_evicts_the_beginnings_of_old_sentences_first(kept: int, newer: int) -> None:
-    """Two tokens of each sentence, of one token that one. Behind the prompt, of 10 tokens, a
-    quarter of what is kept has room for so many beginnings."""
+@pytest.mark.parametrize("beginning", [2, 3])
+def test_distinct_evicts_the_beginnings_of_old_sentences_first(
+    beginning: int, kept: int, newer: int
+) -> None:
+    """So many tokens of each sentence, of one token that one. One sentence is not old for every
+    eight tokens that are kept behind the prompt, of 10 tokens."""
     positions = score_input(seed=5).positions.tolist()
     starts = [positions[at] for at in (12, 20, 26, 27, 33, 38, 42, 47, 51)]
     spans = [(start, stop, -1.0) for start, stop in itertools.pairwise([*starts, positions[56]])]
     inputs = score_input(seed=5, sentences=some_sentences(*spans))
     inputs = dataclasses.replace(inputs, keep_tokens=kept)
-    plain, asked = (make_policy("distinct", beginning=n).scores(inputs) for n in (0, 2))
+    plain, asked = (make_policy("distinct", beginning=n).scores(inputs) for n in (0, beginning))
     factor, old = torch.ones(len(positions)), 0
     for i, position in enumerate(positions):
         for start, stop, _ in spans[:-newer]:
-            if start <= position < min(start + 2, stop):
+            if start <= position < min(start + beginning, stop):
                 near = max(5 - (stop - 1 - position), 0) if position < stop - 1 else 0
                 factor[i], old = 2.0**-20 / (1 + near / 4), old + 1  # in place of the ending's
     assert old >= len(spans[:-newer]) == max(9 - newer, 0)
