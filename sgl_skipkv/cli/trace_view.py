@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
@@ -56,7 +57,7 @@ def evicted_positions(events: Sequence[dict[str, Any]]) -> set[int]:
 
 def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") -> Text:
     """The generated text of one request: evicted tokens dim and struck through, each run of them
-    between two ``mark``, for output without styles.
+    in one line between two ``mark``, for output without styles.
     """
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     evicted = evicted_positions(events)
@@ -65,7 +66,9 @@ def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") 
         # Token by token: the text of a run may depend on the tokens around it.
         words = "".join(tokenizer.decode([token_id]) for _, token_id in run)
         if is_evicted:
-            text.append(mark + words + mark, style="dim strike")
+            # Line by line: who reads a file sees where a line's first mark opens.
+            marked = re.sub("[^\n]+", lambda line: mark + line[0] + mark, words)
+            text.append(marked, style="dim strike")
         else:
             text.append(words)
     return text

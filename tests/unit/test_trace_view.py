@@ -67,6 +67,15 @@ def test_a_file_gets_marks_and_a_terminal_gets_styles(
     assert "4 of" in plain.getvalue() and "kv_budget 4" in plain.getvalue()
 
 
+def test_marks_close_at_the_end_of_a_line(tokenizer: Any) -> None:
+    ids = tokenizer.encode("so Ann = 7.\n\n6. Bob")
+    finish = {"event": "finish", "rid": "a", "output_ids": ids}
+    compact = {"event": "compact", "rid": "a", "prompt_tokens": 0, "generated": len(ids)}
+    text = trace_view.render([{**compact, "kept": [0]}, finish], tokenizer, mark="~~")
+    first = tokenizer.decode(ids[:1])
+    assert text.plain == f"{first}~~{'so Ann = 7.'[len(first) :]}~~\n\n~~6. Bob~~"
+
+
 @pytest.fixture()
 def path(events: list[dict[str, Any]], tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
