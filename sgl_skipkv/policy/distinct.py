@@ -56,10 +56,10 @@ _LAST = 2.0**-20
 class DistinctParams(PolicyParams):
     power: float = Field(4.0, ge=0.0, le=16.0, description="of a value's size in its score")
     ending: int = Field(
-        4, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
+        3, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
     )
     beginning: int = Field(
-        2, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
+        3, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
     )
     recent: int = Field(
         64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"

@@ -79,8 +79,8 @@ def test_distinct_evicts_the_beginnings_of_old_sentences_first(
     for i, position in enumerate(positions):
         for start, stop, _ in spans[:-newer]:
             if start <= position < min(start + beginning, stop):
-                near = max(5 - (stop - 1 - position), 0) if position < stop - 1 else 0
-                factor[i], old = 2.0**-20 / (1 + near / 4), old + 1  # in place of the ending's
+                near = max(4 - (stop - 1 - position), 0) if position < stop - 1 else 0
+                factor[i], old = 2.0**-20 / (1 + near / 3), old + 1  # in place of the ending's
     assert old >= len(spans[:-newer]) == max(9 - newer, 0)
     assert torch.equal(asked[factor == 1], plain[factor == 1])
     assert torch.allclose(asked, plain * factor, rtol=1e-6, atol=0)
