@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -56,12 +56,16 @@ TOKENIZER = build_tokenizer()
 
 
 def ways_of(
-    policies: Sequence[str], budgets: Sequence[int], reuses: Sequence[str] = REUSES
+    policies: Sequence[str],
+    budgets: Sequence[int],
+    reuses: Sequence[str] = REUSES,
+    kv_params: Mapping[str, Any] | None = None,
 ) -> list[Way]:
     """A full cache, then every policy and budget with these kinds of reuse."""
     ways = [Way()]
     for name in policies:
-        params = json.dumps(PARAMS | ({"tau": 0.85} if name == "skipkv" else {}), sort_keys=True)
+        own = {**PARAMS, **({"tau": 0.85} if name == "skipkv" else {}), **(kv_params or {})}
+        params = json.dumps(own, sort_keys=True)
         ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in reuses]
     return ways
 
@@ -84,7 +88,8 @@ def accuracy(
     size = {"conversations": len(conversations), "max_new_tokens": arguments.max_new_tokens}
     done = {tuple(row[name] for name in columns(Way())) for row in recorded("conversation")
             if all(row[name] == str(value) for name, value in size.items())}  # fmt: skip
-    ways = ways_of(arguments.policies, arguments.kv_budgets, arguments.reuses)
+    asked = arguments.policies, arguments.kv_budgets, arguments.reuses, arguments.kv_params
+    ways = ways_of(*asked)
     for way in ways:
         if tuple(map(str, columns(way).values())) in done:
             continue
@@ -204,6 +209,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
+    made.add_argument(
+        "--kv-params", type=json.loads, default={}, help="JSON, of all policies, of the accuracy"
+    )
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")

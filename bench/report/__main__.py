@@ -57,7 +57,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "needed_by_family": family_tables.needed_by_family,
     "parts": default_tables.parts,
     "beginnings": default_tables.beginnings,
-    "three_tokens": default_tables.three_tokens,
     "signals": default_tables.signals,
     "heads": default_tables.heads,
     "quotas": default_tables.quotas,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,14 +10,16 @@ from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
 
 #: columns that say how a conversation is served
-WAY = ("policy", "kv_budget", "kv_reuse")
+WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")
 
 
 def way(row: Row) -> list[str]:
     """Its columns as cells of a table; without a budget there is no policy."""
     if not row["policy"]:
         return ["none", "", ""]
-    return [f"`{row['policy']}`", row["kv_budget"], row["kv_reuse"]]
+    beginning = json.loads(row.get("kv_params", "{}")).get("beginning")
+    policy = f"`{row['policy']}`" + ("" if beginning is None else f", `beginning` {beginning}")
+    return [policy, row["kv_budget"], row["kv_reuse"]]
 
 
 def most(found: Sequence[Row]) -> list[Row]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from itertools import chain
 from statistics import mean
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
+from bench.report.accuracy_tables import LEVELS
 from bench.report.accuracy_tables import right as accuracy
 from bench.report.accuracy_tables import share as share_of_trace
-from bench.report.family_tables import PLAIN, SHOWN, cells, right, share_right
+from bench.report.family_tables import PLAIN, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
@@ -47,51 +47,41 @@ def parts() -> str:
 
 
 def beginnings() -> str:
-    """Answers through the real server: the default, and where old beginnings stay."""
-    asked = [row for row in recorded("beginnings") if row["policy"] != "full"]
-    plain = [row for row in recorded("accuracy") if row["model"] == "families"]
-    full = {row["level"]: row for row in plain if row["policy"] == "full"}
-    shares = sorted({share_of_trace(row, full[row["level"]]) for row in asked})
-    found: defaultdict[tuple[str, str, int], str] = defaultdict(lambda: "-")
-    for name, rows in (("distinct", plain), ("beginning", asked)):
-        for row in rows:
-            if row["policy"] == "distinct":
-                at = name, row["level"], share_of_trace(row, full[row["level"]])
-                found[at] = accuracy(row)
+    """Answers through the real server: the default and its earlier forms."""
+    now = [row for row in recorded("accuracy") if row["sampling"] == "greedy"]
+    earlier = recorded("beginnings")
+    place = ("model", "level", "problems")
+    full = {tuple(row[one] for one in place): row for row in now if row["policy"] == "full"}
+    forms = {
+        (*(row[one] for one in place), row["kv_budget"], row["kv_params"]): row for row in earlier
+    }
+    names = sorted({row["kv_params"] for row in earlier}, reverse=True)
     lines = []
-    for level in (f"{family}-{size}" for size in SIZES for family in FAMILIES):
-        if level in {row["level"] for row in asked}:
-            pairs = [(found["distinct", level, s], found["beginning", level, s]) for s in shares]
-            lines.append([f"`{level}`", accuracy(full[level]), *chain.from_iterable(pairs)])
-    header = ["family and size", "FullKV"]
-    for s in shares:
-        header += [f"`distinct`, budget {s}%", f"`beginning` 0, budget {s}%"]
-    return table(header, lines, asked, "beginnings")
-
-
-def three_tokens() -> str:
-    """Answers through the real server: the default, the same with beginnings and endings of three
-    tokens, and the best of the others."""
-    asked = [row for row in recorded("three_tokens") if row["policy"] == "distinct"]
-    place = ("model", "level", "sampling", "problems")
-    setting = (*place, "policy", "kv_budget")
-    found = {tuple(row[one] for one in setting): row for row in recorded("accuracy")}
-    lines = []
-    for row in asked:
+    for row in sorted((r for r in now if r["policy"] == "distinct"), key=_by_level_and_budget):
         at = tuple(row[one] for one in place)
-        full = found[(*at, "full", "")]
-        beside = (found.get((*at, name, row["kv_budget"])) for name in SHOWN)
+        others = [forms.get((*at, row["kv_budget"], name)) for name in names]
         lines.append(
             [
                 f"`{row['level']}`" if row["model"] == "families" else row["level"],
-                f"{share_of_trace(row, full)}%",
-                accuracy(full),
+                f"{share_of_trace(row, full[at])}%",
+                accuracy(full[at]),
                 accuracy(row),
-                *("-" if other is None else accuracy(other) for other in beside),
+                *("-" if other is None else accuracy(other) for other in others),
             ]
         )
-    header = ["traces", "budget", "FullKV", "`beginning` 3, `ending` 3"]
-    return table([*header, *(f"`{name}`" for name in SHOWN)], lines, asked, "three_tokens")
+    header = ["traces", "budget", "FullKV", "`distinct`", *map(_form, names)]
+    return table(header, lines, earlier, "beginnings")
+
+
+def _by_level_and_budget(row: Row) -> tuple[int, int]:
+    levels = [*LEVELS, *(f"{family}-{size}" for size in SIZES for family in FAMILIES)]
+    return levels.index(row["level"]), int(row["kv_budget"])
+
+
+def _form(kv_params: str) -> str:
+    """The parameters in which a row differs from the default, as the head of a column."""
+    asked = json.loads(kv_params)
+    return ", ".join(f"`{name}` {asked[name]}" for name in ("beginning", "ending"))
 
 
 def heads() -> str:
