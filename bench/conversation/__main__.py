@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -59,12 +59,12 @@ def ways_of(
     policies: Sequence[str],
     budgets: Sequence[int],
     reuses: Sequence[str] = REUSES,
-    kv_params: Mapping[str, Any] | None = None,
+    **kv_params: Any,
 ) -> list[Way]:
     """A full cache, then every policy and budget with these kinds of reuse."""
     ways = [Way()]
     for name in policies:
-        own = {**PARAMS, **({"tau": 0.85} if name == "skipkv" else {}), **(kv_params or {})}
+        own = {**PARAMS, **({"tau": 0.85} if name == "skipkv" else {}), **kv_params}
         params = json.dumps(own, sort_keys=True)
         ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in reuses]
     return ways
@@ -88,8 +88,8 @@ def accuracy(
     size = {"conversations": len(conversations), "max_new_tokens": arguments.max_new_tokens}
     done = {tuple(row[name] for name in columns(Way())) for row in recorded("conversation")
             if all(row[name] == str(value) for name, value in size.items())}  # fmt: skip
-    asked = arguments.policies, arguments.kv_budgets, arguments.reuses, arguments.kv_params
-    ways = ways_of(*asked)
+    asked = arguments.policies, arguments.kv_budgets, arguments.reuses
+    ways = ways_of(*asked, **arguments.kv_params)
     for way in ways:
         if tuple(map(str, columns(way).values())) in done:
             continue

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, percent, plt, quiet, save
 from bench.lib.policies import styles
 from bench.lib.record import recorded
+from bench.lib.table_text import parameters
 
 Row = dict[str, str]
 #: kv_reuse, or no budget at all -> label, colour, marker
@@ -68,13 +69,14 @@ def traded(axes: Axes, rows: list[Row]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "conversation.svg")
-    parser.add_argument("--policy", default="skipkv")
+    parser.add_argument("--policy", default="distinct")
     parser.add_argument("--kv-budget", default="128")
     arguments = parser.parse_args()
     plt.rcParams.update(STYLE_PARAMETERS)
     rows = recorded("conversation")
     most = max(int(row["conversations"]) for row in rows)
-    rows = [row for row in rows if int(row["conversations"]) == most]
+    # The parameters of a policy that the docs compare are in their table.
+    rows = [r for r in rows if int(r["conversations"]) == most and "beginning" not in parameters(r)]
     asked = (arguments.policy, arguments.kv_budget)
     shown = [row for row in rows if (row["policy"], row["kv_budget"]) in (asked, ("", ""))]
     canvas, (right, held, computed, all_of_them) = plt.subplots(1, 4, figsize=(16, 3.6))

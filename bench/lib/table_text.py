@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, str]
@@ -27,6 +29,18 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
             f"{last['device']}, {versions}, {last['date']}: {commands} (`bench/rows/{name}.csv`).",
         ]
     )
+
+
+def parameters(row: Row) -> dict[str, Any]:
+    """The ``kv_params`` of a row."""
+    found: dict[str, Any] = json.loads(row["kv_params"])
+    return found
+
+
+def named_parameters(row: Row, *names: str) -> list[str]:
+    """Those of these parameters that a row asks for, each with its value."""
+    asked = parameters(row)
+    return [f"`{name}` {asked[name]}" for name in names if name in asked]
 
 
 def budget(row: Row) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from bench.lib.policies import compared
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, table
+from bench.lib.table_text import Row, budget, parameters, table
 
 LEVELS = ("easy", "medium", "hard")
 
@@ -85,11 +84,6 @@ def share_of_cache(row: Row, full: Row) -> int:
     """Budget in percent of the mean trace, without a prompt that it counts."""
     counted = float(full["prompt_tokens"]) if parameters(row).get("count_prompt") else 0.0
     return round(100 * (int(row["kv_budget"]) - counted) / float(full["output_tokens"]))
-
-
-def parameters(row: Row) -> dict[str, object]:
-    found: dict[str, object] = json.loads(row["kv_params"])
-    return found
 
 
 def components() -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row, named_parameters, table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")
@@ -17,8 +16,7 @@ def way(row: Row) -> list[str]:
     """Its columns as cells of a table; without a budget there is no policy."""
     if not row["policy"]:
         return ["none", "", ""]
-    beginning = json.loads(row.get("kv_params", "{}")).get("beginning")
-    policy = f"`{row['policy']}`" + ("" if beginning is None else f", `beginning` {beginning}")
+    policy = ", ".join([f"`{row['policy']}`", *named_parameters(row, "beginning")])
     return [policy, row["kv_budget"], row["kv_reuse"]]
 
 

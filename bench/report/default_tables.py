@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from statistics import mean
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row, named_parameters, parameters, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
 from bench.report.accuracy_tables import LEVELS
@@ -52,10 +51,8 @@ def beginnings() -> str:
     earlier = recorded("beginnings")
     place = ("model", "level", "problems")
     full = {tuple(row[one] for one in place): row for row in now if row["policy"] == "full"}
-    forms = {
-        (*(row[one] for one in place), row["kv_budget"], row["kv_params"]): row for row in earlier
-    }
-    names = sorted({row["kv_params"] for row in earlier}, reverse=True)
+    forms = {(*(row[one] for one in place), row["kv_budget"], _form(row)): row for row in earlier}
+    names = list(dict.fromkeys(map(_form, reversed(earlier))))  # the latest first
     lines = []
     for row in sorted((r for r in now if r["policy"] == "distinct"), key=_by_level_and_budget):
         at = tuple(row[one] for one in place)
@@ -69,7 +66,7 @@ def beginnings() -> str:
                 *("-" if other is None else accuracy(other) for other in others),
             ]
         )
-    header = ["traces", "budget", "FullKV", "`distinct`", *map(_form, names)]
+    header = ["traces", "budget", "FullKV", "`distinct`", *names]
     return table(header, lines, earlier, "beginnings")
 
 
@@ -78,10 +75,9 @@ def _by_level_and_budget(row: Row) -> tuple[int, int]:
     return levels.index(row["level"]), int(row["kv_budget"])
 
 
-def _form(kv_params: str) -> str:
-    """The parameters in which a row differs from the default, as the head of a column."""
-    asked = json.loads(kv_params)
-    return ", ".join(f"`{name}` {asked[name]}" for name in ("beginning", "ending"))
+def _form(row: Row) -> str:
+    """In which parameters an earlier form of the default differs from it."""
+    return ", ".join(named_parameters(row, "beginning", "ending"))
 
 
 def heads() -> str:
@@ -108,7 +104,7 @@ def quotas() -> str:
     """A policy's score over all tokens and sentence by sentence: right traces in percent over all
     families, short and middle."""
     plain, rows = cells()
-    asked = [row for row in recorded("forced") if json.loads(row["kv_params"]).get("quotas")]
+    asked = [row for row in recorded("forced") if parameters(row).get("quotas")]
     setting = ("family", "size", "policy", "kv_budget")
     beside = {tuple(row[one] for one in setting): row for row in asked}
     found: defaultdict[tuple[str, int], list[tuple[Row, Row]]] = defaultdict(list)
@@ -142,7 +138,7 @@ def sizes() -> str:
         if row["kv_params"] == PLAIN:
             budgets[row["family"], row["size"]].add(int(row["kv_budget"]))
     for row in rows:
-        params = json.loads(row["kv_params"])
+        params = parameters(row)
         del params["interval"]
         if params:
             ((name, value),) = params.items()
