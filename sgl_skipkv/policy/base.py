@@ -8,7 +8,7 @@ input gives the same scores, alone or in a batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -246,6 +246,7 @@ class ScoreInput:
             first; None for policies that did not ask for them, and where kernels read them.
         scale: the model's factor on attention logits.
         sentences: None for policies that asked neither for them nor for their spans.
+        given_sentences: numbers of those that users and tools wrote in later turns.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
@@ -271,6 +272,7 @@ class ScoreInput:
     sentences: Sentences | None
     seed: int
     logical_tokens: int
+    given_sentences: Collection[int] = ()
     centres: QueryCentres | None = None
     reach: Tensor | None = None
     values: Callable[[int], Tensor] | None = None

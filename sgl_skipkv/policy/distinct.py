@@ -6,10 +6,10 @@ length of its layer and KV head, the mean over these, each weighted by how far t
 same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
 the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
 that is negative, for the delimiter itself and in the open sentence. The first ``beginning`` tokens
-of an old sentence are evicted before all others; it is old once one newer sentence follows for
-every eight tokens of the budget, or 24 do. The mean lengths are of the tokens that may be evicted
-and those behind them. The most recent ``recent`` tokens stay as well, as far as that is no more
-than three fifths of the budget.
+of an old sentence that the model wrote are evicted before all others; it is old once one newer
+sentence follows for every eight tokens of the budget, or 24 do. The mean lengths are of the tokens
+that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as far as
+that is no more than three fifths of the budget.
 
 Why: what a token can still contribute is its value. Whoever looks it up adds it to a sum, so a
 small value is nearly nothing. Only heads that look far will look it up: a head that reads the last
@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import ClassVar, TypedDict
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -59,7 +59,10 @@ class DistinctParams(PolicyParams):
         3, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
     )
     beginning: int = Field(
-        3, ge=0, le=64, description="first tokens of old sentences, which are evicted before others"
+        3,
+        ge=0,
+        le=64,
+        description="first tokens of the model's old sentences, which are evicted before others",
     )
     recent: int = Field(
         64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"
@@ -94,11 +97,9 @@ class Distinct(Policy):
 
         values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
         found = from_pages(values, firsts, **_of_model(requests[0]))
-        joined, positions, owner = joined_sentences(requests)
-        counts = [_closed(one) for one in requests]
-        before = [0, *accumulate(counts[:-1])]
-        old = [first + self._old(one) for first, one in zip(before, requests, strict=True)]
-        place = self._by_place(joined.places(positions), device_tensor(old, owner.device)[owner])
+        joined, positions, _ = joined_sentences(requests)
+        old = [is_old for one in requests for is_old in self._old(one)]
+        place = self._by_place(joined.places(positions), old)
         return by_request(self._score(*found, place), requests)
 
     def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
@@ -131,28 +132,27 @@ class Distinct(Policy):
         """float32 [n]. place: of ``_by_place``."""
         return distance * size**self.params.power * place
 
-    def _old(self, one: ScoreInput) -> int:
-        """How many of a request's sentences, the first ones, are old."""
+    def _old(self, one: ScoreInput) -> list[bool]:
+        """Of each of a request's sentences, whether it is old and the model wrote it."""
+        assert one.sentences is not None
         prompt = one.prompt_tokens if self.params.protect_prompt else 0
-        newer = (one.keep_tokens - prompt) // _TOKENS_PER_NEWER
-        return max(_closed(one) - max(1, min(self.most_newer, newer)), 0)
+        newer = max(1, min(self.most_newer, (one.keep_tokens - prompt) // _TOKENS_PER_NEWER))
+        closed = one.sentences.starts.shape[0]
+        return [i < closed - newer and i not in one.given_sentences for i in range(closed)]
 
-    def _by_place(self, places: Places, old: int | Tensor) -> Tensor:
+    def _by_place(self, places: Places, old: Sequence[bool]) -> Tensor:
         """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.
 
         Args:
-            old: sentences with a lower number are old; int64 [n] of several requests.
+            old: of each sentence that ``places`` knows.
         """
         place = 1.0 + places.ending_bonus(self.params.ending) / self.params.ending
         if self.params.beginning:
-            opens_old = places.begins(self.params.beginning) & (places.sentence < old)
+            # The last entry is for tokens in front of all sentences, or where there are none.
+            is_old = device_tensor([*old, False], place.device, torch.bool)
+            opens_old = places.begins(self.params.beginning) & is_old[places.sentence]
             place = place.masked_fill(opens_old, _LAST)
         return place
-
-
-def _closed(one: ScoreInput) -> int:
-    assert one.sentences is not None
-    return one.sentences.starts.shape[0]
 
 
 class _OfModel(TypedDict):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from sgl_skipkv.request.demand import AHEAD_TOKENS, Demand
@@ -72,6 +73,13 @@ class RequestState:
         """Logical positions of a closed sentence, half-open."""
         start, stop = self.sentences.tracker.closed[sentence]
         return start + self.prompt.uncounted_tokens, stop + self.prompt.uncounted_tokens
+
+    def given_sentences(self) -> frozenset[int]:
+        """Which of the live sentences begin in what users and tools wrote in later turns."""
+        if self.reuse.continued is None:
+            return frozenset()
+        edges, live = [*chain(*self.reuse.continued.given)], enumerate(self.sentences.live)
+        return frozenset(i for i, one in live if bisect_right(edges, self.span(one)[0]) % 2)
 
     @property
     def needs_track(self) -> bool:

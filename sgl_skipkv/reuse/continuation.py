@@ -94,6 +94,8 @@ def continue_history(
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
     )
+    earlier = [(start, min(stop, cut)) for start, stop in recordings.given if start < cut]
+    continued.given = [*earlier, (cut, prompt.tokens)]
     continued.recorded = recordings.recorded
     # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
     # steps evict, and the first generated token comes from the prefill.
@@ -121,6 +123,7 @@ def history_of(
     if state.settings.kv_reuse == "budget":
         recordings = Recordings(
             closed=tuple(state.sentences.tracker.closed),
+            given=() if continued is None else tuple(continued.given),
             live=tuple(state.sentences.live),
             table=tuple(state.sentences.entries(table_capacity)),
             recorded=recorded,

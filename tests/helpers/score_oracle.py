@@ -182,7 +182,11 @@ class ScoreOracle:
                         at = (positions == stop - 1 - back) & (positions >= start)
                         scores[at] *= 1 + (params.ending + 1 - back) / params.ending
                 room = event["after"] - (held if params.protect_prompt else 0)
+                texts = zip(turns, uncounted[: len(turns)], strict=True)
+                given = [range(turn, text_stop) for turn, (_, text_stop) in texts]
                 for start, stop in live[: -max(1, min(24, room // 8))]:
+                    if any(start in text for text in given):
+                        continue
                     opening = (positions >= start) & (
                         positions < min(start + params.beginning, stop)
                     )

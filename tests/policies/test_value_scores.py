@@ -86,6 +86,23 @@ def test_distinct_evicts_the_beginnings_of_old_sentences_first(
     assert torch.allclose(asked, plain * factor, rtol=1e-6, atol=0)
 
 
+def test_distinct_leaves_beginnings_alone_that_users_wrote() -> None:
+    """Of nine sentences the first six are old; users wrote the first, the third and the last."""
+    positions = score_input(seed=5).positions.tolist()
+    starts = [positions[at] for at in range(12, 57, 5)]
+    spans = [(start, start + 5, -1.0) for start in starts]
+    inputs = score_input(seed=5, sentences=some_sentences(*spans))
+    asked = dataclasses.replace(inputs, given_sentences=frozenset({0, 2, 8}))
+    left, plain = (make_policy("distinct", beginning=n).scores(asked) for n in (3, 0))
+    evicted = [left[i] < plain[i] for i in range(len(positions))]
+    begins = [
+        any(start <= position < start + 3 for start in (starts[1], *starts[3:6]))
+        for position in positions
+    ]
+    assert evicted == begins and sum(begins) >= 2
+    assert torch.equal(left[~torch.tensor(begins)], plain[~torch.tensor(begins)])
+
+
 def test_places_of_joined_requests_are_their_own() -> None:
     """Ten, none, two and nine sentences, gaps between them and one of a single token."""
     spans = [(at, at + 1 + at % 9, -1.0) for at in range(0, 100, 11)]

@@ -20,6 +20,7 @@ from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import Recording
 from sgl_skipkv.recording.sentences import Delimiters
+from sgl_skipkv.request.state import RequestState
 
 #: requests of one launch that ask for different things
 ASKED: list[tuple[str, dict[str, Any]]] = [
@@ -67,6 +68,10 @@ def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
         named = [(name, triton_type(given[name])) for name in kernel.arg_names if name in given]
         return (kernel.fn.__name__, *named)
 
+    def every_other(state: RequestState) -> frozenset[int]:
+        return frozenset(range(0, len(state.sentences.live), 2))
+
+    monkeypatch.setattr(RequestState, "given_sentences", every_other)
     expected, tables = history(62)
     with on_triton():
         launched = seen_launches(monkeypatch, types)
