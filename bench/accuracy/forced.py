@@ -4,8 +4,9 @@
     python -m bench.accuracy.forced --families notes search --policies rkv gkv --shares 0.15 0.25
 
 ``bench/lib/forced.py`` says what is computed and what it cannot say. Budgets are shares of the mean
-trace of a family and size. One row per cell in bench/rows/forced.csv; cells on record are not run
-again. ``wrong_tokens`` are those that the same model writes rightly with a full cache.
+trace of a family and size, or numbers of tokens. One row per cell in bench/rows/forced.csv; cells
+on record are not run again. ``wrong_tokens`` are those that the same model writes rightly with a
+full cache.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--policies", nargs="+", choices=policy.names(), default=list(compared()))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--kv-budgets", type=int, nargs="+", help="tokens, in place of shares")
     parser.add_argument("--kv-params", type=json.loads, default={}, help="JSON, of all policies")
     parser.add_argument("--problems", type=int, default=HELDOUT, help="of each family and size")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
@@ -78,12 +80,13 @@ def main() -> None:
             tasks = (heldout_task(family, size, index) for index in range(arguments.problems))
             lengths = [len(ids) - prompt for ids, prompt in (encode(tokenizer, t) for t in tasks)]
             trace_tokens = sum(lengths) / len(lengths)
+            shared = [round(share * trace_tokens) for share in arguments.shares]
             cells += [
                 Cell(
                     *(arguments.model_path.name, family, size, name),
-                    *(round(share * trace_tokens), params, arguments.problems),
+                    *(kv_budget, params, arguments.problems),
                 )
-                for share in arguments.shares
+                for kv_budget in arguments.kv_budgets or shared
                 for name in arguments.policies
             ]
     run_cells("forced", cells, partial(run, arguments.model_path), arguments.workers)
