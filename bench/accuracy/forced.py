@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--kv-budgets", type=int, nargs="+", help="tokens, in place of shares")
     parser.add_argument("--kv-params", type=json.loads, default={}, help="JSON, of all policies")
     parser.add_argument("--problems", type=int, default=HELDOUT, help="of each family and size")
+    parser.add_argument("--rows", default="forced", help="file in bench/rows, without its ending")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     tokenizer = forced_model(arguments.model_path).tokenizer
@@ -89,7 +90,7 @@ def main() -> None:
                 for kv_budget in arguments.kv_budgets or shared
                 for name in arguments.policies
             ]
-    run_cells("forced", cells, partial(run, arguments.model_path), arguments.workers)
+    run_cells(arguments.rows, cells, partial(run, arguments.model_path), arguments.workers)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from sgl_skipkv.cli.tune.intervals import wilson
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}
 GREEDY = {"temperature": 0}
+#: seconds that one answer may take: a trace of 4,000 tokens beside 63 others, on two cores
+ANSWER_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Cell:
 class Poster(Protocol):
     """A server that answers."""
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any: ...
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = ...) -> Any: ...
 
 
 @dataclass
@@ -150,7 +152,8 @@ class Sweep:
             "text": problem.text,
             "sampling_params": cell.sampling_params(self.max_new_tokens, seed),
         }
-        answer: dict[str, Any] = self.servers[number % len(self.servers)].post("/generate", body)
+        server = self.servers[number % len(self.servers)]
+        answer: dict[str, Any] = server.post("/generate", body, ANSWER_S)
         return answer
 
     def _answered(

@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "heads": default_tables.heads,
     "quotas": default_tables.quotas,
     "sizes": default_tables.sizes,
+    "mix": default_tables.mix,
     "needed_tokens": accuracy_tables.needed_tokens,
     "parity": accuracy_tables.parity,
     "tune": tune_tables.tune,

@@ -154,3 +154,23 @@ def sizes() -> str:
         lines.append([name, f"{100 * correct:.0f}", f"{held:.0f}"])
     header = ["`distinct` with", "right, percent", "mean KV tokens of its own"]
     return table(header, lines, rows, "forced")
+
+
+def mix() -> str:
+    """One budget for traces of all lengths, in tokens or by ``coverage``: right traces in percent,
+    and mean KV tokens, over all families."""
+    rows = recorded("mix")
+    found: defaultdict[tuple[float, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        coverage = parameters(row).get("coverage", 0.0)
+        found[coverage, 0 if coverage else int(row["kv_budget"])].append(row)
+    lines = []
+    for (coverage, kv_budget), own in sorted(found.items()):
+        parts = [[row for row in own if row["size"] == size] for size in SIZES]
+        held = [mean(float(row["mean_kv_tokens"]) for row in part) for part in [*parts, own]]
+        correct = [mean(map(share_right, part)) for part in [*parts, own]]
+        name = f"`coverage` {coverage}" if coverage else f"a budget of {kv_budget} tokens"
+        lines.append([name, *(f"{one:.0f}" for one in correct), *(f"{one:.0f}" for one in held)])
+    sizes = [*SIZES, "all"]
+    header = ["`distinct` with", *(f"right, {size}" for size in sizes)]
+    return table([*header, *(f"KV tokens, {size}" for size in sizes)], lines, rows, "mix")

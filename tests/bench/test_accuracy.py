@@ -39,11 +39,11 @@ class Counting:
     def __init__(self, server: Server, limit: int) -> None:
         self.server, self.limit, self.enabled = server, limit, 0
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
         self.enabled += 1
         if self.enabled > self.limit:
             raise ConnectionError("the server went away")
-        return self.server.post(path, body)
+        return self.server.post(path, body, timeout)
 
 
 @pytest.mark.server
