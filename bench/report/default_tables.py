@@ -53,9 +53,12 @@ def beginnings() -> str:
     full = {tuple(row[one] for one in place): row for row in now if row["policy"] == "full"}
     forms = {(*(row[one] for one in place), row["kv_budget"], _form(row)): row for row in earlier}
     names = list(dict.fromkeys(map(_form, reversed(earlier))))  # the latest first
+    places = {tuple(row[one] for one in place) for row in earlier}
     lines = []
     for row in sorted((r for r in now if r["policy"] == "distinct"), key=_by_level_and_budget):
         at = tuple(row[one] for one in place)
+        if at not in places:
+            continue
         others = [forms.get((*at, row["kv_budget"], name)) for name in names]
         lines.append(
             [

@@ -87,25 +87,29 @@ def families() -> str:
         for row in recorded("accuracy")
         if (row["model"], row["sampling"]) == ("families", "greedy")
     ]
-    full = {row["level"]: row for row in rows if row["policy"] == "full"}
+    levels = [f"{family}-{size}" for size in SIZES for family in FAMILIES]
+    unbudgeted = [row for row in rows if row["policy"] == "full" and row["level"] in levels]
     lines = []
-    for level in (f"{family}-{size}" for size in SIZES for family in FAMILIES):
-        if level not in full:
-            continue
-        name, _, size = level.rpartition("-")
-        start = [f"`{name}`", f"{size}, {float(full[level]['output_tokens']):,.0f} tokens"]
-        unbudgeted = ["FullKV", accuracy(full[level])]
-        lines.append([*start, full[level]["problems"], *unbudgeted, *[""] * (len(SHARES) - 1)])
+    for full in sorted(unbudgeted, key=lambda row: (levels.index(row["level"]), -_problems(row))):
+        name, _, size = full["level"].rpartition("-")
+        start = [f"`{name}`", f"{size}, {float(full['output_tokens']):,.0f} tokens"]
+        start += [full["problems"], "FullKV", accuracy(full)]
+        lines.append([*start, *[""] * (len(SHARES) - 1)])
         for policy in SHOWN:
             own = {
-                share(row, full[level]): accuracy(row)
+                share(row, full): accuracy(row)
                 for row in rows
-                if (row["level"], row["policy"]) == (level, policy)
+                if row["policy"] == policy
+                and (row["level"], row["problems"]) == (full["level"], full["problems"])
             }
             if own:
                 lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in SHARES)])
     header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in SHARES)]
     return table(header, lines, rows, "accuracy")
+
+
+def _problems(row: Row) -> int:
+    return int(row["problems"])
 
 
 def right_traces() -> str:
