@@ -13,6 +13,7 @@ Levels that are named ``family-size`` are drawn in a row per size.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -39,7 +40,7 @@ Row = dict[str, str]
 
 
 def selected(name: str, model: str, sampling: str) -> list[Row]:
-    """The rows of one comparison, of each level those with the most problems.
+    """The rows of one comparison, of each level those with as many problems as most cells have.
 
     Raises:
         ValueError: there are none.
@@ -47,9 +48,9 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     found = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
     if not found:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
-    most: dict[str, int] = {}
-    for row in found:
-        most[row["level"]] = max(most.get(row["level"], 0), int(row["problems"]))
+    cells = Counter((row["level"], int(row["problems"])) for row in found)
+    # The last one stays: of equally many cells those with more problems.
+    most = dict(sorted(cells, key=lambda one: (cells[one], one[1])))
     return [row for row in found if int(row["problems"]) == most[row["level"]]]
 
 
