@@ -4,9 +4,8 @@
     python -m bench.accuracy.forced --families notes search --policies rkv gkv --shares 0.15 0.25
 
 ``bench/lib/forced.py`` says what is computed and what it cannot say. Budgets are shares of the mean
-trace of a family and size, or numbers of tokens. One row per cell in bench/rows/forced.csv; cells
-on record are not run again. ``wrong_tokens`` are those that the same model writes rightly with a
-full cache.
+trace of a family and size, or numbers of tokens. One row per cell in bench/rows; cells on record
+are not run again. ``wrong_tokens`` are those that the same model writes rightly with a full cache.
 """
 
 from __future__ import annotations

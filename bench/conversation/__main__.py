@@ -59,12 +59,11 @@ def ways_of(
     policies: Sequence[str],
     budgets: Sequence[int],
     reuses: Sequence[str] = REUSES,
-    **kv_params: Any,
 ) -> list[Way]:
     """A full cache, then every policy and budget with these kinds of reuse."""
     ways = [Way()]
     for name in policies:
-        own = {**PARAMS, **({"tau": 0.85} if name == "skipkv" else {}), **kv_params}
+        own = {**PARAMS, **({"tau": 0.85} if name == "skipkv" else {})}
         params = json.dumps(own, sort_keys=True)
         ways += [Way(reuse, name, budget, params) for budget in budgets for reuse in reuses]
     return ways
@@ -88,8 +87,7 @@ def accuracy(
     size = {"conversations": len(conversations), "max_new_tokens": arguments.max_new_tokens}
     done = {tuple(row[name] for name in columns(Way())) for row in recorded("conversation")
             if all(row[name] == str(value) for name, value in size.items())}  # fmt: skip
-    asked = arguments.policies, arguments.kv_budgets, arguments.reuses
-    ways = ways_of(*asked, **arguments.kv_params)
+    ways = ways_of(arguments.policies, arguments.kv_budgets, arguments.reuses)
     for way in ways:
         if tuple(map(str, columns(way).values())) in done:
             continue
@@ -209,9 +207,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
-    made.add_argument(
-        "--kv-params", type=json.loads, default={}, help="JSON, of all policies, of the accuracy"
-    )
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")

@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from bench.accuracy.figure import ROOT, STYLE_PARAMETERS, percent, plt, quiet, save
 from bench.lib.policies import styles
 from bench.lib.record import recorded
-from bench.lib.table_text import parameters
 
 Row = dict[str, str]
 #: kv_reuse, or no budget at all -> label, colour, marker
@@ -75,8 +74,7 @@ def main() -> None:
     plt.rcParams.update(STYLE_PARAMETERS)
     rows = recorded("conversation")
     most = max(int(row["conversations"]) for row in rows)
-    # The parameters of a policy that the docs compare are in their table.
-    rows = [r for r in rows if int(r["conversations"]) == most and "beginning" not in parameters(r)]
+    rows = [row for row in rows if int(row["conversations"]) == most]
     asked = (arguments.policy, arguments.kv_budget)
     shown = [row for row in rows if (row["policy"], row["kv_budget"]) in (asked, ("", ""))]
     canvas, (right, held, computed, all_of_them) = plt.subplots(1, 4, figsize=(16, 3.6))

@@ -37,12 +37,6 @@ def parameters(row: Row) -> dict[str, Any]:
     return found
 
 
-def named_parameters(row: Row, *names: str) -> list[str]:
-    """Those of these parameters that a row asks for, each with its value."""
-    asked = parameters(row)
-    return [f"`{name}` {asked[name]}" for name in names if name in asked]
-
-
 def budget(row: Row) -> str:
     return row["kv_budget"] or "none"
 

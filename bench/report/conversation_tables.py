@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, named_parameters, table
+from bench.lib.table_text import Row, table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")
@@ -16,8 +16,7 @@ def way(row: Row) -> list[str]:
     """Its columns as cells of a table; without a budget there is no policy."""
     if not row["policy"]:
         return ["none", "", ""]
-    policy = ", ".join([f"`{row['policy']}`", *named_parameters(row, "beginning")])
-    return [policy, row["kv_budget"], row["kv_reuse"]]
+    return [f"`{row['policy']}`", row["kv_budget"], row["kv_reuse"]]
 
 
 def most(found: Sequence[Row]) -> list[Row]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from statistics import mean
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, named_parameters, parameters, table
+from bench.lib.table_text import Row, parameters, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
 from bench.report.accuracy_tables import LEVELS
@@ -80,7 +80,8 @@ def _by_level_and_budget(row: Row) -> tuple[int, int]:
 
 def _form(row: Row) -> str:
     """In which parameters an earlier form of the default differs from it."""
-    return ", ".join(named_parameters(row, "beginning", "ending"))
+    asked = parameters(row)
+    return ", ".join(f"`{name}` {asked[name]}" for name in ("beginning", "ending"))
 
 
 def heads() -> str:

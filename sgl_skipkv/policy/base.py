@@ -246,7 +246,8 @@ class ScoreInput:
             first; None for policies that did not ask for them, and where kernels read them.
         scale: the model's factor on attention logits.
         sentences: None for policies that asked neither for them nor for their spans.
-        given_sentences: numbers of those that users and tools wrote in later turns.
+        given_sentences: numbers of those that users and tools wrote in later turns; none for
+            policies that did not ask for spans.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.

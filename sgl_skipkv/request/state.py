@@ -75,7 +75,7 @@ class RequestState:
         return start + self.prompt.uncounted_tokens, stop + self.prompt.uncounted_tokens
 
     def given_sentences(self) -> frozenset[int]:
-        """Which of the live sentences begin in what users and tools wrote in later turns."""
+        """Numbers, among the live ones, of sentences that users and tools wrote in later turns."""
         if self.reuse.continued is None:
             return frozenset()
         edges, live = [*chain(*self.reuse.continued.given)], enumerate(self.sentences.live)
