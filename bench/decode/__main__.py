@@ -31,6 +31,7 @@ from bench.lib.record import append_row
 from sgl_skipkv.kernels.on_device import device_tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+POLICIES = ("distinct", "skipkv", "skipkv+", "rkv", "snapkv")
 #: device -> model, lengths, budgets, prompt, interval
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--attention", choices=BACKENDS, help="default: what is installed")
-    parser.add_argument("--policy", choices=("skipkv", "skipkv+", "rkv", "snapkv"), default="rkv")
+    parser.add_argument("--policy", choices=POLICIES, default="rkv")
     parser.add_argument("--kv-budgets", type=int, nargs="*")
     parser.add_argument("--lengths", type=int, nargs="*", help="generated tokens of a call")
     parser.add_argument("--prompt-tokens", type=int)

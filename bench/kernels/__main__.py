@@ -43,9 +43,11 @@ class Bench:
         device: torch.device,
         repeats: int,
         attention: type[DecodeAttention] | None,
+        *,
+        with_reference: bool = True,
     ) -> None:
         self.shape, self.dtype, self.device, self.repeats = shape, dtype, device, repeats
-        self.attention = attention
+        self.attention, self.with_reference = attention, with_reference
         self.decode_attention = once(self._decode_attention)
         self._references: dict[str, Times] = {}
 
@@ -62,11 +64,11 @@ class Bench:
     def _row(self, name: str, ceilings: Ceilings) -> dict[str, Any]:
         case, work = CASES[name](self.cache), works(self.shape, self.dtype)[name]
         how = {"device": self.device, "repeats": self.repeats, "graph_safe": case.graph_safe}
-        if name not in self._references:  # what plain torch takes does not depend on the keys
+        if self.with_reference and name not in self._references:
             self._references[name] = clock(case.references, **how)
-        found = plain = self._references[name]
-        if uses_triton(self.device):
-            found = clock(case.launches, **how)
+        plain = self._references.get(name)  # what plain torch takes does not depend on the keys
+        found = clock(case.launches, **how) if uses_triton(self.device) else plain
+        assert found is not None
         decode = self.decode_attention(work.tokens) if self.attention and work.tokens else None
         return {
             "implementation": "triton" if uses_triton(self.device) else "torch",
@@ -78,8 +80,8 @@ class Bench:
             "operations": work.operations,
             "arithmetic": str(work.arithmetic).removeprefix("torch."),
             **against_floors(found, work, ceilings),
-            "reference_us_p50": round(plain.p50, 2),
-            "reference_over_time": round(plain.p50 / found.p50, 3),
+            "reference_us_p50": round(plain.p50, 2) if plain else "",
+            "reference_over_time": round(plain.p50 / found.p50, 3) if plain else "",
             "decode_attention": self.attention.described() if self.attention and decode else "",
             "decode_attention_us_p50": round(decode, 2) if decode else "",
             "time_over_decode_attention": round(found.p50 / decode, 4) if decode else "",
@@ -128,6 +130,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: by device")
     parser.add_argument("--attention", choices=BACKENDS, help="default: what is installed")
     parser.add_argument("--repeats", type=int, default=50, help="of a run, on a CPU")
+    parser.add_argument(
+        "--without-reference", action="store_true", help="on a GPU: plain torch takes minutes"
+    )
     arguments = parser.parse_args()
     device, on_gpu = torch.device(arguments.device), arguments.device == "cuda"
     dtype = DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")]
@@ -135,7 +140,10 @@ def main() -> None:
     torch.manual_seed(0)
     ceilings = measured_ceilings(device, (dtype, torch.float32), arguments.repeats)
     for name in arguments.shapes or (["large", "small"] if on_gpu else ["cpu"]):
-        bench = Bench(SHAPES[name], dtype, device, arguments.repeats, attention)
+        bench = Bench(
+            *(SHAPES[name], dtype, device, arguments.repeats, attention),
+            with_reference=not (on_gpu and arguments.without_reference),
+        )
         for row in tqdm(bench.rows(arguments.kernels, ceilings), desc=name, unit="kernel"):
             append_row("kernels", {"shape": name, **row, **versions(device)})
             print({one: row[one] for one in ("kernel", "keys", "time_us_p50", "ratio_to_floor")})

@@ -30,12 +30,17 @@ def kernels(found: list[Row] | None = None) -> str:
             *(f"{float(row[name]):,.2f}" for name in ("time_us_p50", "floor_us")),
             f"{float(row['ratio_to_floor']):.2f}",
             row["binds"],
-            f"{float(row['reference_over_time']):.1f} times as long",
+            _times_as_long(row["reference_over_time"]),
             row["time_over_decode_attention"],
         ]
         for row in last
     ]
     return table(header, lines, last, "kernels")
+
+
+def _times_as_long(ratio: str) -> str:
+    """Empty where plain torch was not run."""
+    return f"{float(ratio):.1f} times as long" if ratio else ""
 
 
 def last_decode_rows(found: list[Row]) -> list[Row]:

@@ -10,6 +10,10 @@
   all in the same step.
 - ``compaction``: the extra time that a compaction of one request takes, in decode steps of the same
   batch, alone and among requests that do not compact.
+- ``ample``: the same requests on a pool that holds them all, where a budget can win nothing: with
+  one, and without one on the same server, over SGLang without the plugin. Memory for two servers.
+- ``steady``: decoding with full memory and requests at every age, one server after the other
+  (bench/serving/steady.py). Not among what runs by default.
 - ``off``: what the plugin costs when nobody asks; the same as bench/serving/off_cost.py.
 
 One row per way in bench/rows/serve_<measurement>.csv.
@@ -18,6 +22,7 @@ One row per way in bench/rows/serve_<measurement>.csv.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import re
 import statistics
@@ -34,9 +39,10 @@ from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
 from bench.serving import latency, off_cost
+from bench.serving.steady import steady
 from sgl_skipkv.cli.server_process import ServerProcess
 
-MEASUREMENTS = ("pressure", "latency", "compaction", "off")
+MEASUREMENTS = ("pressure", "latency", "compaction", "off", "ample")
 
 
 def round_of(
@@ -70,6 +76,47 @@ def round_of(
     return rate, running, retracted
 
 
+def ample(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for the plugin without budgets and one for each budget, all against no plugin."""
+    flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
+    flags += ["--max-running-requests", str(arguments.calls), *latency.server_flags(arguments)]
+    ways: list[tuple[str, int | None]] = [("without", None), ("with", None)]
+    ways += [("with", one) for one in arguments.kv_budgets]
+    found: dict[tuple[str, int | None], list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as name:
+        plain = [*flags], {"SGLANG_PLUGINS": "none"}
+        ours = [*flags, *latency.eviction_flags(Path(name), arguments)], {}
+        with contextlib.ExitStack() as stack:
+            servers = {
+                which: stack.enter_context(
+                    ServerProcess(*(arguments.model_path, Path(name) / which, *how), captures=True)
+                ).wait_ready(START_S)  # one after the other: each sees what memory is left
+                for which, how in (("without", plain), ("with", ours))
+            }
+            for number in tqdm(range(arguments.rounds + 1), desc="rounds", unit="round"):
+                for which, kv_budget in ways if number % 2 else reversed(ways):
+                    rate, running, _ = round_of(servers[which], arguments, kv_budget, number)
+                    assert running == arguments.calls, f"{running} at once: the pool is not ample"
+                    if number > 0:  # the first one warms up
+                        found[which, kv_budget].append(rate)
+    return [
+        {
+            "plugin": which,
+            "kv_policy": "" if kv_budget is None else arguments.kv_policy,
+            "kv_budget": "" if kv_budget is None else kv_budget,
+            "interval": arguments.interval,
+            "pool_tokens": arguments.pool_tokens,
+            "calls": arguments.calls,
+            "prompt_tokens": arguments.prompt_tokens,
+            "tokens": arguments.tokens,
+            "rounds": arguments.rounds,
+            "tokens_per_s_p50": round(statistics.median(rates), 1),
+            **paired_ratio(rates, found["without", None]),
+        }
+        for (which, kv_budget), rates in found.items()
+    ]
+
+
 def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for the full cache and one for each budget, all against the full cache."""
     flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
@@ -78,7 +125,6 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         str(arguments.calls),
         *latency.server_flags(arguments),
     ]
-    asked = ["--kv-interval", str(arguments.interval)]
     budgets = [None, *arguments.kv_budgets]
     found: dict[int | None, list[tuple[float, int, int]]] = {one: [] for one in budgets}
     with (
@@ -88,7 +134,9 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             captures=True,
         ) as plain,
         ServerProcess(
-            arguments.model_path, Path(name) / "ours", [*flags, *asked], captures=True
+            *(arguments.model_path, Path(name) / "ours"),
+            [*flags, *latency.eviction_flags(Path(name), arguments)],
+            captures=True,
         ) as ours,
     ):
         servers = {one: ours if one else plain for one in budgets}
@@ -129,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model-path", default=str(BUNDLED))
-    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=MEASUREMENTS)
+    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=(*MEASUREMENTS, "steady"))
     made.add_argument("--kv-policy", default="skipkv")
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[128, 256, 512])
     made.add_argument("--interval", type=int, default=128)
@@ -139,6 +187,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt-tokens", type=int, default=64)
     made.add_argument("--tokens", type=int, default=1500, help="generated by every call")
     made.add_argument("--rounds", type=int, default=5, help="after a warm-up")
+    made.add_argument("--tracked-requests", type=int, default=256, help="with a budget at once")
+    made.add_argument("--warm-up-s", type=float, default=45.0, help="of a steady state")
+    made.add_argument("--seconds", type=float, default=20.0, help="of a steady state")
     made.add_argument("--compaction-budget", type=int, default=512)
     made.add_argument("--compaction-calls", type=int, nargs="+", default=[1, 8, 32])
     made.add_argument("--server-flags", nargs="*", default=[], help="as NAME=VALUE, without --")
@@ -155,6 +206,12 @@ def main() -> None:
     if "pressure" in arguments.only:
         for row in pressure(arguments):
             keep("pressure", row)
+    if "ample" in arguments.only:
+        for row in ample(arguments):
+            keep("ample", row)
+    if "steady" in arguments.only:
+        for kv_budget in (None, *arguments.kv_budgets):
+            keep("steady", steady(arguments, kv_budget))
     if "latency" in arguments.only:
         for neighbours in latency.NEIGHBOURS:
             keep("latency", latency.latency(arguments, neighbours))

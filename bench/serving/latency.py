@@ -128,6 +128,14 @@ def server_flags(arguments: argparse.Namespace) -> list[str]:
     return [f"--{flag}" for flag in arguments.server_flags]
 
 
+def eviction_flags(folder: Path, arguments: argparse.Namespace, **settings: Any) -> list[str]:
+    """Of a server on which eviction is enabled at start, with these settings in a file."""
+    tracked = {"max_tracked_requests": arguments.tracked_requests}
+    config = folder / "skipkv.json"
+    config.write_text(json.dumps({"kv_interval": arguments.interval, **tracked, **settings}))
+    return ["--skipkv-config", str(config)]
+
+
 @contextmanager
 def _traced_server(
     arguments: argparse.Namespace, calls: int
@@ -135,9 +143,9 @@ def _traced_server(
     """A server that writes a trace, and the trace's path."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        trace, config = folder / "trace.jsonl", folder / "skipkv.json"
-        config.write_text(json.dumps({"kv_interval": arguments.interval, "trace": str(trace)}))
-        flags = ["--skipkv-config", str(config), "--max-running-requests", str(calls)]
+        trace = folder / "trace.jsonl"
+        flags = eviction_flags(folder, arguments, trace=str(trace))
+        flags += ["--max-running-requests", str(calls)]
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
         flags += server_flags(arguments)
         with ServerProcess(arguments.model_path, folder / "server", flags, captures=True) as server:

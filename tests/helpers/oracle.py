@@ -46,11 +46,11 @@ class Addition:
 
 
 class MaskingOracle:
-    """One model's reference forward, in float32 on the CPU."""
+    """One model's reference forward on the CPU, in float32 where nothing else is said."""
 
-    def __init__(self, model_path: Path | str) -> None:
+    def __init__(self, model_path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager"
+            model_path, dtype=dtype, attn_implementation="eager"
         ).eval()
 
     def judge(

@@ -37,6 +37,7 @@ class Server(ServerProcess):
         plugin: bool = True,
         trace: bool = True,
         env: Mapping[str, str] | None = None,
+        captures: bool = False,
     ) -> None:
         self.trace_path = folder / "trace.jsonl"
         self._trace_bytes = 0
@@ -49,7 +50,7 @@ class Server(ServerProcess):
             environment["SGLANG_PLUGINS"] = "none-such"
         elif trace:
             arguments += ["--skipkv-trace", str(self.trace_path)]
-        super().__init__(model, folder, arguments, environment)
+        super().__init__(model, folder, arguments, environment, captures=captures)
 
     def stop(self, grace_s: float = 0) -> None:
         """At once: ``assert_clean`` has looked at what there is to see."""

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
-FAMILIES += ("deepseek_v3", "gpt_oss")
+FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -54,6 +54,11 @@ WINDOW = 32
 # What a family has beside the sizes: no window but in these two, and factors other than 1 where it
 # has factors.
 _EXTRA: dict[str, dict[str, Any]] = {
+    # Heads as FlashInfer reads them. Attention is less sharp, because a GPU's server has 16 bits.
+    "for_a_gpu": {
+        **{"hidden_size": 256, "intermediate_size": 512},
+        **{"num_attention_heads": 4, "num_key_value_heads": 1},
+    },
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {
         **{"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
@@ -135,6 +140,8 @@ _GAINS = {
 }
 #: on top, where values are the last rows of one matrix, and where logits come from embeddings
 _VALUE_ROWS, _PHI3_VALUES, _TIED_EMBEDDINGS = 32, 3.0, 4.0
+#: and on every projection, so that rounding to float16 is far less than what a wrong mask changes
+_FOR_16_BITS = 0.5
 
 
 def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
@@ -158,13 +165,16 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
     pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
-    kind = {"thinking": "llama", "gemma3": "gemma3_text"}.get(family, family)
+    kinds = {"thinking": "llama", "gemma3": "gemma3_text", "for_a_gpu": "qwen2"}
+    kind = kinds.get(family, family)
     torch.manual_seed(FAMILIES.index(family))
     sizes = {**_SIZES, **_EXTRA.get(family, {}), "vocab_size": len(pieces)}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
+            if family == "for_a_gpu" and "proj" in name:
+                parameter.mul_(_FOR_16_BITS)
             if "qkv_proj" in name:
                 parameter[-_VALUE_ROWS:].mul_(_PHI3_VALUES)
             if family in ("gemma", "gemma3") and "embed_tokens" in name:
