@@ -26,6 +26,7 @@ from sgl_skipkv.kernels.reference import SAME_VALUE
 
 _EPS = tl.constexpr(1e-8)
 _PROGRAMS_PER_PROCESSOR = 4
+_RUNTIME = ["blocks", "compared_from", "compared_to"]
 
 
 @triton.jit(do_not_specialize=["tasks"])
@@ -58,16 +59,16 @@ def _mean_lengths_kernel(
         tl.store(inverse_means + task, tl.div_rn(1.0, mean))
 
 
-@triton.jit(do_not_specialize=["blocks", "compared_from", "compared_to"])
-def _nearest_later_kernel(
-    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, distances, sizes,
+@triton.jit(do_not_specialize=_RUNTIME)
+def _sizes_kernel(
+    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, sizes, squares,
     blocks, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
-    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Distances and sizes of one block of a request's tokens. ``compared_from`` and ``_to`` count
-    KV heads of all layers."""
+    """Sizes of one block of a request's tokens, and the squares of their compared lengths.
+    ``compared_from`` and ``_to`` count KV heads of all layers."""
     d = tl.arange(0, HEAD_DIM)
     request = tl.program_id(0) // blocks
     start = tl.load(offsets + request)
@@ -80,9 +81,8 @@ def _nearest_later_kernel(
     i = begin + tl.arange(0, BLOCK)
     slot = tl.load(page + i, mask=i < n, other=0).to(tl.int64)
     v_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-
     size = tl.zeros([BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
+    square_sum = tl.zeros([BLOCK], tl.float32)
     for head_index in range(0, LAYERS * KV_HEADS):
         values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
         values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
@@ -92,33 +92,53 @@ def _nearest_later_kernel(
         square = tl.sum(v * v, axis=1)
         size += tl.sqrt_rn(square) * unit * tl.load(weights + head_index)
         compared = (head_index >= compared_from) & (head_index < compared_to)
-        squares += tl.where(compared, square * (unit * unit), 0.0)
+        square_sum += tl.where(compared, square * (unit * unit), 0.0)
+    tl.store(sizes + start + i, size, mask=i < n)
+    tl.store(squares + start + i, square_sum, mask=i < n)
 
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _nearest_later_kernel(
+    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, squares, distances,
+    blocks, compared_from, compared_to,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
+    FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    """Distances of one block of a request's tokens."""
+    d = tl.arange(0, HEAD_DIM)
+    request = tl.program_id(0) // blocks
+    start = tl.load(offsets + request)
+    n = (tl.load(offsets + request + 1) - start).to(tl.int32)
+    begin = tl.program_id(0) % blocks * BLOCK
+    if begin >= n:
+        return
+    page = req_to_token + tl.load(rows + request) * page_stride
+    inverse = inverse_means + request * LAYERS * KV_HEADS
+    i = begin + tl.arange(0, BLOCK)
+    slot = tl.load(page + i, mask=i < n, other=0).to(tl.int64)
+    v_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+    square = tl.load(squares + start + i, mask=i < n, other=0.0)
     nearest = tl.full([BLOCK], float("inf"), tl.float32)
     for later in range(begin, n, LATER):
         j = later + tl.arange(0, LATER)
         other = tl.load(page + j, mask=j < n, other=0).to(tl.int64)
         w_offset = other[:, None] * K_SLOT_STRIDE + d[None, :]
         products = tl.zeros([BLOCK, LATER], tl.float32)
-        others = tl.zeros([LATER], tl.float32)
         for head_index in range(compared_from, compared_to):
             values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
             values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
             v = widened(tl.load(values + v_offset, mask=(i < n)[:, None], other=0), FLOAT8)
             w = widened(tl.load(values + w_offset, mask=(j < n)[:, None], other=0), FLOAT8)
             unit = tl.load(inverse + head_index)
-            weight = unit * unit
-            products += tl.dot(v, tl.trans(w), input_precision="ieee") * weight
-            wide = w.to(tl.float32)
-            others += tl.sum(wide * wide, axis=1) * weight
-        both = squares[:, None] + others[None, :]
+            products += tl.dot(v, tl.trans(w), input_precision="ieee") * (unit * unit)
+        both = square[:, None] + tl.load(squares + start + j, mask=j < n, other=0.0)[None, :]
         between = both - 2.0 * products
         between = tl.where(between <= SAME * both, 0.0, between)
         counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
         nearest = tl.minimum(nearest, tl.min(tl.where(counts, between, float("inf")), axis=1))
     nearest = tl.where(i == n - 1, 0.0, nearest)
     tl.store(distances + start + i, tl.sqrt_rn(nearest / (compared_to - compared_from)), mask=i < n)
-    tl.store(sizes + start + i, size, mask=i < n)
 
 
 def distinct_values(
@@ -145,24 +165,39 @@ def distinct_values(
     sizes = torch.empty_like(distances)
     if not paged.columns:
         return distances, sizes
-    inverse_means = distances.new_empty(paged.tasks)
-    block, options = _block(paged.layer.dtype)
+    inverse_means, squares = distances.new_empty(paged.tasks), torch.empty_like(distances)
+    dtype, longest = paged.layer.dtype, max(paged.row_tokens)
+    heads = compared.start * paged.kv_heads, compared.stop * paged.kv_heads
+    options = _options(dtype)
     _mean_lengths_kernel[(paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)](
-        *(*paged.arguments, firsts, inverse_means, paged.tasks),
-        **{"BLOCK": block, **options, **paged.constants},
+        *(*paged.arguments, firsts, inverse_means, paged.tasks), **options, **paged.constants
     )
-    blocks = triton.cdiv(max(paged.row_tokens), block)
+    blocks = triton.cdiv(longest, options["BLOCK"])
+    _sizes_kernel[(len(paged.row_tokens) * blocks,)](
+        *(*paged.arguments, inverse_means, weights, sizes, squares, blocks, *heads),
+        **options,
+        **paged.constants,
+    )
+    options = _nearest_options(dtype, paged.head_dim)
+    blocks = triton.cdiv(longest, options["BLOCK"])
     _nearest_later_kernel[(len(paged.row_tokens) * blocks,)](
-        *(*paged.arguments, inverse_means, weights, distances, sizes, blocks),
-        *(compared.start * paged.kv_heads, compared.stop * paged.kv_heads),
-        **{"BLOCK": block, "LATER": block, "SAME": SAME_VALUE, **options, **paged.constants},
+        *(*paged.arguments, inverse_means, squares, distances, blocks, *heads),
+        SAME=SAME_VALUE,
+        **options,
+        **paged.constants,
     )
     return distances, sizes
 
 
-def _block(dtype: torch.dtype) -> tuple[int, dict[str, int]]:
-    """Values that a program takes at once, and its launch options. One stage: with copies of later
-    blocks in flight, several types and sizes of heads spill."""
+def _options(dtype: torch.dtype) -> dict[str, int]:
+    """Values that a program of the first two kernels takes at once, and launch options."""
     if dtype == torch.float32:
-        return 32, {"num_warps": 4, "num_stages": 1}
-    return 64, {"num_warps": 8, "num_stages": 1}
+        return {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK": 64, "num_warps": 8, "num_stages": 1}
+
+
+def _nearest_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
+    """Tiles of the third kernel, and its launch options."""
+    if dtype == torch.float32:
+        return {"BLOCK": 32, "LATER": 32, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK": 64, "LATER": 64, "num_warps": 8, "num_stages": 1}

@@ -36,6 +36,8 @@ from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
 _PROGRAMS_PER_PROCESSOR = 2
 _SCRATCH_BYTES = 64 << 20
+#: of a logit that is not there: less than any, and finite, so that no difference of two is NaN
+_LOWEST = tl.constexpr(-3.0e38)
 _POOL = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
@@ -54,7 +56,6 @@ def _importance_kernel(
     d = tl.arange(0, HEAD_DIM)
     m = tl.arange(0, WINDOW_TILE * GROUP_PADDED)
     w_of_tile = tl.arange(0, WINDOW_TILE)
-    tile_index = tl.arange(0, TILES)[:, None]
     w_all = tl.arange(0, TILES * WINDOW_TILE)
     own_scratch = scratch + program.to(tl.int64) * WINDOW * scratch_tokens
     for task in range(program, tasks, tl.num_programs(0)):
@@ -80,8 +81,6 @@ def _importance_kernel(
         entry = (last - tl.minimum(m // GROUP_PADDED, WINDOW - 1)) % RING
         q = tl.load(own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :])
 
-        highest = tl.full([TILES, WINDOW_TILE], float("-inf"), tl.float32)
-        normaliser = tl.zeros([TILES, WINDOW_TILE], tl.float32)
         for start in range(0, candidates, BLOCK):
             i = start + tl.arange(0, BLOCK)
             inside = i < candidates
@@ -97,41 +96,47 @@ def _importance_kernel(
                     q = tl.load(
                         own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :]
                     )
-                logits = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-                logits = tl.reshape(logits, [WINDOW_TILE, GROUP_PADDED, BLOCK])
-                logits = tl.max(logits, axis=1)
+                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
+                logits = tl.reshape(logits, [BLOCK, WINDOW_TILE, GROUP_PADDED])
+                logits = tl.max(logits, axis=2) * factor
                 w = tile * WINDOW_TILE + w_of_tile
                 tl.store(
-                    own_scratch + (w.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
+                    own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w[None, :]),
                     logits,
-                    mask=(w < WINDOW)[:, None] & inside[None, :],
+                    mask=inside[:, None] & (w < WINDOW)[None, :],
                     eviction_policy="evict_last",
                 )
-                logits = tl.where(inside[None, :], logits, float("-inf"))
-                is_tile = tile_index == tile
-                old = tl.max(tl.where(is_tile, highest, float("-inf")), axis=0)
-                new = tl.maximum(old, tl.max(logits, axis=1))
-                added = tl.sum(tl.exp2(logits - new[:, None]), axis=1)
-                kept = tl.sum(tl.where(is_tile, normaliser, 0.0), axis=0) * tl.exp2(old - new)
-                highest = tl.where(is_tile, new[None, :], highest)
-                normaliser = tl.where(is_tile, (kept + added)[None, :], normaliser)
 
         tl.debug_barrier()  # pass B reads what other threads wrote
         is_query = w_all < WINDOW
-        top = tl.where(is_query, tl.reshape(highest, [TILES * WINDOW_TILE]), 0.0)
-        total = tl.where(is_query, tl.reshape(normaliser, [TILES * WINDOW_TILE]), 1.0)
+        highest = tl.full([SUM_BLOCK, TILES * WINDOW_TILE], float("-inf"), tl.float32)
+        normaliser = tl.zeros([SUM_BLOCK, TILES * WINDOW_TILE], tl.float32)
+        for start in range(0, candidates, SUM_BLOCK):
+            i = start + tl.arange(0, SUM_BLOCK)
+            logits = tl.load(
+                own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w_all[None, :]),
+                mask=(i < candidates)[:, None] & is_query[None, :],
+                other=_LOWEST,
+                cache_modifier=".cg",
+            )
+            new = tl.maximum(highest, logits)
+            normaliser = normaliser * tl.exp2(highest - new) + tl.exp2(logits - new)
+            highest = new
+        top = tl.max(highest, axis=0)
+        total = tl.sum(normaliser * tl.exp2(highest - top[None, :]), axis=0)
         out = importance + (layer * KV_HEADS + head) * columns + (first - request * WINDOW)
         for start in range(0, candidates, SUM_BLOCK):
             i = start + tl.arange(0, SUM_BLOCK)
             inside = i < candidates
             logits = tl.load(
-                own_scratch + (w_all.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
-                mask=is_query[:, None] & inside[None, :],
-                other=float("-inf"),
+                own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w_all[None, :]),
+                mask=inside[:, None] & is_query[None, :],
+                other=_LOWEST,
                 cache_modifier=".cg",
             )
-            attention = tl.exp2(logits - top[:, None]) * (1.0 / total)[:, None]
-            tl.store(out + i, tl.sum(attention, axis=0) / WINDOW, mask=inside)
+            attention = tl.exp2(logits - top[None, :]) * (1.0 / total)[None, :]
+            attention = tl.where(is_query[None, :], attention, 0.0)
+            tl.store(out + i, tl.sum(attention, axis=1) / WINDOW, mask=inside)
         tl.debug_barrier()  # the next task overwrites the scratch
 
 

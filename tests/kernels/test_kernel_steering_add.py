@@ -52,16 +52,16 @@ def truth_step(residual: Tensor, vector: Tensor, rows: Tensor, ids: Tensor, name
 def test_many_steps_are_the_references(
     device: torch.device, dtype: torch.dtype, width: int
 ) -> None:
-    torch.manual_seed(width)
-    vector = torch.randn(width, device=device)
+    torch.manual_seed(width)  # everything is drawn on the CPU: a GPU draws other numbers
+    vector = torch.randn(width).to(device)
     start = tables(device)
     truth, found = copied(start), copied(start)
     alone = start["steered"].logical_not()
     moved = 0
     for number in range(24):
         rows = torch.tensor([6, 2, 4, 8, 1, 5, 3], device=device).roll(number)
-        ids = torch.randint(0, len(BITS), (7,), device=device)
-        one = torch.randn(7, width, device=device).to(dtype)
+        ids = torch.randint(0, len(BITS), (7,)).to(device)
+        one = torch.randn(7, width).to(device, dtype)
         other = one.clone()
         truth_step(one, vector, rows, ids, truth)
         before = other.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ device = device_fixture(paged_keys, sys.modules[__name__])
 
 
 @triton.jit
-def _widen_kernel(source: Any, out: Any, FLOAT8: tl.constexpr) -> None:
+def _widen_kernel(source, out, FLOAT8: tl.constexpr):
     i = tl.arange(0, 256)
     tl.store(out + i, widened(tl.load(source + i), FLOAT8))
 
