@@ -31,13 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import register_limit
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
-_PROGRAMS_PER_PROCESSOR = 2
+_PROGRAMS_PER_PROCESSOR = 3
 _SCRATCH_BYTES = 64 << 20
-#: of a logit that is not there: less than any, and finite, so that no difference of two is NaN
-_LOWEST = tl.constexpr(-3.0e38)
 _POOL = {"HEAD_TILE": 16, "BLOCK": 64}
 
 
@@ -56,6 +53,7 @@ def _importance_kernel(
     d = tl.arange(0, HEAD_DIM)
     m = tl.arange(0, WINDOW_TILE * GROUP_PADDED)
     w_of_tile = tl.arange(0, WINDOW_TILE)
+    tile_index = tl.arange(0, TILES)[:, None]
     w_all = tl.arange(0, TILES * WINDOW_TILE)
     own_scratch = scratch + program.to(tl.int64) * WINDOW * scratch_tokens
     for task in range(program, tasks, tl.num_programs(0)):
@@ -81,6 +79,8 @@ def _importance_kernel(
         entry = (last - tl.minimum(m // GROUP_PADDED, WINDOW - 1)) % RING
         q = tl.load(own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :])
 
+        highest = tl.full([TILES, WINDOW_TILE], float("-inf"), tl.float32)
+        normaliser = tl.zeros([TILES, WINDOW_TILE], tl.float32)
         for start in range(0, candidates, BLOCK):
             i = start + tl.arange(0, BLOCK)
             inside = i < candidates
@@ -96,47 +96,41 @@ def _importance_kernel(
                     q = tl.load(
                         own_queries + (entry * entry_stride + q_offset)[:, None] + d[None, :]
                     )
-                logits = tl.dot(k, tl.trans(q), input_precision="ieee")
-                logits = tl.reshape(logits, [BLOCK, WINDOW_TILE, GROUP_PADDED])
-                logits = tl.max(logits, axis=2) * factor
+                logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+                logits = tl.reshape(logits, [WINDOW_TILE, GROUP_PADDED, BLOCK])
+                logits = tl.max(logits, axis=1) * factor  # a positive factor keeps the order
                 w = tile * WINDOW_TILE + w_of_tile
                 tl.store(
-                    own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w[None, :]),
+                    own_scratch + (w.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
                     logits,
-                    mask=inside[:, None] & (w < WINDOW)[None, :],
+                    mask=(w < WINDOW)[:, None] & inside[None, :],
                     eviction_policy="evict_last",
                 )
+                logits = tl.where(inside[None, :], logits, float("-inf"))
+                is_tile = tile_index == tile
+                old = tl.max(tl.where(is_tile, highest, float("-inf")), axis=0)
+                new = tl.maximum(old, tl.max(logits, axis=1))
+                added = tl.sum(tl.exp2(logits - new[:, None]), axis=1)
+                kept = tl.sum(tl.where(is_tile, normaliser, 0.0), axis=0) * tl.exp2(old - new)
+                highest = tl.where(is_tile, new[None, :], highest)
+                normaliser = tl.where(is_tile, (kept + added)[None, :], normaliser)
 
         tl.debug_barrier()  # pass B reads what other threads wrote
         is_query = w_all < WINDOW
-        highest = tl.full([SUM_BLOCK, TILES * WINDOW_TILE], float("-inf"), tl.float32)
-        normaliser = tl.zeros([SUM_BLOCK, TILES * WINDOW_TILE], tl.float32)
-        for start in range(0, candidates, SUM_BLOCK):
-            i = start + tl.arange(0, SUM_BLOCK)
-            logits = tl.load(
-                own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w_all[None, :]),
-                mask=(i < candidates)[:, None] & is_query[None, :],
-                other=_LOWEST,
-                cache_modifier=".cg",
-            )
-            new = tl.maximum(highest, logits)
-            normaliser = normaliser * tl.exp2(highest - new) + tl.exp2(logits - new)
-            highest = new
-        top = tl.max(highest, axis=0)
-        total = tl.sum(normaliser * tl.exp2(highest - top[None, :]), axis=0)
+        top = tl.where(is_query, tl.reshape(highest, [TILES * WINDOW_TILE]), 0.0)
+        total = tl.where(is_query, tl.reshape(normaliser, [TILES * WINDOW_TILE]), 1.0)
         out = importance + (layer * KV_HEADS + head) * columns + (first - request * WINDOW)
         for start in range(0, candidates, SUM_BLOCK):
             i = start + tl.arange(0, SUM_BLOCK)
             inside = i < candidates
             logits = tl.load(
-                own_scratch + (i.to(tl.int64)[:, None] * WINDOW + w_all[None, :]),
-                mask=inside[:, None] & is_query[None, :],
-                other=_LOWEST,
+                own_scratch + (w_all.to(tl.int64)[:, None] * scratch_tokens + i[None, :]),
+                mask=is_query[:, None] & inside[None, :],
+                other=float("-inf"),
                 cache_modifier=".cg",
             )
-            attention = tl.exp2(logits - top[None, :]) * (1.0 / total)[None, :]
-            attention = tl.where(is_query[None, :], attention, 0.0)
-            tl.store(out + i, tl.sum(attention, axis=1) / WINDOW, mask=inside)
+            attention = tl.exp2(logits - top[:, None]) * (1.0 / total)[:, None]
+            tl.store(out + i, tl.sum(attention, axis=0) / WINDOW, mask=inside)
         tl.debug_barrier()  # the next task overwrites the scratch
 
 
@@ -192,7 +186,7 @@ def window_attention(
         widths: int32 [B], odd width of each request's max-pool, in tokens.
         window: W, queries per request, R or fewer.
         scale: factor on the logits.
-        programs: how many share the tasks; default two per multiprocessor.
+        programs: how many share the tasks; default three per multiprocessor.
 
     Returns:
         float32 [sum of n - window], request after request.
@@ -222,7 +216,6 @@ def window_attention(
         *(scratch, longest, importance, columns, scale * math.log2(math.e), paged.tasks),
         **paged.constants,
         **options,
-        **register_limit(_max_registers(options), paged.device),
     )
     blocks = triton.cdiv(longest, _POOL["BLOCK"])
     _pool_kernel[(len(paged.row_tokens) * blocks,)](
@@ -244,9 +237,9 @@ def _options(
     tile = min(triton.next_power_of_2(window), max(1, (32 if full else 64) // group_padded))
     tile = max(tile, 16 // group_padded)
     tiles = triton.next_power_of_2(triton.cdiv(window, tile))
-    # What a block costs besides its keys, barriers and shuffles, is paid per block: the larger one
-    # where registers and shared memory hold it and two programs share a multiprocessor.
-    large = not full and tiles == 1 and head_dim <= 128
+    # Where all queries fit into one product, four warps and three programs per multiprocessor were
+    # fastest on an H100: blocks of 128 keys and eight warps took 15% longer.
+    small = not full and tiles == 1 and head_dim <= 128
     return {
         "RING": ring,
         "WINDOW": window,
@@ -254,22 +247,13 @@ def _options(
         "GROUP_PADDED": group_padded,
         "WINDOW_TILE": tile,
         "TILES": tiles,
-        "BLOCK": 32 if full else 128 if large else 64,
-        "SUM_BLOCK": max(16, min(512, 4096 // tile) if large else min(256, 2048 // (tile * tiles))),
-        "num_warps": 8,
-        # Slots, then keys, then products: with four stages two blocks of keys are in flight, with
-        # five three; wide heads then need more shared memory than some devices have.
-        "num_stages": 2 if full else 4 if large else 5 if head_dim <= 128 else 3,
+        "BLOCK": 32 if full else 64,
+        "SUM_BLOCK": max(16, min(256, 2048 // (tile * tiles))),
+        "num_warps": 4 if small else 8,
+        # Slots, then keys, then products: with five stages three blocks of keys are in flight; wide
+        # heads then need more shared memory than some devices have.
+        "num_stages": 2 if full else 5 if head_dim <= 128 else 3,
     }
-
-
-def _max_registers(options: dict[str, int]) -> dict[int, int]:
-    """Per thread, by architecture, for large blocks.
-
-    So that two programs share a multiprocessor; sm_100 needs more than that allows. Left alone the
-    compiler takes up to 209, and spills at 128 where it could do with 96.
-    """
-    return {80: 128, 90: 128, 100: 144} if options["BLOCK"] == 128 else {}
 
 
 def _programs_that_fit(programs: int, window: int, longest: int) -> int:

@@ -130,21 +130,29 @@ def distinct_values_cases() -> list[CompileCase]:
     """Every type of values and size of heads."""
     cases = []
     means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
-    nearest = _PAGED | dict.fromkeys(("inverse_means", "weights", "distances", "sizes"), "*fp32")
-    nearest |= dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
-    for signature in (means, nearest):
+    varying = dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
+    sizes = dict.fromkeys(("inverse_means", "weights", "sizes", "squares"), "*fp32")
+    nearest = dict.fromkeys(("inverse_means", "squares", "distances"), "*fp32")
+    signatures = [means, _PAGED | sizes | varying, _PAGED | nearest | varying]
+    for signature in signatures:
         signature["v_ptrs"] = signature.pop("k_ptrs")
+    functions = (
+        *(distinct_values._mean_lengths_kernel, distinct_values._sizes_kernel),
+        distinct_values._nearest_later_kernel,
+    )
     for dtype, head_dim in COMPILED:
-        block, options = distinct_values._block(dtype)
         constants, tag = _constants(dtype, head_dim), f"{KEY_NAMES[dtype]}-d{head_dim}"
-        blocks = {"BLOCK": block}, {"BLOCK": block, "LATER": block, "SAME": 2.0**-12}
-        functions = distinct_values._mean_lengths_kernel, distinct_values._nearest_later_kernel
-        names = ("means", "nearest")
-        parts = zip(names, functions, (means, nearest), blocks, strict=True)
-        cases += [
-            CompileCase(f"{tag}-{name}", function, signature, constants | own, **options)
-            for name, function, signature, own in parts
-        ]
+        first = distinct_values._options(dtype)
+        second = {**first, "BLOCK": distinct_values._sizes_block(dtype, head_dim)}
+        last = {"SAME": 2.0**-12, **distinct_values._nearest_options(dtype, head_dim)}
+        names, options = ("means", "sizes", "nearest"), (first, second, last)
+        for name, function, signature, own in zip(
+            names, functions, signatures, options, strict=True
+        ):
+            launch = {one: own.pop(one) for one in ("num_warps", "num_stages")}
+            cases.append(
+                CompileCase(f"{tag}-{name}", function, signature, constants | own, **launch)
+            )
     return cases
 
 
@@ -339,12 +347,7 @@ def window_attention_cases() -> list[CompileCase]:
             constexprs = {**_constants(dtype, head_dim), **scales, **options}
             name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}"
             kernel = window_attention._importance_kernel
-            cases.append(
-                CompileCase(
-                    *(name, kernel, signature, constexprs, strides, warps, stages),
-                    max_registers=window_attention._max_registers(options),
-                )
-            )
+            cases.append(CompileCase(name, kernel, signature, constexprs, strides, warps, stages))
     signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
     signature |= dict.fromkeys(("importance", "out"), "*fp32")
     constexprs = {"WINDOW": 8, "HEADS": 112, **window_attention._POOL}
