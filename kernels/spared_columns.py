@@ -161,7 +161,7 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
     if dtype in TRITON_NAMES and head_dim <= 128:
         tile = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64, "DEPTH": head_dim}
         # Slots, then keys, then products: five stages keep three tiles of keys in flight. With
-        # heads of 128 fewer programs then fit on an H100's multiprocessor, which took 10% longer.
+        # heads of 128 fewer programs then fit on an H100's multiprocessor, which took longer.
         return {**tile, "num_warps": 8, "num_stages": 3 if head_dim == 128 else 5}
     # Wider heads fit into 99 KiB of shared memory, and bytes that become float16 into registers,
     # those of a head of 128 with fewer keys on their way.

@@ -12,22 +12,20 @@ shorter than later, so nothing is won by leaving that out.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
-
-import requests
 
 from bench.lib.pairs import START_S
 from bench.serving import latency
-from sgl_skipkv.cli.server_process import HTTPFailure, ServerProcess
+from sgl_skipkv.cli.server_process import Endpoint, ServerProcess
 
 #: requests in flight over those that fit: some always wait
 CROWD = 1.2
@@ -63,50 +61,52 @@ def fitting(arguments: argparse.Namespace, kv_budget: int | None, pool_tokens: i
     return int(pool_tokens / (arguments.prompt_tokens + own))
 
 
-class Callers:
-    """So many threads, each with one request after the other, until the block ends."""
+def call(
+    server: Endpoint, arguments: argparse.Namespace, kv_budget: int | None, seed: int, done: int
+) -> None:
+    """One request that stands for one which has generated ``done`` tokens."""
+    rng, size = random.Random(seed), arguments.prompt_tokens
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": arguments.tokens - done}
+    if kv_budget is None:
+        size += done
+    else:
+        params |= {"kv_budget": kv_budget, "kv_policy": arguments.kv_policy}
+        params["kv_params"] = {"interval": arguments.interval}
+    prompt = [rng.randrange(5, 60) for _ in range(size)]
+    body = {"input_ids": prompt, "sampling_params": params}
+    server.post("/generate", body, timeout=3600)
 
-    def __init__(
-        self, server: ServerProcess, arguments: argparse.Namespace, kv_budget: int | None
-    ) -> None:
-        self._server, self._arguments, self._kv_budget = server, arguments, kv_budget
-        self._ended, self._numbers = Event(), count()
 
-    @contextlib.contextmanager
-    def running(self, calls: int) -> Iterator[None]:
-        for number in range(calls):
-            done = self._arguments.tokens * (2 * number + 1) // (2 * calls)
-            Thread(target=self._one_after_the_other, args=(done,), daemon=True).start()
-        try:
-            yield
-        finally:
-            self._ended.set()
+def measured_log(
+    server: ServerProcess, arguments: argparse.Namespace, kv_budget: int | None, callers: int
+) -> str:
+    """What the server logs in a steady state of so many callers, each with one request after the
+    other. When it has, all requests are aborted."""
+    ended, seeds = Event(), count()
 
-    def _one_after_the_other(self, done: int) -> None:
-        try:
-            while not self._ended.is_set():
-                self._call(done)
-                done = 0
-        except (requests.RequestException, HTTPFailure):
-            if not self._ended.is_set():  # else the server ended, with all requests that it had
-                raise
+    def one_after_the_other(done: int) -> None:
+        while not ended.is_set():
+            call(server, arguments, kv_budget, next(seeds), done)
+            done = 0
 
-    def _call(self, done: int) -> None:
-        arguments, rng = self._arguments, random.Random(next(self._numbers))
-        params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": arguments.tokens - done}
-        size = arguments.prompt_tokens
-        if self._kv_budget is None:
-            size += done
-        else:
-            params |= {"kv_budget": self._kv_budget, "kv_policy": arguments.kv_policy}
-            params["kv_params"] = {"interval": arguments.interval}
-        prompt = [rng.randrange(5, 60) for _ in range(size)]
-        body = {"input_ids": prompt, "sampling_params": params}
-        self._server.post("/generate", body, timeout=3600)
+    with ThreadPoolExecutor(callers) as pool:
+        dones = [arguments.tokens * (2 * i + 1) // (2 * callers) for i in range(callers)]
+        running = [pool.submit(one_after_the_other, done) for done in dones]
+        time.sleep(arguments.warm_up_s)
+        logged = len(server.log)
+        time.sleep(arguments.seconds)
+        log = server.log[logged:]
+        ended.set()
+        while not all(one.done() for one in running):  # some had just begun another request
+            server.post("/abort_request", {"rid": "", "abort_all": True})
+            time.sleep(0.5)
+        for one in running:
+            one.result()
+    return log
 
 
 def steady(arguments: argparse.Namespace, kv_budget: int | None) -> dict[str, Any]:
-    """The row of one way: a server of its own, which ends with all its requests."""
+    """The row of one way, on a server of its own."""
     flags, environment = latency.server_flags(arguments), {"SGLANG_PLUGINS": "none"}
     with tempfile.TemporaryDirectory() as name:
         if kv_budget is not None:
@@ -117,13 +117,7 @@ def steady(arguments: argparse.Namespace, kv_budget: int | None) -> dict[str, An
             server.wait_ready(START_S)
             pool_tokens = server.get("/server_info")["max_total_num_tokens"]
             fits = fitting(arguments, kv_budget, pool_tokens)
-            callers = Callers(server, arguments, kv_budget)
-            with callers.running(int(CROWD * fits) + 1):
-                time.sleep(arguments.warm_up_s)
-                logged = len(server.log)
-                time.sleep(arguments.seconds)
-                log = server.log[logged:]
-            server.stop(grace_s=0)
+            log = measured_log(server, arguments, kv_budget, int(CROWD * fits) + 1)
     lines = decode_lines(log)
     return {
         "kv_policy": "" if kv_budget is None else arguments.kv_policy,

@@ -55,6 +55,7 @@ ALONE = {
     "report.rooms": "--out {out}/rooms.svg",
     "serving.compaction_cost": "--policies streaming tova --kv-budget 64 --rounds 2",
     "serving.figure": "--out {out}/serve.svg",
+    "serving.shapes": "{out}/model",
     "steering.figure": "--out {out}",
     "steering.without_checks": "--problems 1 --model-path {reasoner}",
 }
@@ -70,8 +71,8 @@ SERVED = {
     "--max-new-tokens 60",
     "conversation": "--conversations 2 --turns 2 --policies streaming --kv-budgets 48 --crowd 2 "
     "--max-new-tokens 8 --rounds 2 --reply-tokens 8 --pressure-rounds 2",
-    "serving": "--only pressure latency compaction --calls 2 --parallel 2 --tokens 60 --rounds 2 "
-    "--kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
+    "serving": "--only pressure latency compaction ample --calls 2 --parallel 2 --tokens 60 "
+    "--rounds 2 --kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
     "serving.against": f"--python none --commit none {_PAIRS}",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",

@@ -82,7 +82,7 @@ def test_attention_over_ragged_rows() -> None:
             torch.testing.assert_close(found[b, head], weights @ values)
 
 
-@pytest.mark.parametrize("policy", ["rkv", "skipkv"])
+@pytest.mark.parametrize("policy", ["distinct", "rkv", "skipkv"])
 def test_decode_rows_on_a_cpu(rows_of: Any, policy: str) -> None:
     flags = ("--looks", "2", "--policy", policy, "--lengths", "96")
     full, budgeted = rows_of(decode, "decode", "--device", "cpu", "--memory-gib", "0.0004", *flags)
@@ -113,7 +113,7 @@ def test_only_a_gpus_rows_are_in_the_tables_of_one(
     assert device_tables.on_gpu("decode") == [{"device": "NVIDIA H100 80GB HBM3"}]
 
 
-@pytest.mark.parametrize("policy", ["rkv", "skipkv"])
+@pytest.mark.parametrize("policy", ["distinct", "rkv", "skipkv"])
 def test_the_loop_with_kernels_is_the_loop_without(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

@@ -10,7 +10,7 @@ from fleet import Fleet
 from bench.lib import pairs
 from bench.serving import __main__ as serving
 from bench.serving import figure as serving_figure
-from bench.serving import latency
+from bench.serving import latency, steady
 from sgl_skipkv.request.trace import read_trace
 
 
@@ -28,6 +28,42 @@ def test_a_round_under_pressure(fleet: Fleet) -> None:
         events = read_trace(server.trace_path)[traced:]
         compacted = [event for event in events if event["event"] == "compact"]
         assert len(compacted) == (6 * 2 if kv_budget else 0)  # at 64 and 96 of 120 tokens
+
+
+def test_lines_of_a_steady_state() -> None:
+    """By hand: 20 steps of 10 requests in 0.1 s, then of 30 in 0.2 s, are 800 tokens in 0.3 s."""
+    log = "".join(
+        f"Decode batch, #running-req: {running}, #token: 9, token usage: 0.50, cuda graph: True, "
+        f"gen throughput (token/s): {rate:.2f}, #queue-req: {waiting}\n"
+        for running, rate, waiting in ((10, 2000.0, 4), (30, 3000.0, 2))
+    )
+    lines = steady.decode_lines(f"Prefill batch, #new-seq: 1\n{log}")
+    assert [(one.running, one.waiting) for one in lines] == [(10, 4), (30, 2)]
+    assert steady.tokens_per_s(lines) == pytest.approx(800 / 0.3)
+
+
+def test_how_many_requests_of_every_age_fit() -> None:
+    arguments = serving.parser().parse_args(
+        ["--prompt-tokens", "100", "--tokens", "1000", "--interval", "49"]
+    )
+    assert steady.fitting(arguments, None, 6000) == 10  # of 600 tokens on average
+    assert steady.fitting(arguments, 150, 6000) == 20  # of 100 and 200
+    assert steady.fitting(arguments, 700, 6000) == 10
+
+
+@pytest.mark.server
+def test_a_steady_state_is_full_and_ends(fleet: Fleet) -> None:
+    """Six callers, who begin at different ages; nothing runs afterwards."""
+    server = fleet.ready("reasoner")
+    arguments = serving.parser().parse_args(
+        ["--tokens", "400", "--prompt-tokens", "20", "--warm-up-s", "3", "--seconds", "3"]
+    )
+    for kv_budget in (None, 64):
+        log = steady.measured_log(server, arguments, kv_budget, 6)
+        lines = steady.decode_lines(log)
+        assert lines and max(line.running for line in lines) == 6
+        assert steady.tokens_per_s(lines) > 0
+        server.wait_idle()
 
 
 def test_the_price_of_a_compaction() -> None:
