@@ -1,9 +1,9 @@
 """How far each cached value lies from the nearest later one, and how long it is, for a batch.
 
-The truth is ``reference.distinct_values``, per request. Two kernels: the mean length of the values
-of each request, layer and KV head; then a program per request and block of tokens, which adds up
-the products of its tokens' values with all later ones, head after head, and keeps the least
-distance. Everything is added in one fixed order, so the bits of a request depend neither on the run
+The truth is ``reference.distinct_values``, per request. Three kernels: the mean length of the
+values of each request, layer and KV head; size and square of each token's values; then a program
+per request and block of tokens, which adds up the products of its tokens' values with all later
+ones, head after head, and keeps the least distance. Everything is added in one fixed order, so the bits of a request depend neither on the run
 nor on the batch.
 
 A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
@@ -208,8 +208,8 @@ def _nearest_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     if dtype == torch.float32:
         return {"BLOCK": 32, "LATER": 32, "num_warps": 4, "num_stages": 1}
     if dtype in TRITON_NAMES and head_dim <= 128:
-        # On an H100 much faster than 64 by 64, which load more per product. 128 by 128 were a little
-        # faster still, and spill on sm_100.
+        # On an H100 much faster than 64 by 64, which load more per product. 128 by 128 were a
+        # little faster still, and spill on sm_100.
         return {"BLOCK": 64, "LATER": 128, "num_warps": 8, "num_stages": 3}
     # One stage: with copies of later blocks in flight, several types and sizes of heads spill.
     return {"BLOCK": 64, "LATER": 64, "num_warps": 8, "num_stages": 1}
