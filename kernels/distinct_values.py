@@ -3,8 +3,8 @@
 The truth is ``reference.distinct_values``, per request. Three kernels: the mean length of the
 values of each request, layer and KV head; size and square of each token's values; then a program
 per request and block of tokens, which adds up the products of its tokens' values with all later
-ones, head after head, and keeps the least distance. Everything is added in one fixed order, so the bits of a request depend neither on the run
-nor on the batch.
+ones, head after head, and keeps the least distance. Everything is added in one fixed order, so the
+bits of a request depend neither on the run nor on the batch.
 
 A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
 
