@@ -19,9 +19,10 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
     state.kv.last_is_read = True
     if not finite:
         state.failure = "a score was not finite, so the kept tokens are arbitrary"
-    spans = {i: state.span(i) for i in sentences.live}
-    gone = [i for i, span in spans.items() if not _has_kept(span, kept)]
-    sentences.live = [i for i, span in spans.items() if _has_kept(span, kept)]
+    live, gone = list[int](), list[int]()
+    for i in sentences.live:
+        (live if _has_kept(state.span(i), kept) else gone).append(i)
+    sentences.live = live
     state.report.evicted_sentences += len(gone)
     if trace is not None:
         sentences.read_similar()
@@ -36,7 +37,7 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
             before=last.row_tokens,
             after=len(kept),
             kept=kept,
-            evicted_sentences=[spans[i] for i in gone],
+            evicted_sentences=[state.span(i) for i in gone],
             **similar,
         )
 
