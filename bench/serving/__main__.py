@@ -1,6 +1,6 @@
 """The real server under load: what budgets give when memory is short, and what they cost.
 
-    python -m bench.serving                            # everything, on the bundled model
+    python -m bench.serving                            # the first four, on the bundled model
     python -m bench.serving --only pressure --pool-tokens 12288 --kv-budgets 128 256
 
 - ``pressure``: one pool, more requests than it holds. Generated tokens per second and requests at
@@ -10,11 +10,14 @@
   all in the same step.
 - ``compaction``: the extra time that a compaction of one request takes, in decode steps of the same
   batch, alone and among requests that do not compact.
+- ``off``: what the plugin costs when nobody asks; the same as bench/serving/off_cost.py.
+
+Only where ``--only`` names them:
+
 - ``ample``: the same requests on a pool that holds them all, where a budget can win nothing: with
   one, and without one on the same server, over SGLang without the plugin. Memory for two servers.
 - ``steady``: decoding with full memory and requests at every age, one server after the other
-  (bench/serving/steady.py). Not among what runs by default.
-- ``off``: what the plugin costs when nobody asks; the same as bench/serving/off_cost.py.
+  (bench/serving/steady.py).
 
 One row per way in bench/rows/serve_<measurement>.csv.
 """
@@ -42,7 +45,9 @@ from bench.serving import latency, off_cost
 from bench.serving.steady import steady
 from sgl_skipkv.cli.server_process import ServerProcess
 
-MEASUREMENTS = ("pressure", "latency", "compaction", "off", "ample")
+MEASUREMENTS = ("pressure", "latency", "compaction", "off")
+#: need a pool, or a memory, of another size than those
+APART = ("ample", "steady")
 
 
 def round_of(
@@ -177,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--model-path", default=str(BUNDLED))
-    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=(*MEASUREMENTS, "steady"))
+    made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=(*MEASUREMENTS, *APART))
     made.add_argument("--kv-policy", default="skipkv")
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[128, 256, 512])
     made.add_argument("--interval", type=int, default=128)
