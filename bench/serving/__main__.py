@@ -81,10 +81,33 @@ def round_of(
     return rate, running, retracted
 
 
+def _pool_flags(arguments: argparse.Namespace) -> list[str]:
+    """Of a server with a pool and as many requests as the command line names."""
+    flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
+    return [
+        *flags,
+        "--max-running-requests",
+        str(arguments.calls),
+        *latency.server_flags(arguments),
+    ]
+
+
+def _columns(
+    arguments: argparse.Namespace, kv_budget: int | None, rates: Sequence[float]
+) -> dict[str, Any]:
+    """What was asked for, and the median of the rounds."""
+    asked = ("interval", "pool_tokens", "calls", "prompt_tokens", "tokens", "rounds")
+    return {
+        "kv_policy": "" if kv_budget is None else arguments.kv_policy,
+        "kv_budget": "" if kv_budget is None else kv_budget,
+        **{name: getattr(arguments, name) for name in asked},
+        "tokens_per_s_p50": round(statistics.median(rates), 1),
+    }
+
+
 def ample(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for the plugin without budgets and one for each budget, all against no plugin."""
-    flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
-    flags += ["--max-running-requests", str(arguments.calls), *latency.server_flags(arguments)]
+    flags = _pool_flags(arguments)
     ways: list[tuple[str, int | None]] = [("without", None), ("with", None)]
     ways += [("with", one) for one in arguments.kv_budgets]
     found: dict[tuple[str, int | None], list[float]] = {way: [] for way in ways}
@@ -107,15 +130,7 @@ def ample(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         {
             "plugin": which,
-            "kv_policy": "" if kv_budget is None else arguments.kv_policy,
-            "kv_budget": "" if kv_budget is None else kv_budget,
-            "interval": arguments.interval,
-            "pool_tokens": arguments.pool_tokens,
-            "calls": arguments.calls,
-            "prompt_tokens": arguments.prompt_tokens,
-            "tokens": arguments.tokens,
-            "rounds": arguments.rounds,
-            "tokens_per_s_p50": round(statistics.median(rates), 1),
+            **_columns(arguments, kv_budget, rates),
             **paired_ratio(rates, found["without", None]),
         }
         for (which, kv_budget), rates in found.items()
@@ -124,12 +139,7 @@ def ample(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for the full cache and one for each budget, all against the full cache."""
-    flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
-    flags += [
-        "--max-running-requests",
-        str(arguments.calls),
-        *latency.server_flags(arguments),
-    ]
+    flags = _pool_flags(arguments)
     budgets = [None, *arguments.kv_budgets]
     found: dict[int | None, list[tuple[float, int, int]]] = {one: [] for one in budgets}
     with (
@@ -155,15 +165,7 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rates = {one: [rate for rate, _, _ in rounds] for one, rounds in found.items()}
     return [
         {
-            "kv_policy": "" if one is None else arguments.kv_policy,
-            "kv_budget": "" if one is None else one,
-            "interval": arguments.interval,
-            "pool_tokens": arguments.pool_tokens,
-            "calls": arguments.calls,
-            "prompt_tokens": arguments.prompt_tokens,
-            "tokens": arguments.tokens,
-            "rounds": arguments.rounds,
-            "tokens_per_s_p50": round(statistics.median(rates[one]), 1),
+            **_columns(arguments, one, rates[one]),
             **paired_ratio(rates[one], rates[None]),
             "peak_running": max(running for _, running, _ in found[one]),
             "fits_by_arithmetic": arguments.pool_tokens
