@@ -54,6 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "leaderboard": family_tables.leaderboard,
     "families": family_tables.families,
     "right_traces": family_tables.right_traces,
+    "long_traces": family_tables.long_traces,
     "needed_by_family": family_tables.needed_by_family,
     "parts": default_tables.parts,
     "beginnings": default_tables.beginnings,

@@ -12,7 +12,7 @@ from bench.reasoner.families.registry import FAMILIES
 from bench.report.accuracy_tables import LEVELS
 from bench.report.accuracy_tables import right as accuracy
 from bench.report.accuracy_tables import share as share_of_trace
-from bench.report.family_tables import PLAIN, cells, right, share_right
+from bench.report.family_tables import PLAIN, RANKED, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
@@ -107,7 +107,7 @@ def heads() -> str:
 def quotas() -> str:
     """A policy's score over all tokens and sentence by sentence: right traces in percent over all
     families, short and middle."""
-    plain, rows = cells()
+    plain, rows = cells(RANKED)
     asked = [row for row in recorded("forced") if parameters(row).get("quotas")]
     setting = ("family", "size", "policy", "kv_budget")
     beside = {tuple(row[one] for one in setting): row for row in asked}

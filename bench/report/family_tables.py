@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from statistics import mean
 
 from bench.lib.policies import compared
@@ -19,17 +20,19 @@ SHOWN = ("distinct", "skipkv+", "streaming")
 PLAIN = '{"interval": 32}'
 #: problems per cell of the comparison of all policies; budgets follow from the problems
 COMPARED = "10"
+#: sizes on which every policy ran; on long traces the best of these ran
+RANKED = ("short", "middle")
 Place = tuple[str, str, int]
 
 
-def cells() -> tuple[dict[Place, dict[str, Row]], list[Row]]:
-    """(family, size, share) -> policy -> its row, of the comparison of all policies; and all rows.
+def cells(sizes: Collection[str]) -> tuple[dict[Place, dict[str, Row]], list[Row]]:
+    """(family, size, share) -> policy -> its row, of the comparison of policies; and all rows.
     Budgets of one family and size are in the order of the shares."""
     rows = [
         row
         for row in recorded("forced")
         if row["model"] == "families"
-        and row["size"] != "long"
+        and row["size"] in sizes
         and row["kv_params"] == PLAIN
         and row["problems"] == COMPARED
     ]
@@ -50,7 +53,7 @@ def share_right(row: Row) -> float:
 
 def leaderboard() -> str:
     """Policies by their mean rank on short and middle traces; equal ones share a rank."""
-    found, rows = cells()
+    found, rows = cells(RANKED)
     policies = [name for name in compared() if all(name in here for here in found.values())]
     ranks: defaultdict[str, list[float]] = defaultdict(list)
     for here in found.values():
@@ -114,7 +117,7 @@ def _problems(row: Row) -> int:
 
 def right_traces() -> str:
     """Single cells of the comparison of all policies, of a few."""
-    found, rows = cells()
+    found, rows = cells(RANKED)
     lines = []
     for family, size in dict.fromkeys(place[:2] for place in found):
         for name in SHOWN:
@@ -123,6 +126,23 @@ def right_traces() -> str:
     shown = [row for row in rows if row["policy"] in SHOWN]
     header = ["family", "size", "policy", *(f"budget {one}%" for one in SHARES)]
     return table(header, lines, shown, "forced")
+
+
+def long_traces() -> str:
+    """Right ones of the long traces: budget and policy down, family across."""
+    found, rows = cells(("long",))
+    lines = []
+    for one in dict.fromkeys(place[2] for place in found):
+        here = {family: found[family, "long", one] for family in FAMILIES}
+        policies = [name for name in compared() if all(name in cell for cell in here.values())]
+        counted = {
+            name: [int(cell[name]["right"]) for cell in here.values()] for name in policies
+        }
+        for name in sorted(policies, key=lambda name: -sum(counted[name])):
+            total = f"**{sum(counted[name])} of {len(here) * int(COMPARED)}**"
+            lines.append([f"{one}%", f"`{name}`", *map(str, counted[name]), total])
+    header = ["budget", "policy", *(f"`{family}`" for family in FAMILIES), "all"]
+    return table(header, lines, rows, "forced")
 
 
 def right(row: Row) -> str:
