@@ -53,6 +53,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": accuracy_tables.layers,
     "leaderboard": family_tables.leaderboard,
     "families": family_tables.families,
+    "families_sampled": lambda: family_tables.families("sampled"),
     "right_traces": family_tables.right_traces,
     "long_traces": family_tables.long_traces,
     "needed_by_family": family_tables.needed_by_family,

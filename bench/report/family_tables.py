@@ -83,12 +83,12 @@ def leaderboard() -> str:
     return table(header, lines, rows, "forced")
 
 
-def families() -> str:
+def families(sampling: str = "greedy") -> str:
     """Answers through the real server, of the families' model: family, size and policy down."""
     rows = [
         row
         for row in recorded("accuracy")
-        if (row["model"], row["sampling"]) == ("families", "greedy")
+        if (row["model"], row["sampling"]) == ("families", sampling)
     ]
     levels = [f"{family}-{size}" for size in SIZES for family in FAMILIES]
     unbudgeted = [row for row in rows if row["policy"] == "full" and row["level"] in levels]
@@ -135,9 +135,7 @@ def long_traces() -> str:
     for one in dict.fromkeys(place[2] for place in found):
         here = {family: found[family, "long", one] for family in FAMILIES}
         policies = [name for name in compared() if all(name in cell for cell in here.values())]
-        counted = {
-            name: [int(cell[name]["right"]) for cell in here.values()] for name in policies
-        }
+        counted = {name: [int(cell[name]["right"]) for cell in here.values()] for name in policies}
         for name in sorted(policies, key=lambda name: -sum(counted[name])):
             total = f"**{sum(counted[name])} of {len(here) * int(COMPARED)}**"
             lines.append([f"{one}%", f"`{name}`", *map(str, counted[name]), total])
