@@ -51,6 +51,7 @@ class Family:
         name: its name in the registry and in ``heldout.jsonl``.
         steps: for each size how many steps a problem has (half-open range).
         fewest: the least number of steps that makes a problem.
+        most: the steps of the longest problems in training.
         tokens_per_step: prompt and trace, about; only used to size training batches.
         draw: draws a problem with so many steps.
         needed: names the old tokens that later steps of a trace need.
@@ -59,6 +60,7 @@ class Family:
     name: str
     steps: Mapping[Size, tuple[int, int]]
     fewest: int
+    most: int
     tokens_per_step: int
     draw: Callable[[random.Random, int], Draft]
     needed: Rule

@@ -68,6 +68,7 @@ FAMILY = Family(
     name="chains",
     steps={"short": (5, 7), "middle": (11, 13), "long": (29, 34)},
     fewest=3,
+    most=33,
     tokens_per_step=95,
     draw=draw,
     needed=first_ends,

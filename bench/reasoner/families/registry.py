@@ -49,8 +49,7 @@ def heldout_digests() -> frozenset[str]:
 
 def training_task(seed: int, index: int, family: str, share: float) -> Task:
     """A problem for training; ``share`` (0..1] of the steps of the family's longest ones."""
-    most = FAMILIES[family].steps["long"][1] - 1
-    steps = max(FAMILIES[family].fewest, round(share * most))
+    steps = max(FAMILIES[family].fewest, round(share * FAMILIES[family].most))
     for attempt in range(100):
         task = FAMILIES[family].make_steps(f"train/{seed}/{index}/{attempt}/{steps}", steps)
         if task.digest not in heldout_digests():

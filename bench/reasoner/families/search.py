@@ -120,6 +120,7 @@ FAMILY = Family(
     name="search",
     steps={"short": (6, 9), "middle": (17, 21), "long": (43, 50)},
     fewest=2,
+    most=49,
     tokens_per_step=60,
     draw=draw,
     needed=open_path,

@@ -102,6 +102,7 @@ FAMILY = Family(
     name="updates",
     steps={"short": (10, 13), "middle": (32, 36), "long": (82, 88)},
     fewest=3,
+    most=87,
     tokens_per_step=33,
     draw=draw,
     needed=newest_ends_of_late,
