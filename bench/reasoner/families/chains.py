@@ -66,7 +66,7 @@ def _passages(number: int, fact: Fact, value: dict[str, int]) -> list[str]:
 
 FAMILY = Family(
     name="chains",
-    steps={"short": (5, 7), "middle": (11, 13), "long": (29, 34)},
+    steps={"short": (5, 7), "middle": (11, 13), "long": (27, 30)},
     fewest=3,
     most=33,
     tokens_per_step=95,
