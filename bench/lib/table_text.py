@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, str]
 #: ends a quantity of bench/rows/load.csv that was measured without the plugin
 PLAIN = ", plain SGLang"
+MOST_COMMANDS = 3
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -19,14 +20,19 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def table(header: list[str], lines: list[list[str]], source: list[Row], name: str) -> str:
     """A Markdown table, and where its numbers come from."""
-    commands = ", ".join(dict.fromkeys(f"`{row['command']}`" for row in source))
+    commands = list(dict.fromkeys(f"`{row['command']}`" for row in source))
+    file = f"`bench/rows/{name}.csv`"
+    if len(commands) > MOST_COMMANDS:
+        origin = f"the {len(commands)} commands in {file}, column `command`"
+    else:
+        origin = f"{', '.join(commands)} ({file})"
     last = source[-1]
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     return "\n".join(
         [
             markdown(header, lines),
             "",
-            f"{last['device']}, {versions}, {last['date']}: {commands} (`bench/rows/{name}.csv`).",
+            f"{last['device']}, {versions}, {last['date']}: {origin}.",
         ]
     )
 
