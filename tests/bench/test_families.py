@@ -154,6 +154,11 @@ def test_held_out_problems_are_not_trained_on() -> None:
     assert len(heldout_digests()) == 3000 and not drawn & heldout_digests()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_goes_as_far_as_the_held_out_problems(family: str) -> None:
+    assert FAMILIES[family].most >= FAMILIES[family].steps["long"][1] - 1
+
+
 @pytest.mark.parametrize(("family", "size"), EVERY)
 def test_sizes(family: str, size: Size, tokenizer: Tokenizer) -> None:
     least, most = TRACE_TOKENS[size]
