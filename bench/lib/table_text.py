@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, str]
 #: ends a quantity of bench/rows/load.csv that was measured without the plugin
 PLAIN = ", plain SGLang"
+#: a table of more runs leaves the commands to its rows
 MOST_COMMANDS = 3
 
 

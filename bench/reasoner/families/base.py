@@ -51,7 +51,8 @@ class Family:
         name: its name in the registry and in ``heldout.jsonl``.
         steps: for each size how many steps a problem has (half-open range).
         fewest: the least number of steps that makes a problem.
-        most: the steps of the longest problems in training.
+        most: the most steps in training; held-out problems may have fewer, since what only the
+            longest ones have is learned last.
         tokens_per_step: prompt and trace, about; only used to size training batches.
         draw: draws a problem with so many steps.
         needed: names the old tokens that later steps of a trace need.
