@@ -24,7 +24,7 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     commands = list(dict.fromkeys(f"`{row['command']}`" for row in source))
     file = f"`bench/rows/{name}.csv`"
     if len(commands) > MOST_COMMANDS:
-        origin = f"the {len(commands)} commands in {file}, column `command`"
+        origin = f"{len(commands)} commands, each in its rows of {file}"
     else:
         origin = f"{', '.join(commands)} ({file})"
     last = source[-1]
