@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families_sampled": lambda: family_tables.families("sampled"),
     "right_traces": family_tables.right_traces,
     "long_traces": family_tables.long_traces,
+    "many_long_traces": family_tables.many_long_traces,
     "needed_by_family": family_tables.needed_by_family,
     "parts": default_tables.parts,
     "beginnings": default_tables.beginnings,

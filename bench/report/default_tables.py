@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import mean
 
 from bench.lib.record import recorded
@@ -162,19 +163,34 @@ def sizes() -> str:
 
 def mix() -> str:
     """One budget for traces of all lengths, in tokens or by ``coverage``: right traces in percent,
-    and mean KV tokens, over all families."""
+    and mean KV tokens, over all families. The last line is what no policy can know: of each family
+    and length the smallest of these budgets that no larger one beats."""
     rows = recorded("mix")
     found: defaultdict[tuple[float, int], list[Row]] = defaultdict(list)
     for row in rows:
         coverage = parameters(row).get("coverage", 0.0)
         found[coverage, 0 if coverage else int(row["kv_budget"])].append(row)
+    named = {
+        f"`coverage` {coverage}" if coverage else f"a budget of {kv_budget} tokens": own
+        for (coverage, kv_budget), own in sorted(found.items())
+    }
+    fixed = [row for (coverage, _), own in found.items() if not coverage for row in own]
+    named["the smallest of these budgets that will do, by hand"] = [
+        smallest_that_will_do([row for row in fixed if (row["family"], row["size"]) == kind])
+        for kind in dict.fromkeys((row["family"], row["size"]) for row in fixed)
+    ]
     lines = []
-    for (coverage, kv_budget), own in sorted(found.items()):
+    for name, own in named.items():
         parts = [[row for row in own if row["size"] == size] for size in SIZES]
         held = [mean(float(row["mean_kv_tokens"]) for row in part) for part in [*parts, own]]
         correct = [mean(map(share_right, part)) for part in [*parts, own]]
-        name = f"`coverage` {coverage}" if coverage else f"a budget of {kv_budget} tokens"
         lines.append([name, *(f"{one:.0f}" for one in correct), *(f"{one:.0f}" for one in held)])
     sizes = [*SIZES, "all"]
     header = ["`distinct` with", *(f"right, {size}" for size in sizes)]
     return table([*header, *(f"KV tokens, {size}" for size in sizes)], lines, rows, "mix")
+
+
+def smallest_that_will_do(rows: Sequence[Row]) -> Row:
+    """Of rows that differ in their budget only, the smallest budget with the most right traces."""
+    most = max(int(row["right"]) for row in rows)
+    return min((r for r in rows if int(r["right"]) == most), key=lambda row: int(row["kv_budget"]))

@@ -18,15 +18,18 @@ SHARES = (8, 15, 25, 35)
 #: of the tables of single cells: the default, and the best of the others
 SHOWN = ("distinct", "skipkv+", "streaming")
 PLAIN = '{"interval": 32}'
-#: problems per cell of the comparison of all policies; budgets follow from the problems
-COMPARED = "10"
+#: problems per cell of the comparison of all policies, and of what was looked at more closely;
+#: budgets follow from the problems
+COMPARED, MANY = "10", "200"
 #: sizes on which every policy ran
 RANKED = ("short", "middle")
 Place = tuple[str, str, int]
 
 
-def cells(sizes: Collection[str]) -> tuple[dict[Place, dict[str, Row]], list[Row]]:
-    """(family, size, share) -> policy -> its row, of the comparison of policies; and all rows.
+def cells(
+    sizes: Collection[str], problems: str = COMPARED
+) -> tuple[dict[Place, dict[str, Row]], list[Row]]:
+    """(family, size, share) -> policy -> its row, of cells with so many problems; and all rows.
     Budgets of one family and size are in the order of the shares."""
     rows = [
         row
@@ -34,7 +37,7 @@ def cells(sizes: Collection[str]) -> tuple[dict[Place, dict[str, Row]], list[Row
         if row["model"] == "families"
         and row["size"] in sizes
         and row["kv_params"] == PLAIN
-        and row["problems"] == COMPARED
+        and row["problems"] == problems
     ]
     budgets: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
@@ -140,6 +143,19 @@ def long_traces() -> str:
     shown = [row for row in rows if row["policy"] in SHOWN]
     header = ["budget", "policy", *(f"`{family}`" for family in FAMILIES), "all"]
     return table(header, lines, shown, "forced")
+
+
+def many_long_traces() -> str:
+    """Right ones of 200 long traces: budget and policy down, family across."""
+    found, rows = cells(("long",), MANY)
+    lines = []
+    for one in dict.fromkeys(place[2] for place in found):
+        for name in SHOWN:
+            own = [found[family, "long", one].get(name) for family in FAMILIES]
+            shown = [right(row) if row else "-" for row in own]
+            lines.append([f"{one}%", f"`{name}`", *shown])
+    header = ["budget", "policy", *(f"`{family}`" for family in FAMILIES)]
+    return table(header, lines, rows, "forced")
 
 
 def right(row: Row) -> str:
