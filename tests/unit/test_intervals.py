@@ -21,11 +21,13 @@ from sgl_skipkv.cli.tune.intervals import (
 Z = quantile(0.975)
 
 
-@pytest.mark.parametrize("n", [1, 7, 40, 200])
+@pytest.mark.parametrize("n", [1, 7, 40, 102, 200])
 def test_wilson_is_that_of_scipy(n: int) -> None:
     for right in range(n + 1):
         expected = binomtest(right, n).proportion_ci(method="wilson")
-        assert wilson(right, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+        low, high = wilson(right, n)
+        assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+        assert low >= 0 and high <= 1
 
 
 def likeliest_losses(losses: int, gains: int, n: int, difference: float) -> float:

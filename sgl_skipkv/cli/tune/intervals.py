@@ -29,8 +29,9 @@ def wilson(total: float, n: int, z: float = quantile(0.975)) -> tuple[float, flo
     p = total / n
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     middle, scale = p + z * z / (2 * n), 1 + z * z / n
-    # Rounding must not put the mean outside.
-    return min((middle - half) / scale, p), max((middle + half) / scale, p)
+    # Rounding must put neither the mean outside nor an end below 0 or above 1.
+    low, high = max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+    return min(low, p), max(high, p)
 
 
 def paired_interval(losses: float, gains: float, n: int, z: float) -> tuple[float, float]:
