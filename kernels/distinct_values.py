@@ -2,9 +2,10 @@
 
 The truth is ``reference.distinct_values``, per request. Three kernels: the mean length of the
 values of each request, layer and KV head; size and square of each token's values; then a program
-per request and block of tokens, which adds up the products of its tokens' values with all later
-ones, head after head, and keeps the least distance. Everything is added in one fixed order, so the
-bits of a request depend neither on the run nor on the batch.
+per request, block of tokens and block of later ones, which adds up the products of their values,
+head after head, and lowers its tokens' least distances. Programs that run together read the same
+heads of nearby tokens, so most of what they read is in L2. Everything is added in one fixed order,
+and a minimum has none, so the bits of a request depend neither on the run nor on the batch.
 
 A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
 
@@ -21,13 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import TRITON_NAMES
+from sgl_skipkv.kernels.on_device import TRITON_NAMES, register_limit
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 from sgl_skipkv.kernels.reference import SAME_VALUE
 
 _EPS = tl.constexpr(1e-8)
 _PROGRAMS_PER_PROCESSOR = 4
 _RUNTIME = ["blocks", "compared_from", "compared_to"]
+#: of the third kernel, by architecture: left alone the compiler spills at 128
+_MAX_REGISTERS = {80: 192}
 
 
 @triton.jit(do_not_specialize=["tasks"])
@@ -63,13 +66,14 @@ def _mean_lengths_kernel(
 @triton.jit(do_not_specialize=_RUNTIME)
 def _sizes_kernel(
     v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, sizes, squares,
-    blocks, compared_from, compared_to,
+    distances, blocks, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sizes of one block of a request's tokens, and the squares of their compared lengths.
-    ``compared_from`` and ``_to`` count KV heads of all layers."""
+    """Sizes of one block of a request's tokens, the squares of their compared lengths, and infinity
+    as the distance of all but the last. ``compared_from`` and ``_to`` count KV heads of all
+    layers."""
     d = tl.arange(0, HEAD_DIM)
     request = tl.program_id(0) // blocks
     start = tl.load(offsets + request)
@@ -96,50 +100,56 @@ def _sizes_kernel(
         square_sum += tl.where(compared, square * (unit * unit), 0.0)
     tl.store(sizes + start + i, size, mask=i < n)
     tl.store(squares + start + i, square_sum, mask=i < n)
+    tl.store(distances + start + i, tl.where(i == n - 1, 0.0, float("inf")), mask=i < n)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=[*_RUNTIME, "laters"])
 def _nearest_later_kernel(
     v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, squares, distances,
-    blocks, compared_from, compared_to,
+    blocks, laters, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Distances of one block of a request's tokens."""
+    """Distances of one block of a request's tokens to one block of later ones; the least stays."""
     d = tl.arange(0, HEAD_DIM)
-    request = tl.program_id(0) // blocks
+    request = tl.program_id(0) // (blocks * laters)
     start = tl.load(offsets + request)
     n = (tl.load(offsets + request + 1) - start).to(tl.int32)
-    begin = tl.program_id(0) % blocks * BLOCK
-    if begin >= n:
+    begin = tl.program_id(0) // laters % blocks * BLOCK
+    later = tl.program_id(0) % laters * LATER
+    if (begin >= n) | (later >= n) | (later + LATER - 1 <= begin):
         return
     page = req_to_token + tl.load(rows + request) * page_stride
     inverse = inverse_means + request * LAYERS * KV_HEADS
-    i = begin + tl.arange(0, BLOCK)
+    i, j = begin + tl.arange(0, BLOCK), later + tl.arange(0, LATER)
     slot = tl.load(page + i, mask=i < n, other=0).to(tl.int64)
     v_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-    square = tl.load(squares + start + i, mask=i < n, other=0.0)
-    nearest = tl.full([BLOCK], float("inf"), tl.float32)
-    for later in range(begin, n, LATER):
-        j = later + tl.arange(0, LATER)
-        other = tl.load(page + j, mask=j < n, other=0).to(tl.int64)
-        w_offset = other[:, None] * K_SLOT_STRIDE + d[None, :]
-        products = tl.zeros([BLOCK, LATER], tl.float32)
-        for head_index in range(compared_from, compared_to):
-            values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
-            values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
-            v = widened(tl.load(values + v_offset, mask=(i < n)[:, None], other=0), FLOAT8)
-            w = widened(tl.load(values + w_offset, mask=(j < n)[:, None], other=0), FLOAT8)
-            unit = tl.load(inverse + head_index)
-            products += tl.dot(v, tl.trans(w), input_precision="ieee") * (unit * unit)
-        both = square[:, None] + tl.load(squares + start + j, mask=j < n, other=0.0)[None, :]
-        between = both - 2.0 * products
-        between = tl.where(between <= SAME * both, 0.0, between)
-        counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
-        nearest = tl.minimum(nearest, tl.min(tl.where(counts, between, float("inf")), axis=1))
-    nearest = tl.where(i == n - 1, 0.0, nearest)
-    tl.store(distances + start + i, tl.sqrt_rn(nearest / (compared_to - compared_from)), mask=i < n)
+    slot = tl.load(page + j, mask=j < n, other=0).to(tl.int64)
+    w_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
+    # In units of the last head's squared mean length, so that one tile of sums is enough.
+    products = tl.zeros([BLOCK, LATER], tl.float32)
+    last = tl.load(inverse + compared_from)
+    for head_index in range(compared_from, compared_to):
+        values = tl.load(v_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
+        values = tl.multiple_of(values + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
+        v = widened(tl.load(values + v_offset, mask=(i < n)[:, None], other=0), FLOAT8)
+        w = widened(tl.load(values + w_offset, mask=(j < n)[:, None], other=0), FLOAT8)
+        unit = tl.load(inverse + head_index)
+        ratio = last / unit
+        products = tl.dot(v, tl.trans(w), products * (ratio * ratio), input_precision="ieee")
+        last = unit
+    both = tl.load(squares + start + i, mask=i < n, other=0.0)[:, None]
+    both += tl.load(squares + start + j, mask=j < n, other=0.0)[None, :]
+    between = both - 2.0 * (products * (last * last))
+    between = tl.where(between <= SAME * both, 0.0, between)
+    counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
+    least = tl.min(tl.where(counts, between, float("inf")), axis=1)
+    distance = tl.sqrt_rn(least / (compared_to - compared_from))
+    # Floats from 0 on are in the order of their bits. A minimum needs no order of its own.
+    as_bits = distances.to(tl.pointer_type(tl.int32), bitcast=True)
+    bits = distance.to(tl.int32, bitcast=True)
+    tl.atomic_min(as_bits + start + i, bits, mask=i < n, sem="relaxed")
 
 
 def distinct_values(
@@ -176,17 +186,18 @@ def distinct_values(
     options["BLOCK"] = _sizes_block(dtype, paged.head_dim)
     blocks = triton.cdiv(longest, options["BLOCK"])
     _sizes_kernel[(len(paged.row_tokens) * blocks,)](
-        *(*paged.arguments, inverse_means, weights, sizes, squares, blocks, *heads),
+        *(*paged.arguments, inverse_means, weights, sizes, squares, distances, blocks, *heads),
         **options,
         **paged.constants,
     )
     options = _nearest_options(dtype, paged.head_dim)
-    blocks = triton.cdiv(longest, options["BLOCK"])
-    _nearest_later_kernel[(len(paged.row_tokens) * blocks,)](
-        *(*paged.arguments, inverse_means, squares, distances, blocks, *heads),
+    blocks, laters = triton.cdiv(longest, options["BLOCK"]), triton.cdiv(longest, options["LATER"])
+    _nearest_later_kernel[(len(paged.row_tokens) * blocks * laters,)](
+        *(*paged.arguments, inverse_means, squares, distances, blocks, laters, *heads),
         SAME=SAME_VALUE,
         **options,
         **paged.constants,
+        **register_limit(_MAX_REGISTERS, paged.device),
     )
     return distances, sizes
 

@@ -132,7 +132,9 @@ def distinct_values_cases() -> list[CompileCase]:
     means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
     varying = dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
     sizes = dict.fromkeys(("inverse_means", "weights", "sizes", "squares"), "*fp32")
+    sizes["distances"] = "*fp32"
     nearest = dict.fromkeys(("inverse_means", "squares", "distances"), "*fp32")
+    nearest["laters"] = "i32"
     signatures = [means, _PAGED | sizes | varying, _PAGED | nearest | varying]
     for signature in signatures:
         signature["v_ptrs"] = signature.pop("k_ptrs")
@@ -149,7 +151,9 @@ def distinct_values_cases() -> list[CompileCase]:
         for name, function, signature, own in zip(
             names, functions, signatures, options, strict=True
         ):
-            launch = {one: own.pop(one) for one in ("num_warps", "num_stages")}
+            launch: dict[str, Any] = {one: own.pop(one) for one in ("num_warps", "num_stages")}
+            if name == "nearest":
+                launch["max_registers"] = distinct_values._MAX_REGISTERS
             cases.append(
                 CompileCase(f"{tag}-{name}", function, signature, constants | own, **launch)
             )
@@ -272,24 +276,34 @@ def sentence_step_cases() -> list[CompileCase]:
 
 
 def spared_columns_cases() -> list[CompileCase]:
-    """Every type of keys and size of heads."""
+    """Both searches, every type of keys and size of heads."""
     cases = []
     signature = {
         **_PAGED,
         **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
-        "spared": "*i32",
+        **dict.fromkeys(("spared", "reached"), "*i32"),
         **dict.fromkeys(spared_columns._VARYING, "i32"),
     }
+    bounds = ("inverse_norm_bounds", "bounds_stride")
+    earlier = {name: kind for name, kind in signature.items() if name not in bounds}
     for dtype, head_dim in COMPILED:
         options = spared_columns._options(dtype, head_dim)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         constexprs = {**_constants(dtype, head_dim), **options}
         how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        how["max_registers"] = spared_columns._max_registers(dtype)
-        name = f"{KEY_NAMES[dtype]}-d{head_dim}"
-        cases.append(
-            CompileCase(name, spared_columns._spared_columns_kernel, signature, constexprs, **how)
-        )
+        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        cases += [
+            CompileCase(
+                *(f"{tag}-later", spared_columns._later_columns_kernel, signature, constexprs),
+                **how,
+                max_registers=spared_columns._max_registers(dtype),
+            ),
+            CompileCase(
+                *(f"{tag}-earlier", spared_columns._earlier_columns_kernel, earlier, constexprs),
+                **how,
+                max_registers=spared_columns._max_registers_earlier(dtype),
+            ),
+        ]
     return cases
 
 

@@ -1,8 +1,9 @@
 """Invariant 2 on a GPU: what the server generates is what a masked forward generates.
 
-FlashInfer and Triton, CUDA graphs and overlap on, a small model in float16, every policy, 8 and 64
-requests at once. How far log-probabilities may be from a float32 forward under the same masks is
-twice what a float16 forward of transformers is off; without the masks they are ten times as far.
+fa3, FlashInfer and Triton, CUDA graphs and overlap on, a small model in float16, every policy, 8
+and 64 requests at once. How far log-probabilities may be from a float32 forward under the same
+masks is twice what a float16 forward of transformers is off; without the masks they are ten times
+as far.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from sgl_skipkv.policy import make_policy, names
 
-BACKENDS = ("flashinfer", "triton")
+#: backend -> the module that it needs
+BACKENDS = {"fa3": "sgl_kernel.flash_ops", "flashinfer": "flashinfer", "triton": "triton"}
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -58,9 +60,9 @@ def make_calls(tag: str, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def servers(model_folder: Any, tmp_path_factory: Any) -> Iterator[dict[str, Server]]:
-    """backend -> server, both on one GPU."""
+    """backend -> server, all on one GPU."""
     started = {}
-    found = [name for name in BACKENDS if name == "triton" or find_spec(name) is not None]
+    found = [name for name, module in BACKENDS.items() if find_spec(module) is not None]
     for name in found:
         folder: Path = tmp_path_factory.mktemp(name)
         arguments = ("--attention-backend", name, "--sampling-backend", "pytorch")
