@@ -21,7 +21,7 @@ has 2^-24.
 Mutates nothing but its own buffers. Not for CUDA graphs: grids and workspace depend on the lengths.
 
 Floors: bytes ``L Hkv n d key_bytes + 8 n``, each key, slot and result once; operations
-``L Hkv d n (n - 1)``, half of all pairs.
+``2 L Hkv d n^2``.
 """
 
 from __future__ import annotations

@@ -6,23 +6,19 @@ it; the truth is the same step of ``reference.key_redundancy``.
 
 Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 
-How: two searches. In the first a program takes a tile of rows and walks tiles of later columns from
-the last one down. The first similar column that a row meets is its answer, and the walk ends when
-every row of the tile has one: exact, and short where keys repeat. S is symmetric, so each similar
-pair also tells its column of an earlier one; the largest of these counts where no later one is
-found. What is left for the second search is rows without a later column, and of the columns before
-them those that as rows ended their walk before they came to them. The walk goes in runs of 1, 2, 4,
-... tiles, within which keys are loaded ahead. A tile whose largest product, over its smallest norm,
-is too small for any row is not looked at further, which leaves the tensor cores little to wait for:
-not even the norms of its keys, since tiles are counted from a request's end, where
-``inverse_norm_bounds`` has one number for them.
+How: a program takes a tile of rows and walks tiles of columns from the last one down. The first
+similar column that a row meets is its answer, and the walk ends when every row of the tile has one:
+exact, and short where keys repeat. It goes in runs of 1, 2, 4, ... tiles, within which keys are
+loaded ahead. A tile whose largest product, over its smallest norm, is too small for any row is not
+looked at further, which leaves the tensor cores little to wait for: not even the norms of its keys,
+since tiles are counted from a request's end, where ``inverse_norm_bounds`` has one number for them.
 Products are of raw 16-bit keys with float32 sums (float32 keys: float32 throughout), scaled by
 inverse norms; S is never stored.
 
-Mutates nothing but its own buffers. Not for CUDA graphs: the grid depends on the lengths.
+Mutates nothing but its own buffer. Not for CUDA graphs: the grid depends on the lengths.
 
 Floors for n tokens, if no walk ends early: bytes ``L Hkv n (d key_bytes + 8)``, operations
-``L Hkv d n (n - 1)``, half of all pairs.
+``2 L Hkv d n^2``.
 """
 
 from __future__ import annotations
@@ -38,164 +34,86 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import TRITON_NAMES, register_limit
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
 
-#: keys that share an inverse norm bound, counted from the last of a request; a tile has one or more
+#: keys that share an inverse norm bound, counted from the last of a request; a tile has one or two
 BOUND_TOKENS = 32
 _BOUND_TOKENS = tl.constexpr(BOUND_TOKENS)
 #: other numbers at every compaction: one variant must do for all of them, or a server compiles
 _VARYING = ("columns", "bounds_stride", "tiles")
 
 
-@triton.jit
-def _tile(
-    task, tile, k_ptrs, req_to_token, rows, offsets, page_stride, spared, columns,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
-    K_TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=_VARYING)
+def _spared_columns_kernel(
+    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, inverse_norm_bounds,
+    bounds_stride, thresholds, spared, columns, tiles, LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr, FLOAT8: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a program: its rows, its request's tokens and page table row, its head's keys, and where
-    its head's results begin."""
+    """A tile of rows of one layer and KV head against tiles of columns, from the last one down."""
+    task = tl.program_id(0) // tiles
     head_index = (task % (LAYERS * KV_HEADS)).to(tl.int64)
     request = task // (LAYERS * KV_HEADS)
     first = tl.load(offsets + request)
     n = (tl.load(offsets + request + 1) - first).to(tl.int32)
-    r = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    r = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    if tl.program_id(0) % tiles * BLOCK_ROWS >= n:
+        return
     page = req_to_token + tl.load(rows + request) * page_stride
     keys = tl.load(k_ptrs + head_index // KV_HEADS).to(tl.pointer_type(K_TYPE))
     keys = tl.multiple_of(keys + head_index % KV_HEADS * K_HEAD_STRIDE, 16)
-    return r, n, page, keys, head_index * columns + first
-
-
-@triton.jit
-def _products(
-    own, own_keys, wanted, keys, page, c, inside,
-    HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, FLOAT8: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Of a tile's rows with a tile of columns. ``own`` is not looked at if DEPTH is below d."""
-    d = tl.arange(0, DEPTH)[None, :]
-    slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
-    column_keys = keys + (slot[:, None] * K_SLOT_STRIDE + d)
-    if DEPTH == HEAD_DIM:
-        other = widened(tl.load(column_keys, mask=inside[:, None], other=0), FLOAT8)
-        product = tl.dot(own, tl.trans(other), input_precision="ieee")
-    else:
-        product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-        for depth in range(0, HEAD_DIM, DEPTH):
-            own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0)
-            part = tl.load(column_keys + depth, mask=inside[:, None], other=0)
-            product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
-    return product
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _later_columns_kernel(
-    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, inverse_norm_bounds,
-    bounds_stride, thresholds, spared, reached, columns, tiles, LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
-    K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr, FLOAT8: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows of one layer and KV head against tiles of later columns, from the last one
-    down. ``reached``: the first column that all rows of the tile were compared with."""
-    task, own_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    r, n, page, keys, begin = _tile(
-        *(task, own_tile, k_ptrs, req_to_token, rows, offsets, page_stride, spared, columns),
-        LAYERS, KV_HEADS, K_HEAD_STRIDE, K_TYPE, BLOCK_ROWS,
-    )  # fmt: skip
-    if own_tile * BLOCK_ROWS >= n:
-        return
-    request = task // (LAYERS * KV_HEADS)
     threshold = tl.load(thresholds + request)
-    bounds = inverse_norm_bounds + (task % (LAYERS * KV_HEADS)).to(tl.int64) * bounds_stride
-    bounds += tl.load(offsets + request) // _BOUND_TOKENS + request
+    inverse_norms += head_index * columns + first
+    bounds = inverse_norm_bounds + head_index * bounds_stride + first // _BOUND_TOKENS + request
+    d = tl.arange(0, DEPTH)[None, :]
     wanted = r < n
     slot = tl.load(page + r, mask=wanted, other=0).to(tl.int64)
-    own_keys = keys + (slot[:, None] * K_SLOT_STRIDE + tl.arange(0, DEPTH)[None, :])
-    own = widened(tl.load(own_keys, mask=wanted[:, None], other=0), FLOAT8)
+    own_keys = keys + (slot[:, None] * K_SLOT_STRIDE + d)
+    if DEPTH == HEAD_DIM:
+        own = widened(tl.load(own_keys, mask=wanted[:, None], other=0), FLOAT8)
     # cosine > threshold, multiplied by the row's norm.
-    least = threshold / tl.load(inverse_norms + begin + r, mask=wanted, other=1.0)
-    # Below 0 the diagonal, which is 0, counts as similar as well; to spare it changes nothing.
-    best = tl.where(threshold < 0.0, r, -1)
-    to_compare = tl.cdiv(n - 1 - own_tile * BLOCK_ROWS, BLOCK_COLUMNS)  # tiles with later columns
+    least = threshold / tl.load(inverse_norms + r, mask=wanted, other=1.0)
+    best = tl.full([BLOCK_ROWS], -1, tl.int32)
     passed, tiles_ahead, searching = 0, 1, 1  # passed: tiles, from the end
-    while (searching > 0) & (passed < to_compare):
+    while (searching > 0) & (n - passed * BLOCK_COLUMNS > 0):
         # Keys are loaded ahead within a run of tiles. The first is short, because most walks are.
-        tiles_ahead = tl.minimum(tiles_ahead, to_compare - passed)
+        tiles_ahead = tl.minimum(tiles_ahead, tl.cdiv(n, BLOCK_COLUMNS) - passed)
         for tile in range(passed, passed + tiles_ahead):
-            c = n - (tile + 1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            start = n - (tile + 1) * BLOCK_COLUMNS
+            c = start + tl.arange(0, BLOCK_COLUMNS)
             inside = c >= 0
+            column_slot = tl.load(page + c, mask=inside, other=0).to(tl.int64)
+            column_keys = keys + (column_slot[:, None] * K_SLOT_STRIDE + d)
             at = tile * (BLOCK_COLUMNS // _BOUND_TOKENS)
             largest = tl.load(bounds + at)
-            for more in tl.static_range(1, BLOCK_COLUMNS // _BOUND_TOKENS):
-                is_there = (at + more) * _BOUND_TOKENS < n
-                more_bound = tl.load(bounds + at + more, mask=is_there, other=0.0)
-                largest = tl.maximum(largest, more_bound)
-            product = _products(
-                *(own, own_keys, wanted, keys, page, c, inside),
-                HEAD_DIM, K_SLOT_STRIDE, FLOAT8, DEPTH, BLOCK_ROWS, BLOCK_COLUMNS,
-            )  # fmt: skip
+            if BLOCK_COLUMNS > _BOUND_TOKENS:
+                is_there = (at + 1) * _BOUND_TOKENS < n
+                largest = tl.maximum(largest, tl.load(bounds + at + 1, mask=is_there, other=0.0))
+            if DEPTH == HEAD_DIM:
+                other = tl.load(column_keys, mask=inside[:, None], other=0)
+                other = widened(other, FLOAT8)
+                product = tl.dot(own, tl.trans(other), input_precision="ieee")
+            else:
+                product = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+                for depth in range(0, HEAD_DIM, DEPTH):
+                    own_part = tl.load(own_keys + depth, mask=wanted[:, None], other=0)
+                    part = tl.load(column_keys + depth, mask=inside[:, None], other=0)
+                    product = tl.dot(own_part, tl.trans(part), product, input_precision="ieee")
             # No cosine of a row is above its largest product over the smallest norm, as floats too:
             # rounding keeps their order. Below a threshold of 0 that says nothing.
             bound = tl.max(product, axis=1) * largest
-            may_meet = wanted & ((bound > least) | (least < 0))
+            may_meet = wanted & (best < 0) & ((bound > least) | (least < 0))
             if tl.max(may_meet.to(tl.int32), axis=0) > 0:
-                inverse = tl.load(inverse_norms + begin + c, mask=inside, other=0.0)
-                is_similar = (product * inverse[None, :] > least[:, None]) & wanted[:, None]
-                is_similar &= (c[None, :] > r[:, None]) & inside[None, :]
+                inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
+                is_similar = (product * inverse[None, :] > least[:, None]) & inside[None, :]
+                is_similar &= c[None, :] != r[:, None]
                 found = tl.max(tl.where(is_similar, c[None, :], -1), axis=1)
                 best = tl.maximum(best, found)  # later ones lie lower
-                found = tl.max(tl.where(is_similar, r[:, None], -1), axis=0)
-                tl.atomic_max(spared + begin + c, found, found >= 0, sem="relaxed")
         passed += tiles_ahead
         tiles_ahead *= 2
         searching = tl.max((wanted & (best < 0)).to(tl.int32), axis=0)
-    tl.atomic_max(spared + begin + r, best, wanted & (best >= 0), sem="relaxed")
-    tl.store(reached + tl.program_id(0), n - passed * BLOCK_COLUMNS)
-
-
-@triton.jit(do_not_specialize=["columns", "tiles"])
-def _earlier_columns_kernel(
-    k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms,
-    thresholds, spared, reached, columns, tiles, LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
-    K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr, FLOAT8: tl.constexpr,
-    DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows against the earlier columns that were not compared with it as rows."""
-    task, own_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    r, n, page, keys, begin = _tile(
-        *(task, own_tile, k_ptrs, req_to_token, rows, offsets, page_stride, spared, columns),
-        LAYERS, KV_HEADS, K_HEAD_STRIDE, K_TYPE, BLOCK_ROWS,
-    )  # fmt: skip
-    if own_tile * BLOCK_ROWS >= n:
-        return
-    wanted = r < n
-    best = tl.load(spared + begin + r, mask=wanted, other=0)
-    searching = wanted & (best < r)  # all else spare a later column
-    threshold = tl.load(thresholds + task // (LAYERS * KV_HEADS))
-    slot = tl.load(page + r, mask=wanted, other=0).to(tl.int64)
-    own_keys = keys + (slot[:, None] * K_SLOT_STRIDE + tl.arange(0, DEPTH)[None, :])
-    own = widened(tl.load(own_keys, mask=wanted[:, None], other=0), FLOAT8)
-    inverse = tl.load(inverse_norms + begin + r, mask=wanted, other=0.0)
-    lowest = tl.min(tl.where(searching, r, n), axis=0)
-    tile = own_tile
-    # Down to where every row has found a column that no other one left is above.
-    while (tile >= 0) & (lowest < n):
-        if tl.load(reached + task * tiles + tile) > lowest:
-            for part in range(0, BLOCK_ROWS // BLOCK_COLUMNS):
-                c = tile * BLOCK_ROWS + part * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-                inside = c < n
-                product = _products(
-                    *(own, own_keys, wanted, keys, page, c, inside),
-                    HEAD_DIM, K_SLOT_STRIDE, FLOAT8, DEPTH, BLOCK_ROWS, BLOCK_COLUMNS,
-                )  # fmt: skip
-                least = threshold / tl.load(inverse_norms + begin + c, mask=inside, other=1.0)
-                is_similar = (product * inverse[:, None] > least[None, :]) & searching[:, None]
-                is_similar &= (c[None, :] < r[:, None]) & inside[None, :]
-                best = tl.maximum(best, tl.max(tl.where(is_similar, c[None, :], -1), axis=1))
-        searching &= best < tile * BLOCK_ROWS
-        lowest = tl.min(tl.where(searching, r, n), axis=0)
-        tile -= 1
-    tl.store(spared + begin + r, best, mask=wanted)
+    # Below 0 the diagonal, which is 0, counts as similar as well; to spare it changes nothing.
+    best = tl.maximum(best, tl.where(threshold < 0.0, r, -1))
+    tl.store(spared + head_index * columns + first + r, best, mask=wanted)
 
 
 def spared_columns(
@@ -215,25 +133,17 @@ def spared_columns(
         int32 [L, Hkv, N], request after request: a column of the same request, or -1.
     """
     shape = (paged.layers, paged.kv_heads, paged.columns)
-    spared = torch.empty(shape, dtype=torch.int32, device=paged.device).fill_(-1)
+    spared = torch.empty(shape, dtype=torch.int32, device=paged.device)
     if not paged.columns:
         return spared
     options = _options(paged.layer.dtype, paged.head_dim)
     tiles = triton.cdiv(max(paged.row_tokens), options["BLOCK_ROWS"])
-    reached = spared.new_empty(paged.tasks * reached_columns(paged.row_tokens))
     bounds = (inverse_norm_bounds, bound_columns(paged.row_tokens))
-    results = (thresholds, spared, reached, paged.columns, tiles)
-    options |= paged.constants
-    grid = (paged.tasks * tiles,)
-    _later_columns_kernel[grid](
-        *(*paged.arguments, inverse_norms, *bounds, *results),
+    _spared_columns_kernel[(paged.tasks * tiles,)](
+        *(*paged.arguments, inverse_norms, *bounds, thresholds, spared, paged.columns, tiles),
         **options,
+        **paged.constants,
         **register_limit(_max_registers(paged.layer.dtype), paged.device),
-    )
-    _earlier_columns_kernel[grid](
-        *(*paged.arguments, inverse_norms, *results),
-        **options,
-        **register_limit(_max_registers_earlier(paged.layer.dtype), paged.device),
     )
     return spared
 
@@ -241,11 +151,6 @@ def spared_columns(
 def bound_columns(row_tokens: Sequence[int]) -> int:
     """Numbers per layer and KV head in ``inverse_norm_bounds``; a request ends before the next."""
     return sum(row_tokens) // BOUND_TOKENS + len(row_tokens)
-
-
-def reached_columns(row_tokens: Sequence[int]) -> int:
-    """Room per task for what each tile of rows reached; no tile has fewer rows."""
-    return -(-max(row_tokens) // BOUND_TOKENS)
 
 
 def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
@@ -265,7 +170,7 @@ def _options(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
 
 
 def _max_registers(dtype: torch.dtype) -> dict[int, int]:
-    """Of the first search, per thread, by architecture, where the compiler's own choice is worse.
+    """Per thread, by architecture, where the compiler's own choice is worse.
 
     Left alone it takes 160 of 16-bit keys on sm_90, and only one program fits on a multiprocessor;
     float32 keys get 80 and a few bytes of spills, and so do float8 keys on sm_80 (128) and sm_100.
@@ -273,8 +178,3 @@ def _max_registers(dtype: torch.dtype) -> dict[int, int]:
     if dtype == torch.float32:
         return dict.fromkeys((80, 90, 100), 128)
     return {90: 128} if dtype in TRITON_NAMES else {80: 168, 90: 128, 100: 128}
-
-
-def _max_registers_earlier(dtype: torch.dtype) -> dict[int, int]:
-    """Of the second search: left alone the compiler spills at 128."""
-    return dict.fromkeys((80, 90, 100), 128 if dtype == torch.float32 else 224)

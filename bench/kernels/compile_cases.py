@@ -276,34 +276,24 @@ def sentence_step_cases() -> list[CompileCase]:
 
 
 def spared_columns_cases() -> list[CompileCase]:
-    """Both searches, every type of keys and size of heads."""
+    """Every type of keys and size of heads."""
     cases = []
     signature = {
         **_PAGED,
         **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
-        **dict.fromkeys(("spared", "reached"), "*i32"),
+        "spared": "*i32",
         **dict.fromkeys(spared_columns._VARYING, "i32"),
     }
-    bounds = ("inverse_norm_bounds", "bounds_stride")
-    earlier = {name: kind for name, kind in signature.items() if name not in bounds}
     for dtype, head_dim in COMPILED:
         options = spared_columns._options(dtype, head_dim)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         constexprs = {**_constants(dtype, head_dim), **options}
         how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
-        cases += [
-            CompileCase(
-                *(f"{tag}-later", spared_columns._later_columns_kernel, signature, constexprs),
-                **how,
-                max_registers=spared_columns._max_registers(dtype),
-            ),
-            CompileCase(
-                *(f"{tag}-earlier", spared_columns._earlier_columns_kernel, earlier, constexprs),
-                **how,
-                max_registers=spared_columns._max_registers_earlier(dtype),
-            ),
-        ]
+        how["max_registers"] = spared_columns._max_registers(dtype)
+        name = f"{KEY_NAMES[dtype]}-d{head_dim}"
+        cases.append(
+            CompileCase(name, spared_columns._spared_columns_kernel, signature, constexprs, **how)
+        )
     return cases
 
 

@@ -111,15 +111,15 @@ def step_attention(shape: Shape, dtype: torch.dtype) -> Work:
 
 
 def key_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
-    """Each key once, and half of all pairs, if no walk ends early."""
+    """Each key once, and all pairs, if no walk ends early."""
     row_tokens = shape.tokens + shape.interval
     tokens = shape.requests * row_tokens
     moved = {
         "keys": shape.heads * tokens * shape.head_dim * dtype.itemsize,
         "slots and output": 8 * tokens,
     }
-    pairs = shape.requests * row_tokens * (row_tokens - 1) // 2
-    return Work(row_tokens, moved, 2 * pairs * shape.heads * shape.head_dim, dtype)
+    products = shape.requests * shape.heads * row_tokens**2
+    return Work(row_tokens, moved, 2 * products * shape.head_dim, dtype)
 
 
 def distinct_values(shape: Shape, dtype: torch.dtype) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_skipkv.kernels.spared_columns import bound_columns, reached_columns
+from sgl_skipkv.kernels.spared_columns import bound_columns
 from sgl_skipkv.kernels.window_attention import _programs_that_fit
 
 
@@ -21,8 +21,7 @@ def window_attention(
 
 
 def key_redundancy(row_tokens: Sequence[int], *, layers: int, kv_heads: int, head_dim: int) -> int:
-    """16 per key; for every 32 a bound, and room for what a tile of rows reached."""
+    """16 per key, and a bound for every 32."""
     heads, tasks = layers * kv_heads, len(row_tokens) * layers * kv_heads
     bounds = 4 * heads * bound_columns(row_tokens)
-    reached = 4 * tasks * reached_columns(row_tokens)
-    return 16 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + bounds + reached
+    return 16 * heads * sum(row_tokens) + 4 * tasks * (head_dim + 1) + bounds

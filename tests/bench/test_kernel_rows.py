@@ -59,7 +59,7 @@ def test_works_are_the_formulas_of_the_docstrings(dtype: Any) -> None:
     assert {name: work.operations for name, work in works.items() if work.operations} == {
         "window_attention": 2 * layers * hq * w * d * c,
         "step_attention": 2 * layers * hq * d * b * sum(n - t for t in range(w)),
-        "key_redundancy": layers * hkv * d * b * full * (full - 1),
+        "key_redundancy": 2 * layers * hkv * d * b * full**2,
         "distinct_values": layers // 2 * hkv * d * b * full * (full - 1),
         "sentence_redundancy": b * s * (s - 1) * hidden,
         "sentence_step": 2 * b * hidden + 5 * hidden,
