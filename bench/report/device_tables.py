@@ -1,4 +1,4 @@
-"""Tables of what a GPU measured: kernels against their floors, and decoding with budgets."""
+"""Tables of what a GPU measured: kernels against their floors, a decode loop, and servers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ def on_gpu(name: str) -> list[Row]:
 
 
 def kernels(found: list[Row] | None = None) -> str:
-    """The last row of every kernel, shape and kind of keys, of the device of the last row."""
+    """A table per device: the last row of every kernel, shape and kind of keys."""
     found = on_gpu("kernels") if found is None else found
     if not found:
         return "No rows yet: `python -m bench.kernels` on a GPU makes them."
-    here = [row for row in found if row["device"] == found[-1]["device"]]
+    devices = dict.fromkeys(row["device"] for row in found)
+    return "\n\n".join(
+        _kernels([row for row in found if row["device"] == device]) for device in devices
+    )
+
+
+def _kernels(here: list[Row]) -> str:
     named = ("kernel", "shape", "keys", "dtype")
     last = list({tuple(row[name] for name in named): row for row in here}.values())
     header = ["kernel", "requests x tokens x layers", "keys", "time, us", "floor, us"]
     header += ["over its floor", "what binds"]
     plain = any(row["reference_over_time"] for row in last)  # it was timed, too
     header += ["plain torch takes"] * plain
-    header.append("over a step's decode attention")
+    beside = any(row["time_over_decode_attention"] for row in last)
+    header += ["over a step's decode attention"] * beside
     lines = [
         [
             f"`{row['kernel']}`",
@@ -33,7 +40,7 @@ def kernels(found: list[Row] | None = None) -> str:
             f"{float(row['ratio_to_floor']):.2f}",
             row["binds"],
             *([_times_as_long(row["reference_over_time"])] * plain),
-            row["time_over_decode_attention"],
+            *([row["time_over_decode_attention"]] * beside),
         ]
         for row in last
     ]
@@ -75,3 +82,36 @@ def decode(found: list[Row] | None = None) -> str:
         lines[-1] += [row["step_ms_p50"], f"{float(row['compaction_share']):.1%}"]
         lines[-1] += [f"{rate:,.0f}", ratio]
     return table(header, lines, last, "decode")
+
+
+def serve_steady() -> str:
+    """Servers with full memory: the last row of each budget, of the device of the last row."""
+    found = on_gpu("serve_steady")
+    here = [row for row in found if row["device"] == found[-1]["device"]]
+    last = {row["kv_budget"]: row for row in here}
+    header = ["`kv_budget`", "KV pool, tokens", "requests at once", "by arithmetic", "tokens/s"]
+    header.append("over the full cache")
+    lines = []
+    for row in last.values():
+        rate, full = float(row["tokens_per_s"]), float(last[""]["tokens_per_s"])
+        lines.append([budget(row), f"{int(row['pool_tokens']):,}"])
+        lines[-1] += [f"{float(row['running']):.0f}", row["fits_by_arithmetic"]]
+        lines[-1] += [f"{rate:,.0f}", f"{rate / full:.2f}"]
+    return table(header, lines, [*last.values()], "serve_steady")
+
+
+def serve_ample() -> str:
+    """Servers whose memory holds every request."""
+    found = on_gpu("serve_ample")
+    header = ["SGLang", "`kv_budget`", "calls at once", "tokens/s"]
+    header.append("over SGLang without the plugin, 95% interval")
+    names = {"without": "without the plugin", "with": "with it, eviction enabled at start"}
+    lines = [
+        [
+            *(names[row["plugin"]], budget(row), row["calls"]),
+            f"{float(row['tokens_per_s_p50']):,.0f}",
+            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+        ]
+        for row in found
+    ]
+    return table(header, lines, found, "serve_ample")
