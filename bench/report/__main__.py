@@ -54,6 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "leaderboard": family_tables.leaderboard,
     "families": family_tables.families,
     "families_sampled": lambda: family_tables.families("sampled"),
+    "sampled_policies": family_tables.sampled_policies,
     "right_traces": family_tables.right_traces,
     "long_traces": family_tables.long_traces,
     "many_long_traces": family_tables.many_long_traces,

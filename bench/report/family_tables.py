@@ -66,7 +66,9 @@ def leaderboard() -> str:
             equal = sum(share_right(here[other]) == own for other in policies)
             ranks[name].append(better + (equal + 1) / 2)
     launched = {row["policy"]: row["operations_16"] for row in recorded("launches")}
-    spent = {row["policy"]: row["ratio_p50"] for row in recorded("compaction_cost")}
+    costs = recorded("compaction_cost")
+    spent = {row["policy"]: f"{row['ms_p50']} ({row['ratio_p50']})" for row in costs}
+    spent[costs[-1]["base"]] = f"{costs[-1]['base_ms_p50']} (1)"
     lines = []
     for name in sorted(policies, key=lambda one: mean(ranks[one])):
         at = {s: [share_right(found[p][name]) for p in found if p[2] == s] for s in SHARES}
@@ -78,11 +80,11 @@ def leaderboard() -> str:
                 *(f"{mean(at[one]):.0f}" for one in SHARES),
                 f"{share_right(found[worst][name]):.0f} (`{worst[0]}`, {worst[1]})",
                 launched[name],
-                spent.get(name, "1"),
+                spent[name],
             ]
         )
     header = ["policy", "mean rank", *(f"budget {one}%" for one in SHARES), "worst cell at 25%"]
-    header += ["operations per compaction", "time over `rkv`'s"]
+    header += ["operations per compaction", "ms per compaction (over `rkv`'s)"]
     return table(header, lines, rows, "forced")
 
 
@@ -112,6 +114,39 @@ def families(sampling: str = "greedy") -> str:
                 lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in SHARES)])
     header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in SHARES)]
     return table(header, lines, rows, "accuracy")
+
+
+def sampled_policies() -> str:
+    """Sampled answers of short traces at a quarter of them: policy down, family across."""
+    rows = [
+        row
+        for row in recorded("accuracy")
+        if (row["model"], row["sampling"]) == ("families", "sampled")
+        and row["level"].endswith("-short")
+    ]
+    fulls = {row["level"]: row for row in rows if row["policy"] == "full"}
+    quarter = [
+        row
+        for row in rows
+        if row["policy"] == "full" or _nearest_share(row, fulls[row["level"]]) == 25
+    ]
+    found: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    for row in quarter:
+        found[row["policy"]][row["level"].removesuffix("-short")] = row
+    means = {
+        name: mean(100 * float(own[one]["accuracy"]) for one in FAMILIES)
+        for name, own in found.items()
+    }
+    lines = [
+        [
+            "FullKV" if name == "full" else f"`{name}`",
+            *(accuracy(found[name][one]) for one in FAMILIES),
+            f"{means[name]:.1f}",
+        ]
+        for name in sorted(found, key=lambda name: -means[name])
+    ]
+    header = ["policy", *(f"`{one}`" for one in FAMILIES), "mean"]
+    return table(header, lines, quarter, "accuracy")
 
 
 def _nearest_share(row: Row, full: Row) -> int:
