@@ -136,6 +136,7 @@ def sampled_policies() -> str:
     means = {
         name: mean(100 * float(own[one]["accuracy"]) for one in FAMILIES)
         for name, own in found.items()
+        if len(own) == len(FAMILIES)
     }
     lines = [
         [
@@ -143,7 +144,7 @@ def sampled_policies() -> str:
             *(accuracy(found[name][one]) for one in FAMILIES),
             f"{means[name]:.1f}",
         ]
-        for name in sorted(found, key=lambda name: -means[name])
+        for name in sorted(means, key=lambda name: -means[name])
     ]
     header = ["policy", *(f"`{one}`" for one in FAMILIES), "mean"]
     return table(header, lines, quarter, "accuracy")
