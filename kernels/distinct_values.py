@@ -5,7 +5,7 @@ values of each request, layer and KV head; size and square of each token's value
 per request, block of tokens and block of later ones, which adds up the products of their values,
 head after head, and lowers its tokens' least distances. Programs that run together read the same
 heads of nearby tokens, so most of what they read is in L2. Everything is added in one fixed order,
-and a minimum has none, so the bits of a request depend neither on the run nor on the batch.
+and a minimum is the same in any, so a request's bits depend neither on the run nor on the batch.
 
 A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
 
@@ -103,21 +103,21 @@ def _sizes_kernel(
     tl.store(distances + start + i, tl.where(i == n - 1, 0.0, float("inf")), mask=i < n)
 
 
-@triton.jit(do_not_specialize=[*_RUNTIME, "laters"])
+@triton.jit(do_not_specialize=[*_RUNTIME, "later_blocks"])
 def _nearest_later_kernel(
     v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, squares, distances,
-    blocks, laters, compared_from, compared_to,
+    blocks, later_blocks, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr, LATER: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """Distances of one block of a request's tokens to one block of later ones; the least stays."""
     d = tl.arange(0, HEAD_DIM)
-    request = tl.program_id(0) // (blocks * laters)
+    request = tl.program_id(0) // (blocks * later_blocks)
     start = tl.load(offsets + request)
     n = (tl.load(offsets + request + 1) - start).to(tl.int32)
-    begin = tl.program_id(0) // laters % blocks * BLOCK
-    later = tl.program_id(0) % laters * LATER
+    begin = tl.program_id(0) // later_blocks % blocks * BLOCK
+    later = tl.program_id(0) % later_blocks * LATER
     if (begin >= n) | (later >= n) | (later + LATER - 1 <= begin):
         return
     page = req_to_token + tl.load(rows + request) * page_stride
@@ -146,7 +146,7 @@ def _nearest_later_kernel(
     counts = (j[None, :] > i[:, None]) & (j < n)[None, :]
     least = tl.min(tl.where(counts, between, float("inf")), axis=1)
     distance = tl.sqrt_rn(least / (compared_to - compared_from))
-    # Floats from 0 on are in the order of their bits. A minimum needs no order of its own.
+    # Floats from 0 on are in the order of their bits as integers.
     as_bits = distances.to(tl.pointer_type(tl.int32), bitcast=True)
     bits = distance.to(tl.int32, bitcast=True)
     tl.atomic_min(as_bits + start + i, bits, mask=i < n, sem="relaxed")
@@ -191,9 +191,10 @@ def distinct_values(
         **paged.constants,
     )
     options = _nearest_options(dtype, paged.head_dim)
-    blocks, laters = triton.cdiv(longest, options["BLOCK"]), triton.cdiv(longest, options["LATER"])
-    _nearest_later_kernel[(len(paged.row_tokens) * blocks * laters,)](
-        *(*paged.arguments, inverse_means, squares, distances, blocks, laters, *heads),
+    blocks = triton.cdiv(longest, options["BLOCK"])
+    later_blocks = triton.cdiv(longest, options["LATER"])
+    _nearest_later_kernel[(len(paged.row_tokens) * blocks * later_blocks,)](
+        *(*paged.arguments, inverse_means, squares, distances, blocks, later_blocks, *heads),
         SAME=SAME_VALUE,
         **options,
         **paged.constants,

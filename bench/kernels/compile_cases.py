@@ -134,7 +134,7 @@ def distinct_values_cases() -> list[CompileCase]:
     sizes = dict.fromkeys(("inverse_means", "weights", "sizes", "squares"), "*fp32")
     sizes["distances"] = "*fp32"
     nearest = dict.fromkeys(("inverse_means", "squares", "distances"), "*fp32")
-    nearest["laters"] = "i32"
+    nearest["later_blocks"] = "i32"
     signatures = [means, _PAGED | sizes | varying, _PAGED | nearest | varying]
     for signature in signatures:
         signature["v_ptrs"] = signature.pop("k_ptrs")

@@ -29,8 +29,8 @@ def _kernels(here: list[Row]) -> str:
     header += ["over its floor", "what binds"]
     plain = any(row["reference_over_time"] for row in last)  # it was timed, too
     header += ["plain torch takes"] * plain
-    beside = any(row["time_over_decode_attention"] for row in last)
-    header += ["over a step's decode attention"] * beside
+    has_attention = any(row["time_over_decode_attention"] for row in last)
+    header += ["over a step's decode attention"] * has_attention
     lines = [
         [
             f"`{row['kernel']}`",
@@ -40,7 +40,7 @@ def _kernels(here: list[Row]) -> str:
             f"{float(row['ratio_to_floor']):.2f}",
             row["binds"],
             *([_times_as_long(row["reference_over_time"])] * plain),
-            *([row["time_over_decode_attention"]] * beside),
+            *([row["time_over_decode_attention"]] * has_attention),
         ]
         for row in last
     ]
