@@ -1,6 +1,7 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
-# make test    every test, most of them through real servers (12 minutes on 2 cores, up to 20 on a slow day)
+# make test    4,000 tests, many through real servers (under 20 minutes on 2 slow cores)
+# make test-slow   the other 300, which take longest (about as long again)
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test explorer fuzz reliability monitoring lint docs notebook bench-quick canary dist
+.PHONY: setup demo test test-slow explorer fuzz reliability monitoring lint docs notebook bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -38,7 +39,10 @@ demo: $(READY)
 	$(BIN)/python -P examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -P -m pytest --numprocesses $(WORKERS)
+	$(BIN)/python -P -m pytest -m "not slow" --numprocesses $(WORKERS)
+
+test-slow: $(READY)
+	$(BIN)/python -P -m pytest -m slow --numprocesses $(WORKERS)
 
 explorer: $(READY) | $(UV)
 	$(UV) pip install --quiet --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[browser]'

@@ -47,6 +47,7 @@ class Counting:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_sweep_goes_on_where_it_was(
 
 
 @pytest.mark.server
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [

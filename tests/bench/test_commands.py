@@ -25,7 +25,10 @@ from examples import demo
 from sgl_skipkv.cli import server_process
 
 # A script is run anew although tests have imported it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning"),
+]
 Run = Callable[..., int]
 #: {out} is an empty folder, {traces} a file of one trace
 ALONE = {

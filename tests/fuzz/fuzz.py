@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz.py --examples 20000          # make fuzz
     python tests/fuzz/fuzz.py --examples 20000 --record # goes on behind the lives on record
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
-    python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test runs
+    python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
 The first prints how often everything happened; the second how many lives pass before each planted
 bug is found. Both end with 1 if something is wrong: an invariant that does not hold, a bug that

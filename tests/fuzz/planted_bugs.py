@@ -33,7 +33,7 @@ SOONEST = {
     "a history is shared although its demand may evict from it": 43,
     "the page that a prompt ends in is shared with who evicts behind it": 6,
 }
-#: found in a hundred lives and more: ``make fuzz`` plants them, ``make test`` does not
+#: found in a hundred lives and more: ``make fuzz`` plants them, ``make test-slow`` does not
 RARE = {
     "all but one request of a part are left out",
     "a restored row is not paid for",

@@ -31,6 +31,7 @@ def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(report.read_text())
 
 
+@pytest.mark.slow
 def test_every_planted_bug_is_found(tmp_path: Path) -> None:
     """In the first lives of a seed; ``make fuzz`` looks at thousands of lives of others."""
     found = rows_of(tmp_path, "--planted", "--soonest")

@@ -95,11 +95,15 @@ SELF_SET = [
     ("keydiff", {"quotas": True}),
 ]
 ASKED = [(name, {}) for name in policy.names() if name != "full"] + SELF_SET
+APART = [
+    (3, 4),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 1), (7, 1), (16, 16)]),
+]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("name", "parameters"), ASKED, ids=str)
-@pytest.mark.parametrize(("apart", "page_tokens"), [(2, 1), (3, 4), (7, 1), (16, 16)])
+@pytest.mark.parametrize(("apart", "page_tokens"), APART)
 def test_a_restored_call_goes_on_as_if_nothing_had_happened(
     overlap: bool, name: str, parameters: dict[str, Any], apart: int, page_tokens: int
 ) -> None:

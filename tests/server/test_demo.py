@@ -15,6 +15,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
     mark = f"demo-{uuid.uuid4()}"
     # what a user has: without helpers/quick_starts, which comes first

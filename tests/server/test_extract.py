@@ -64,6 +64,7 @@ def hidden_by_hand(traces: list[dict[str, str]], take: str) -> tuple[torch.Tenso
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
     fleet: Fleet,
     tmp_path: Path,
@@ -122,6 +123,7 @@ def test_the_vector_is_the_difference_of_the_models_own_hidden_states(
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_stopped_generation_goes_on(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_cache_in_the_models_type_has_no_scales() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_kept_sets_are_those_of_a_forward_with_a_rounded_cache(
     float8: Server, model_folder: Any
 ) -> None:

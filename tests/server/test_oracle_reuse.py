@@ -35,7 +35,7 @@ from talks import (
 
 from sgl_skipkv.policy import names
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 #: server -> its model; the overlap scheduler on and off
 SERVERS = {

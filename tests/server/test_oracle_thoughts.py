@@ -39,7 +39,7 @@ from tiny_models import NEWLINE, THINK_START, VOCAB_SIZE
 
 from sgl_skipkv.request.pages import page_floor
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 SERVERS = ("thinking", "thinking, no overlap")
 PAGES = {"thinking": 16, "thinking, no overlap": 1}

@@ -19,7 +19,7 @@ from turns import Turn
 
 from sgl_skipkv.policy import make_policy, names
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS, BUDGET, LEAST = 120, 56, 4 + WINDOW + 1
 LOGPROB_TOLERANCE = 2e-4

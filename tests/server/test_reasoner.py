@@ -136,17 +136,20 @@ def right(replies: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["easy", "medium"])
 def test_full_cache_solves_what_was_held_out(reasoner: Server, level: str) -> None:
     assert right(answers(reasoner, heldout(level)[:SAMPLE], {"full": {}})["full"]) >= 0.75
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_full_cache_solves_the_longest(hard: Replies) -> None:
     assert right(hard["full"]) >= 0.75
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_the_cache_matters(hard: Replies) -> None:
     """A window of 64 tokens forgets what later steps need."""
     assert right(hard["window of 64"]) <= 0.5
@@ -155,6 +158,7 @@ def test_the_cache_matters(hard: Replies) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_the_default_keeps_the_answer_in_a_fifth_of_the_cache(hard: Replies) -> None:
     assert right(hard["default"]) >= 0.75
     for reply in hard["default"]:
@@ -164,6 +168,7 @@ def test_the_default_keeps_the_answer_in_a_fifth_of_the_cache(hard: Replies) -> 
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_skipkv_drops_repetitions_and_keeps_the_answer(hard: Replies) -> None:
     reports = [reply["meta_info"]["skipkv"] for reply in hard["skipkv"]]
     assert right(hard["skipkv"]) >= 0.6
@@ -173,6 +178,7 @@ def test_skipkv_drops_repetitions_and_keeps_the_answer(hard: Replies) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_steering_shortens_traces_that_wander(fleet: Fleet) -> None:
     """python -m bench.steering measures 100 problems; here are five, steered and not, in one
     batch."""

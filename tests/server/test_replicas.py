@@ -19,7 +19,7 @@ from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.request.trace import read_trace
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 PROBLEM = json.loads((REASONER / "heldout.jsonl").read_text().splitlines()[0])["prompt"]
 TOKENS = 80

@@ -19,7 +19,7 @@ from tiny_models import prompt_ids
 
 from sgl_skipkv import policy
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS = 1000
 KEYS: dict[str, Any] = {"kv_params": {"interval": 16}}

@@ -22,7 +22,7 @@ from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.config import METRIC_PREFIX
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def test_refused_when_asked(fleet: Fleet) -> None:

@@ -19,7 +19,7 @@ from turns import LOGPROB_TOLERANCE, Turn
 
 from sgl_skipkv.policy import names
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS = 120
 POLICIES = [name for name in names() if name != "full"]

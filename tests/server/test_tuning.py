@@ -16,7 +16,7 @@ from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.server_process import Endpoint
 from sgl_skipkv.cli.tune import command
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 PARAMS = {"interval": 32}
 PROBLEMS = [json.loads(line) for line in (REASONER / "heldout.jsonl").read_text().splitlines()]
 LINES = sorted(PROBLEMS, key=lambda line: len(line["prompt"]))[:2]

@@ -50,7 +50,13 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("asked", [[*ALIKE, *OWN, *ALIKE], [("rpc", {})] * 3], ids=["all", "rpc"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param([*ALIKE, *OWN, *ALIKE], id="all", marks=pytest.mark.slow),
+        pytest.param([("rpc", {})] * 3, id="rpc"),
+    ],
+)
 def test_a_request_keeps_in_a_batch_what_it_keeps_alone(asked: list[tuple[str, Any]]) -> None:
     """Two servers with the same requests; one plans them together, replay included. Requests with
     the same policy and parameters are scored as one; who else is due changes nothing."""

@@ -70,6 +70,7 @@ def compacted(
         server.compact(sound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "kernels", "stride"), WALKS)
 def test_one_failed_allocation_changes_nothing(policy: str, kernels: bool, stride: int) -> None:
     """At every line that allocates, at its last allocation. The requests were planned together;

@@ -58,6 +58,7 @@ def history(steps: int) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]
     return [call.compactions for call in calls], tables
 
 
+@pytest.mark.slow
 def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """And types of all arguments of a launch, None and other constants among them, are those of a
     compiled variant: any other would be compiled in a server, with spills that no test has seen."""
@@ -110,6 +111,7 @@ def seen_launches(
     return launched
 
 
+@pytest.mark.slow
 def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """After ``warm_up`` no step and no compaction launches a variant that was not launched before:
     requests alone and together, rows of any length, prompts and windows that differ."""
