@@ -2,6 +2,7 @@
 
     python -m bench.accuracy.forced --problems 20
     python -m bench.accuracy.forced --families notes search --policies rkv gkv --shares 0.15 0.25
+    python -m bench.accuracy.forced --first-problem 200 --rows unseen   # none that was looked at
 
 ``bench/lib/forced.py`` says what is computed and what it cannot say. Budgets are shares of the mean
 trace of a family and size, or numbers of tokens. One row per cell in bench/rows; cells on record
@@ -31,7 +32,7 @@ INTERVAL = 32
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting on the first held-out problems of one family and size."""
+    """One setting on held-out problems of one family and size."""
 
     model: str
     family: str
@@ -40,6 +41,7 @@ class Cell:
     kv_budget: int
     kv_params: str
     problems: int
+    first_problem: int
 
 
 def run(folder: Path, cell: Cell) -> dict[str, float]:
@@ -50,7 +52,7 @@ def run(folder: Path, cell: Cell) -> dict[str, float]:
         "kv_policy": cell.policy,
         "kv_params": json.loads(cell.kv_params),
     }
-    for index in range(cell.problems):
+    for index in range(cell.first_problem, cell.first_problem + cell.problems):
         ids, prompt = encode(forced.tokenizer, heldout_task(cell.family, cell.size, index))
         found = forced.run(ids, prompt, keys)
         missed = forced.missed(ids, found.wrong)
@@ -69,22 +71,24 @@ def main() -> None:
     parser.add_argument("--kv-budgets", type=int, nargs="+", help="tokens, in place of shares")
     parser.add_argument("--kv-params", type=json.loads, default={}, help="JSON, of all policies")
     parser.add_argument("--problems", type=int, default=HELDOUT, help="of each family and size")
+    parser.add_argument("--first-problem", type=int, default=0, help="index of the first of them")
     parser.add_argument("--rows", default="forced", help="file in bench/rows, without its ending")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     tokenizer = forced_model(arguments.model_path).tokenizer
     params = json.dumps({"interval": INTERVAL, **arguments.kv_params}, sort_keys=True)
-    cells = []
+    first, problems = arguments.first_problem, arguments.problems
+    indices, cells = range(first, first + problems), []
     for family in arguments.families:
         for size in arguments.sizes:
-            tasks = (heldout_task(family, size, index) for index in range(arguments.problems))
+            tasks = (heldout_task(family, size, index) for index in indices)
             lengths = [len(ids) - prompt for ids, prompt in (encode(tokenizer, t) for t in tasks)]
             trace_tokens = sum(lengths) / len(lengths)
             shared = [round(share * trace_tokens) for share in arguments.shares]
             cells += [
                 Cell(
                     *(arguments.model_path.name, family, size, name),
-                    *(kv_budget, params, arguments.problems),
+                    *(kv_budget, params, problems, first),
                 )
                 for kv_budget in arguments.kv_budgets or shared
                 for name in arguments.policies

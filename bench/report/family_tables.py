@@ -200,6 +200,24 @@ def many_long_traces() -> str:
     return table(header, lines, rows, "forced")
 
 
+def unseen() -> str:
+    """Right traces of the default: problems that its settings were chosen on, and others."""
+    rows = recorded("unseen")
+    places: defaultdict[tuple[str, str], dict[str, list[Row]]] = defaultdict(dict)
+    for row in rows:
+        found = places[row["family"], row["size"]].setdefault(row["first_problem"], [])
+        found.append(row)
+    lines = []
+    for (family, size), found in places.items():
+        ordered = [sorted(own, key=lambda row: int(row["kv_budget"])) for own in found.values()]
+        for same in zip(*ordered, strict=True):
+            first, *others = sorted(same, key=lambda row: int(row["first_problem"]))
+            lines.append(
+                [f"`{family}`", size, first["kv_budget"], right(first), *map(right, others)]
+            )
+    return table(["family", "size", "budget", "first", "others"], lines, rows, "unseen")
+
+
 def right(row: Row) -> str:
     low, high = (100 * float(row[f"wilson_{side}"]) for side in ("low", "high"))
     return f"{row['right']} of {row['problems']} [{low:.0f}, {high:.0f}]"
