@@ -201,21 +201,20 @@ def many_long_traces() -> str:
 
 
 def unseen() -> str:
-    """Right traces of the default: problems that its settings were chosen on, and others."""
+    """Right traces of the default: problems of the other tables, and problems of none."""
     rows = recorded("unseen")
-    places: defaultdict[tuple[str, str], dict[str, list[Row]]] = defaultdict(dict)
-    for row in rows:
-        found = places[row["family"], row["size"]].setdefault(row["first_problem"], [])
-        found.append(row)
+    found: defaultdict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["kv_budget"])):
+        found[row["family"], row["size"], row["first_problem"]].append(row)
     lines = []
-    for (family, size), found in places.items():
-        ordered = [sorted(own, key=lambda row: int(row["kv_budget"])) for own in found.values()]
-        for same in zip(*ordered, strict=True):
-            first, *others = sorted(same, key=lambda row: int(row["first_problem"]))
-            lines.append(
-                [f"`{family}`", size, first["kv_budget"], right(first), *map(right, others)]
-            )
-    return table(["family", "size", "budget", "first", "others"], lines, rows, "unseen")
+    for size in dict.fromkeys(row["size"] for row in rows):
+        for family in FAMILIES:
+            pairs = zip(found[family, size, "0"], found[family, size, MANY], strict=True)
+            for seen, other in pairs:
+                budget = f"{seen['kv_budget']} tokens"
+                lines.append([f"`{family}`", size, budget, right(seen), right(other)])
+    header = ["family", "size", "budget", "problems of the other tables", "others"]
+    return table(header, lines, rows, "unseen")
 
 
 def right(row: Row) -> str:
