@@ -2,6 +2,7 @@
 
     python -m bench.accuracy.needed_tokens
     python -m bench.accuracy.needed_tokens --families     # into needed_by_family.csv
+    python -m bench.accuracy.needed_tokens --in-total 50 66 82   # into needed_in_total.csv
 
 A query sees the prompt, the last ``recent`` tokens and, of every earlier sentence, only the tokens
 named; the trace is FullKV's own. One row per mask in bench/rows/needed_tokens.csv: how many old
@@ -11,6 +12,8 @@ on this (docs/results.md).
 With ``--families`` the long traces of every family are read with its own rule, with each other rule
 of ``bench/reasoner/families/needed.py`` and with nothing. A rule may drop tokens later, so
 a row has the most that it kept at any time. Tokens that are wrong with a full cache do not count.
+With ``--in-total`` a query of a family's short trace sees so many tokens of it: those of the
+family's own rule, and for the rest the newest. ``right`` counts traces without a wrong token.
 Rows on record are not made again.
 """
 
@@ -122,11 +125,49 @@ def run_families(problems: int) -> None:
         )
 
 
+def run_in_total(problems: int, totals: list[int]) -> None:
+    """One row per family and number of tokens."""
+    model = load_model(FAMILIES_FOLDER)
+    tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
+    done = {(row["family"], row["total_tokens"]) for row in recorded("needed_in_total")}
+    pairs = [
+        (family, total)
+        for family in FAMILIES.values()
+        for total in totals
+        if (family.name, str(total)) not in done
+    ]
+    for family, total in tqdm(pairs, desc="tokens in total"):
+        rule = needed.first_ends_and_names if family.name == "chains" else family.needed
+        right = 0
+        for index in range(problems):
+            ids, prompt = encode(tokenizer, family.make(f"heldout/short/{index}", "short"))
+            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            visible = needed.visible_in_total(rule(texts, prompt), len(ids), prompt, total)
+            trace = torch.tensor(ids)
+            lost = choices(model, ids, visible)[:-1] != trace[1:]
+            lost &= choices(model, ids)[:-1] == trace[1:]
+            right += not lost[prompt - 1 :].any()
+        append_row(
+            "needed_in_total",
+            {
+                "family": family.name,
+                "rule": rule.__name__,
+                "total_tokens": total,
+                "traces": problems,
+                "right": right,
+            },
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--problems", type=int, default=8, help="hard ones of the bundled model")
     parser.add_argument("--families", action="store_true", help="the families' rules instead")
+    parser.add_argument("--in-total", type=int, nargs="+", help="tokens that a query sees")
     arguments = parser.parse_args()
+    if arguments.in_total:
+        run_in_total(arguments.problems, arguments.in_total)
+        return
     if arguments.families:
         run_families(arguments.problems)
         return

@@ -124,9 +124,38 @@ def _end(stop: int, until: int) -> Iterator[Needed]:
 def visible_tokens(kept: Iterable[Needed], length: int, prompt: int, recent: int) -> Tensor:
     """bool [T, T]: query, key. The prompt, the last ``recent`` tokens and what a rule names."""
     at = torch.arange(length)
+    stays = at[:, None] < _until(kept, length, prompt)
+    return (at <= at[:, None]) & (stays | (at > at[:, None] - recent))
+
+
+def visible_in_total(kept: Iterable[Needed], length: int, prompt: int, total: int) -> Tensor:
+    """bool [T, T]: query, key. The prompt and ``total`` tokens of the trace: what a rule names, the
+    newest first, and then the newest others."""
+    at = torch.arange(length)
+    past = at <= at[:, None]
+    own = past & (at >= prompt)
+    named = own & (at[:, None] < _until(kept, length, prompt))
+    # 1 for the newest, 2 for the one before it; a query itself is never hidden
+    named &= _from_the_end(named) <= total
+    others = own & ~named
+    room = total - named.sum(1, keepdim=True)
+    return (
+        (past & (at < prompt))
+        | named
+        | (others & (_from_the_end(others) <= room))
+        | torch.eye(length, dtype=torch.bool)
+    )
+
+
+def _until(kept: Iterable[Needed], length: int, prompt: int) -> Tensor:
+    """int64 [T]: the first query that a token is hidden from; 0 where no rule names it."""
     until = torch.zeros(length, dtype=torch.int64)
     until[:prompt] = length
     for position, end in kept:
         until[position] = max(int(until[position]), end)
-    stays = at[:, None] < until
-    return (at <= at[:, None]) & (stays | (at > at[:, None] - recent))
+    return until
+
+
+def _from_the_end(mask: Tensor) -> Tensor:
+    """How many of a row's marked tokens are at this one and behind it."""
+    return mask.flip(1).cumsum(1).flip(1)
