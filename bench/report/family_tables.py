@@ -234,3 +234,15 @@ def needed_by_family() -> str:
     ]
     header = ["family", "old tokens of its own rule", *(rule.replace("_", " ") for rule in rules)]
     return table(header, lines, found, "needed_by_family")
+
+
+def needed_in_total() -> str:
+    """Right ones of short traces when the rule is known: tokens down, family across."""
+    found = recorded("needed_in_total")
+    by_total = {(row["family"], row["total_tokens"]): row for row in found}
+    lines = [
+        [total, *(f"{by_total[name, total]['right']} of {row['traces']}" for name in FAMILIES)]
+        for total, row in {row["total_tokens"]: row for row in found}.items()
+    ]
+    header = ["tokens", *(f"`{name}`" for name in FAMILIES)]
+    return table(header, lines, found, "needed_in_total")

@@ -236,6 +236,20 @@ def test_rules_by_hand() -> None:
     assert visible[7].nonzero().flatten().tolist() == [0, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_query_sees_so_many_tokens_in_total() -> None:
+    """The prompt 0 and 1; 2, 3 and 6 are named, 2 until query 5."""
+    kept = [(2, 5), (3, 9), (6, 9)]
+    visible = needed.visible_in_total(kept, 9, 2, total=3)
+    seen = [set(row.nonzero().flatten().tolist()) for row in visible]
+    assert seen[:2] == [{0}, {0, 1}]
+    trace = [{2}, {2, 3}, {2, 3, 4}, {3, 4, 5}, {3, 5, 6}, {3, 6, 7}, {3, 6, 8}]
+    assert seen[2:] == [{0, 1} | tokens for tokens in trace]
+    # More are named than there is room for: the newest of them, and always the query itself.
+    crowded = needed.visible_in_total([(at, 9) for at in range(2, 8)], 9, 2, total=2)
+    assert set(crowded[7].nonzero().flatten().tolist()) == {0, 1, 6, 7}
+    assert set(crowded[8].nonzero().flatten().tolist()) == {0, 1, 6, 7, 8}
+
+
 def test_an_untrained_model_starts_by_copying() -> None:
     """A line is read again: each head of the second layer sees what follows, more or less often.
 
