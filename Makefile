@@ -1,5 +1,5 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
-# make demo    the real server on the bundled model: what a KV budget does (under 5 minutes)
+# make demo    the real server on the bundled model: what a KV budget does (5 minutes, 10 on 2 slow cores)
 # make test    many tests through real servers (under 20 minutes on 2 slow cores)
 # make test-slow   the tests that take longest (about as long again)
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
