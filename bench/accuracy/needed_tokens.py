@@ -13,8 +13,8 @@ With ``--families`` the long traces of every family are read with its own rule, 
 of ``bench/reasoner/families/needed.py`` and with nothing. A rule may drop tokens later, so
 a row has the most that it kept at any time. Tokens that are wrong with a full cache do not count.
 With ``--in-total`` a query of a family's short trace sees so many tokens of it: those of the
-family's own rule, and for the rest the newest. ``right`` counts traces without a wrong token.
-Rows on record are not made again.
+family's own rule (of chains with the names), and for the rest the newest. ``right`` counts traces
+without a wrong token. Rows on record are not made again.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def run_in_total(problems: int, totals: list[int]) -> None:
         if (family.name, str(total)) not in done
     ]
     for family, total in tqdm(pairs, desc="tokens in total"):
+        # Without the names even 64 recent tokens are too few for chains (needed_by_family.csv).
         rule = needed.first_ends_and_names if family.name == "chains" else family.needed
         right = 0
         for index in range(problems):
