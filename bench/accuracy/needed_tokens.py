@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -35,8 +37,10 @@ from bench.reasoner.check_families import FOLDER as FAMILIES_FOLDER
 from bench.reasoner.check_families import choices, encode
 from bench.reasoner.export import load_model
 from bench.reasoner.families import needed
-from bench.reasoner.families.needed import Rule, visible_tokens
-from bench.reasoner.families.registry import FAMILIES
+from bench.reasoner.families.base import Size
+from bench.reasoner.families.needed import Rule, visible_in_total, visible_tokens
+from bench.reasoner.families.registry import FAMILIES, heldout_task
+from bench.reasoner.model import Reasoner
 
 #: sentences, tokens before the delimiter, whether with the delimiter, recent tokens
 MASKS = (
@@ -82,10 +86,38 @@ def _name(rule: Rule | None) -> str:
     return rule.__name__ if rule else "nothing"
 
 
+class Trace(NamedTuple):
+    """A family's right trace. ``written``: bool [T - 1], next tokens that a full cache writes."""
+
+    ids: list[int]
+    prompt: int
+    texts: list[str]
+    written: torch.Tensor
+
+    def wrong_tokens(self, visible: torch.Tensor) -> int:
+        """How many of them come out wrong when a query sees only ``visible``, bool [T, T]."""
+        chosen = choices(_families()[0], self.ids, visible)[:-1]
+        lost = (chosen != torch.tensor(self.ids[1:])) & self.written
+        return int(lost[self.prompt - 1 :].sum())
+
+
+@cache
+def _families() -> tuple[Reasoner, Tokenizer]:
+    """Their model and its tokenizer."""
+    tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
+    return load_model(FAMILIES_FOLDER), tokenizer
+
+
+@cache
+def _trace(family: str, size: Size, index: int) -> Trace:
+    model, tokenizer = _families()
+    ids, prompt = encode(tokenizer, heldout_task(family, size, index))
+    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    return Trace(ids, prompt, texts, choices(model, ids)[:-1] == torch.tensor(ids[1:]))
+
+
 def run_families(problems: int) -> None:
     """One row per family and rule."""
-    model = load_model(FAMILIES_FOLDER)
-    tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
     done = {(row["family"], row["rule"]) for row in recorded("needed_by_family")}
     pairs = [
         (family, rule)
@@ -93,23 +125,17 @@ def run_families(problems: int) -> None:
         for rule in RULES
         if (family.name, _name(rule)) not in done
     ]
-    full: dict[tuple[str, int], torch.Tensor] = {}
     for family, rule in tqdm(pairs, desc="families"):
         most = trace_tokens = wrong = 0
         for index in range(problems):
-            ids, prompt = encode(tokenizer, family.make(f"heldout/long/{index}", "long"))
-            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-            kept = list(rule(texts, prompt)) if rule else []
-            visible = visible_tokens(kept, len(ids), prompt, FAMILY_RECENT_TOKENS)
-            trace = torch.tensor(ids)
-            if (family.name, index) not in full:
-                full[family.name, index] = choices(model, ids)
-            lost = choices(model, ids, visible)[:-1] != trace[1:]
-            lost &= full[family.name, index][:-1] == trace[1:]
-            wrong += int(lost[prompt - 1 :].sum())
-            old = visible.sum(1) - torch.arange(1, len(ids) + 1).clamp(max=FAMILY_RECENT_TOKENS)
-            most += int(old.max()) - prompt
-            trace_tokens += len(ids) - prompt
+            trace = _trace(family.name, "long", index)
+            length = len(trace.ids)
+            kept = list(rule(trace.texts, trace.prompt)) if rule else []
+            visible = visible_tokens(kept, length, trace.prompt, FAMILY_RECENT_TOKENS)
+            wrong += trace.wrong_tokens(visible)
+            old = visible.sum(1) - torch.arange(1, length + 1).clamp(max=FAMILY_RECENT_TOKENS)
+            most += int(old.max()) - trace.prompt
+            trace_tokens += length - trace.prompt
         append_row(
             "needed_by_family",
             {
@@ -127,37 +153,29 @@ def run_families(problems: int) -> None:
 
 def run_in_total(problems: int, totals: list[int]) -> None:
     """One row per family and number of tokens."""
-    model = load_model(FAMILIES_FOLDER)
-    tokenizer = Tokenizer.from_file(str(FAMILIES_FOLDER / "tokenizer.json"))
     done = {(row["family"], row["total_tokens"]) for row in recorded("needed_in_total")}
-    pairs = [
-        (family, total)
-        for family in FAMILIES.values()
-        for total in totals
-        if (family.name, str(total)) not in done
-    ]
-    for family, total in tqdm(pairs, desc="tokens in total"):
+    for family in tqdm(FAMILIES.values(), desc="tokens in total"):
         # Without the names even 64 recent tokens are too few for chains (needed_by_family.csv).
         rule = needed.first_ends_and_names if family.name == "chains" else family.needed
-        right = 0
-        for index in range(problems):
-            ids, prompt = encode(tokenizer, family.make(f"heldout/short/{index}", "short"))
-            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-            visible = needed.visible_in_total(rule(texts, prompt), len(ids), prompt, total)
-            trace = torch.tensor(ids)
-            lost = choices(model, ids, visible)[:-1] != trace[1:]
-            lost &= choices(model, ids)[:-1] == trace[1:]
-            right += not lost[prompt - 1 :].any()
-        append_row(
-            "needed_in_total",
-            {
-                "family": family.name,
-                "rule": rule.__name__,
-                "total_tokens": total,
-                "traces": problems,
-                "right": right,
-            },
-        )
+        for total in totals:
+            if (family.name, str(total)) in done:
+                continue
+            right = 0
+            for index in range(problems):
+                trace = _trace(family.name, "short", index)
+                kept = rule(trace.texts, trace.prompt)
+                visible = visible_in_total(kept, len(trace.ids), trace.prompt, total)
+                right += not trace.wrong_tokens(visible)
+            append_row(
+                "needed_in_total",
+                {
+                    "family": family.name,
+                    "rule": rule.__name__,
+                    "total_tokens": total,
+                    "traces": problems,
+                    "right": right,
+                },
+            )
 
 
 def main() -> None:

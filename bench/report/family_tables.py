@@ -10,7 +10,7 @@ from bench.lib.policies import compared
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
 from bench.reasoner.families.base import SIZES
-from bench.reasoner.families.registry import FAMILIES
+from bench.reasoner.families.registry import FAMILIES, HELDOUT
 from bench.report.accuracy_tables import right as accuracy
 from bench.report.accuracy_tables import share
 
@@ -209,7 +209,7 @@ def unseen() -> str:
     lines = []
     for size in dict.fromkeys(row["size"] for row in rows):
         for family in FAMILIES:
-            pairs = zip(found[family, size, "0"], found[family, size, MANY], strict=True)
+            pairs = zip(found[family, size, "0"], found[family, size, str(HELDOUT)], strict=True)
             for seen, other in pairs:
                 budget = f"{seen['kv_budget']} tokens"
                 lines.append([f"`{family}`", size, budget, right(seen), right(other)])
