@@ -5,6 +5,7 @@
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
+# make gpu     every check and measurement that needs a GPU, in .gpu-run/ (half an hour)
 # make monitoring   the dashboard and the alerts against a real Prometheus (Debian: apt install prometheus)
 # make lint    ruff and mypy --strict
 # make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test test-slow explorer fuzz reliability monitoring lint docs notebook bench-quick canary dist
+.PHONY: setup demo test test-slow explorer fuzz reliability gpu monitoring lint docs notebook bench-quick canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -54,6 +55,9 @@ fuzz: $(READY)
 
 reliability: $(READY)
 	$(BIN)/python tests/load/reliability.py
+
+gpu: $(READY)
+	$(BIN)/python tests/release/gpu.py
 
 monitoring: $(READY)
 	$(BIN)/python tests/load/monitoring.py

@@ -10,6 +10,7 @@ The row holds the median of the paired ratios and its 95% bootstrap interval.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +30,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and append the row."""
     flags = ["--max-total-tokens", "16384", *(f"--{flag}" for flag in arguments.server_flags)]
     model = Path(arguments.model_path).resolve()
-    without = {"SGLANG_PLUGINS": "none"}
-    with (
-        tempfile.TemporaryDirectory() as name,
-        ServerProcess(model, Path(name) / "with", flags, captures=True) as ours,
-        ServerProcess(model, Path(name) / "without", flags, without, captures=True) as plain,
-    ):
-        servers = {"with": ours.wait_ready(START_S), "without": plain.wait_ready(START_S)}
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        servers = {
+            way: stack.enter_context(
+                ServerProcess(model, Path(name) / way, flags, environment, captures=True)
+            ).wait_ready(START_S)  # one after the other: each sees what memory is left
+            for way, environment in (("with", {}), ("without", {"SGLANG_PLUGINS": "none"}))
+        }
         ways = {way: load(server, arguments) for way, server in servers.items()}
         metric = "throughput with the plugin loaded and no budget over without the plugin"
         return measure("off_cost", metric, ways, arguments)

@@ -6,6 +6,7 @@ Where a script starts servers of its own it gets one that the session has: its l
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shlex
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
+from release import gpu
 
 from bench.lib import device_clock, record
 from bench.lib import serving as lib_serving
@@ -144,6 +146,22 @@ def test_a_script_runs(run: Run, tmp_path: Path, name: str) -> None:
     if name == "decode.figure":
         run("decode", ALONE["decode"])
     assert run(name, ALONE[name], traces=traces) == 0
+
+
+def test_what_make_gpu_asks_of_scripts(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """No GPU's time is for a flag that does not exist, or a test file that was renamed."""
+    flags: dict[str, set[str]] = {}
+    for _, (python, *command) in gpu.STEPS.values():
+        for part in command:
+            assert not part.startswith("tests/") or (ROOT / part).is_file(), part
+        if python == "python" and command[1].startswith("bench."):
+            module = command[1].removeprefix("bench.")
+            flags.setdefault(module, set()).update(re.findall(r" (--\S+)", " ".join(command)))
+    assert {*flags} == {"kernels", "decode", "serving", "serving.off_cost"}
+    for module, asked in flags.items():
+        assert run(module, "--help") == 0
+        known = {*re.findall(r"--[a-z-]+", capsys.readouterr().out)}
+        assert asked <= known, (module, asked - known)
 
 
 @pytest.mark.server
