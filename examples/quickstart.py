@@ -1,6 +1,6 @@
 """An SGLang program in which every ``gen`` has a KV budget of its own.
 
-    python -m sglang.launch_server --model-path examples/reasoner --port 30000
+    python -m sglang.launch_server --model-path examples/reasoner --port 30000 --kv-policy distinct
     python examples/quickstart.py --url http://127.0.0.1:30000
 
 It thinks about one problem within 512 KV tokens, and answers from what these keep (``kv_reuse``)

@@ -199,7 +199,7 @@ def distinct_values(
     Two values whose squared distance is at most ``SAME_VALUE`` of the sum of their squares are the
     same, distance 0: below that, rounding decides which of two repetitions is nearer.
 
-    Source: ours, docs/results.md.
+    Source: ours, docs/distinct.md.
 
     Args:
         values: float [n, Hkv, d] of every layer.

@@ -10,7 +10,9 @@ __version__ = "0.1.0"
 
 
 def install() -> None:
-    """Let ``sgl.gen`` take ``kv_budget=``, ``kv_policy=``, ``kv_params=`` and ``steering=``."""
+    """Let ``sgl.gen`` and a program's ``run`` take the keys: ``kv_budget=``, ``kv_policy=``,
+    ``kv_params=``, ``kv_reuse=`` and ``steering=``.
+    """
     import sgl_skipkv.frontend
 
     sgl_skipkv.frontend.install()

@@ -5,7 +5,7 @@
 
 One row per cell in bench/rows/ablations.csv; restartable like ``python -m bench.accuracy``, and
 like there FullKV runs first. Which rows belong to which question is in ``ABLATIONS`` and in
-docs/results.md; the batch size, the layers and the peer have scripts of their own
+docs/ablations.md; the batch size, the layers and the peer have scripts of their own
 (``bench/accuracy/batch_size.py``, ``bench/accuracy/layers.py``, ``bench/accuracy/peer.py``).
 """
 

@@ -191,7 +191,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         **{"x": share, "y": lambda row: float(row["output_tokens"]), "interval": False},
     },
     "memory": {
-        **{"x_label": "peak KV memory of a call, KiB", "y_label": RIGHT_LABEL},
+        **{"x_label": "peak KV memory of a request, KiB", "y_label": RIGHT_LABEL},
         **{"x": lambda row, _: peak_kib(row), "y": percent, "interval": True},
         "full_at": peak_kib,
     },

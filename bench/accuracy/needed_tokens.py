@@ -7,7 +7,7 @@
 A query sees the prompt, the last ``recent`` tokens and, of every earlier sentence, only the tokens
 named; the trace is FullKV's own. One row per mask in bench/rows/needed_tokens.csv: how many old
 tokens that leaves and how many next tokens come out wrong, both per trace. What skipkv+ does rests
-on this (docs/results.md).
+on this (docs/distinct.md).
 
 With ``--families`` the long traces of every family are read with its own rule, with each other rule
 of ``bench/reasoner/families/needed.py`` and with nothing. A rule may drop tokens later, so

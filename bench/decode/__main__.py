@@ -188,11 +188,11 @@ def main() -> None:
     parser.add_argument("--attention", choices=BACKENDS, help="default: what is installed")
     parser.add_argument("--policy", choices=POLICIES, default="rkv")
     parser.add_argument("--kv-budgets", type=int, nargs="*")
-    parser.add_argument("--lengths", type=int, nargs="*", help="generated tokens of a call")
+    parser.add_argument("--lengths", type=int, nargs="*", help="generated tokens of a request")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--interval", type=int)
     parser.add_argument("--looks", type=int, default=4)
-    parser.add_argument("--batch", type=int, help="calls at once; default: as many as fit")
+    parser.add_argument("--batch", type=int, help="requests at once; default: as many as fit")
     parser.add_argument("--memory-gib", type=float, help="for KV and records; default: all free")
     parser.add_argument("--reserve-gib", type=float, default=8.0, help="of it, for everything else")
     device_name = parser.parse_known_args()[0].device

@@ -1,6 +1,6 @@
 """Write the documents' tables: results from the rows, policies and parameters from their classes.
 
-python -m bench.report            # rewrite README.md and ten files in docs/ between their markers
+python -m bench.report            # rewrite README.md and files in docs/ between their markers
 python -m bench.report --check    # exit 1 if one of them says something else
 """
 
@@ -30,13 +30,7 @@ from bench.report import (
 )
 
 README = ROOT / "README.md"
-DOCUMENTS = (
-    README,
-    *(ROOT / "docs" / f"{one}.md" for one in ("conversations", "results", "settings", "steering")),
-    *(ROOT / "docs" / f"{one}.md" for one in ("performance", "reliability")),
-    *(ROOT / "docs" / f"{one}.md" for one in ("distributed", "explorer", "models", "monitoring")),
-    ROOT / "docs" / "tune.md",
-)
+DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 SECTION = re.compile(r"(<!-- (?:rows|table): (\w+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     "policies": policy_tables.policies,

@@ -13,8 +13,8 @@ LEVELS = ("easy", "medium", "hard")
 
 def demo() -> str:
     found = recorded("demo")
-    header = ["`kv_budget`", "right", "output tokens", "peak KV tokens of a call", "compactions"]
-    header += ["evicted sentences", "peak running calls", "tokens/s"]
+    header = ["`kv_budget`", "right", "output tokens", "peak KV tokens of a request", "compactions"]
+    header += ["evicted sentences", "peak running requests", "tokens/s"]
     lines = [
         [
             budget(row),

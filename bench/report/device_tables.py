@@ -72,7 +72,7 @@ def decode(found: list[Row] | None = None) -> str:
         return "No rows yet: `python -m bench.decode` on a GPU makes them."
     last = last_decode_rows(found)
     full = {row["generated_tokens"]: row for row in last if not row["kv_budget"]}
-    header = ["generated tokens", "`kv_budget`", "calls", "step, ms", "compactions, of the time"]
+    header = ["generated tokens", "`kv_budget`", "requests", "step, ms", "compactions, of the time"]
     header += ["tokens/s", "over the full cache"]
     lines = []
     for row in last:
@@ -103,7 +103,7 @@ def serve_steady() -> str:
 def serve_ample() -> str:
     """Servers whose memory holds every request."""
     found = on_gpu("serve_ample")
-    header = ["SGLang", "`kv_budget`", "calls at once", "tokens/s"]
+    header = ["SGLang", "`kv_budget`", "requests at once", "tokens/s"]
     header.append("over SGLang without the plugin, 95% interval")
     names = {"without": "without the plugin", "with": "with it, eviction enabled at start"}
     lines = [

@@ -84,8 +84,8 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
         ),
         (f"G6 complaints of SGLang's checks in {load.jobs()}", *load.complaints()),
         (
-            "G7 soak of 10,000 calls: ended unasked; growth of the scheduler, MB",
-            *load.both("L5", "{}; {}", "calls that ended unasked", "its growth since, MB"),
+            "G7 soak of 10,000 requests: ended unexpectedly; growth of the scheduler, MB",
+            *load.both("L5", "{}; {}", "requests that ended unexpectedly", "its growth since, MB"),
         ),
         (
             "G8 wrong values sent, not refused with 400; p99 of an answer, ms",
@@ -123,7 +123,7 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
             f"{load.value('L8', 'identical answers: without a budget, beside conversations')}, all",
         ),
         (
-            "G15 everything at once: requests; calls that ended unasked; known answers without a "
+            "G15 everything at once: requests; of them ended unexpectedly; known answers without a "
             "budget, of them identical",
             *load.both("L9", "{}; {}; {}, {}", *MIXED, *KNOWN),
         ),
@@ -135,7 +135,7 @@ def lines(load: Load) -> list[tuple[str, str, str]]:
     ]
 
 
-MIXED = ("requests", "calls that ended unasked")
+MIXED = ("requests", "requests that ended unexpectedly")
 KNOWN = ("known answers without a budget", "identical answers: without a budget, in the storm")
 KNOWN_BUDGETED = (
     "known answers with a budget",

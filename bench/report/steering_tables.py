@@ -85,5 +85,5 @@ def without_checks() -> str:
 
 
 def steering_cost() -> str:
-    what = "throughput, every call steered, over the same calls not steered"
+    what = "throughput, every request steered, over the same requests not steered"
     return paired_ratio("steering_cost", what, recorded("steering_cost"))

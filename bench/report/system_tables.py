@@ -23,7 +23,7 @@ def off_cost() -> str:
 
 def serve_latency() -> str:
     found = on_cpu("serve_latency")
-    header = ["neighbours", "calls", "compactions", "most in one step", "median step, ms"]
+    header = ["neighbours", "requests", "compactions", "most in one step", "median step, ms"]
     header += ["p99 step, ms", "longest step, ms"]
     names = ("neighbours", "calls", "compactions", "most_compactions_in_a_step", "p50_ms")
     lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in found]
@@ -32,7 +32,7 @@ def serve_latency() -> str:
 
 def serve_pressure() -> str:
     found = on_cpu("serve_pressure")
-    header = ["`kv_budget`", "tokens/s", "over the full cache", "calls at once", "by arithmetic"]
+    header = ["`kv_budget`", "tokens/s", "over the full cache", "requests at once", "by arithmetic"]
     header += ["retractions"]
     lines = [
         [
@@ -66,7 +66,7 @@ def compaction_cost() -> str:
 
 def serve_compaction() -> str:
     found = on_cpu("serve_compaction")
-    header = ["commit", "calls in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header = ["commit", "requests in the batch", "compactions", "step, ms", "a compaction, ms"]
     header += ["in steps, median", "in steps, 90th percentile", "of the time"]
     names = ("commit", "calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
     lines = [
@@ -152,20 +152,27 @@ def load() -> str:
 
 
 def compiled() -> str:
-    """One line per variant; registers on every architecture, the rest on an H100."""
+    """One line per kernel, with the most that any of its variants takes."""
     found = recorded("compile")
-    latest = {(row["kernel"], row["case"], row["architecture"]): row for row in found}
     architectures = list(dict.fromkeys(row["architecture"] for row in found))
-    header = ["kernel", "variant", *(f"registers, {one}" for one in architectures)]
-    header += ["spilled bytes, all", "shared bytes, sm_90", "warps", "stages"]
+    header = ["kernel", "variants", *(f"registers, {name}" for name in architectures)]
+    header += ["spilled bytes, all", "shared bytes, sm_90"]
     lines = []
-    for kernel, case in dict.fromkeys((row["kernel"], row["case"]) for row in found):
-        each = [latest[kernel, case, one] for one in architectures]
-        on_h100 = latest[kernel, case, "sm_90"]
-        spilled = sum(int(row["spilled_bytes"]) for row in each)
-        lines.append([f"`{kernel}`", case, *(row["registers"] for row in each), str(spilled)])
-        lines[-1] += [on_h100[name] for name in ("shared_bytes", "warps", "stages")]
+    for kernel in dict.fromkeys(row["kernel"] for row in found):
+        variants = [row for row in found if row["kernel"] == kernel]
+        by_architecture = {
+            name: [row for row in variants if row["architecture"] == name] for name in architectures
+        }
+        registers = [most("registers", rows) for rows in by_architecture.values()]
+        spilled = sum(int(row["spilled_bytes"]) for row in variants)
+        shared = most("shared_bytes", by_architecture["sm_90"])
+        count = len({row["case"] for row in variants})
+        lines.append([f"`{kernel}`", str(count), *registers, str(spilled), shared])
     return table(header, lines, found, "compile")
+
+
+def most(column: str, rows: list[Row]) -> str:
+    return str(max(int(row[column]) for row in rows))
 
 
 def kernel_floors() -> str:
@@ -189,7 +196,7 @@ def kernel_floors() -> str:
 
 def decode_floors() -> str:
     found = recorded("decode_floors")
-    header = ["model, rates", "generated tokens", "`kv_budget`", "calls", "weights, ms"]
+    header = ["model, rates", "generated tokens", "`kv_budget`", "requests", "weights, ms"]
     header += ["attention, ms", "compactions, ms", "tokens/s at most", "over the full cache"]
     lines = [
         [

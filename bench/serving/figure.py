@@ -43,7 +43,7 @@ def draw(pressure: list[Row], latency: list[Row], path: Path) -> None:
     rates = [float(row["tokens_per_s_p50"]) for row in pressure]
     bars(rate, names, rates, colours, f"tokens per second, {pool}")
     calls = [float(row["peak_running"]) for row in pressure]
-    bars(running, names, calls, colours, "calls at once (line: arithmetic)")
+    bars(running, names, calls, colours, "requests at once (line: arithmetic)")
     for place, row in enumerate(pressure):
         limit = min(int(row["fits_by_arithmetic"]), int(row["calls"]))
         running.hlines(limit, place - 0.4, place + 0.4, color="#0072b2", linewidth=1.5)

@@ -34,7 +34,7 @@ class KernelCompilation:
         """Compile in a thread."""
         self.refusal = (
             "this server is compiling kernels, because eviction was not enabled at start; retry in "
-            "a moment (with any sgl_skipkv flag, such as --kv-policy skipkv, a server compiles "
+            "a moment (with any sgl_skipkv flag, such as --kv-policy distinct, a server compiles "
             "before it is ready)"
         )
         logger.info("sgl_skipkv: compiling kernels; until then kv_budget requests get 503")

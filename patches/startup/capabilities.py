@@ -69,7 +69,7 @@ def _graphs(scheduler: Any) -> str | None:
         return None
     return (
         "CUDA graphs were captured without recording, because eviction was not enabled at start "
-        "(any sgl_skipkv flag enables it, such as --kv-policy skipkv; or capture no graphs: "
+        "(any sgl_skipkv flag enables it, such as --kv-policy distinct; or capture no graphs: "
         "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
     )
 
@@ -82,7 +82,7 @@ def _tensor_parallel(scheduler: Any) -> str | None:
         return None
     return (
         f"tensor parallel (tp_size={size}), whose memory is taken at start, where eviction was not "
-        "enabled (any sgl_skipkv flag enables it, such as --kv-policy skipkv)"
+        "enabled (any sgl_skipkv flag enables it, such as --kv-policy distinct)"
     )
 
 

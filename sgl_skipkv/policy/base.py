@@ -63,7 +63,7 @@ class PolicyParams(Settings):
     quotas: bool = Field(
         False,
         description="true: every sentence keeps tokens in proportion to the attention it gets, and "
-        "the policy's score chooses which",
+        "the policy's score chooses which; for policies that score tokens alone",
     )
     protect_prompt: bool = Field(
         True, description="false: the prompt may be evicted, and is not shared in the radix cache"
@@ -75,7 +75,9 @@ class PolicyParams(Settings):
         "math", description="which tokens close a sentence"
     )
     drop_thoughts: bool = Field(
-        False, description="true: with `kv_reuse`, the next turn's prompt is without thoughts"
+        False,
+        description="true: with `kv_reuse`, evict the thoughts when the request finishes, for chat "
+        "templates that leave them out of the next prompt",
     )
 
 

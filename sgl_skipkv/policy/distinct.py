@@ -20,7 +20,7 @@ the token alone, so the same number of another name looks like a repetition; in 
 of the whole context and never repeats. A sentence's beginning (a line's number, its first words)
 says what comes next while it is new; a few old ones that happen to stay mislead. Attention to a
 token is not asked: what is looked up for the first time hundreds of tokens later has not been
-looked at before. docs/results.md has the measurements and what was tried instead.
+looked at before. docs/distinct.md has the measurements and what was tried instead.
 
 Sources of the parts: values beside attention, VATP (arXiv 2406.12335) and VaSE (arXiv 2606.03928);
 the later of two alike tokens stays, R-KV (arXiv 2505.24133); some heads retrieve and the others do
@@ -72,7 +72,7 @@ class DistinctParams(PolicyParams):
 class Distinct(Policy):
     name = "distinct"
     keeps = "large values that no later token repeats"
-    source = "ours, [docs/results.md](docs/results.md)"
+    source = "ours, [docs/distinct.md](docs/distinct.md)"
     Params: ClassVar[type[PolicyParams]] = DistinctParams
     needs_values = True
     needs_spans = needs_reach = True

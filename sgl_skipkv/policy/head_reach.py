@@ -2,7 +2,7 @@
 
 A head that only ever looks at its last few tokens needs nothing older, whatever it has cached.
 Which heads look further, and at single tokens, is a property of the model: one pass over plain text
-tells, even in models for which that text is strange (docs/results.md).
+tells, even in models for which that text is strange (docs/distinct.md).
 """
 
 from __future__ import annotations

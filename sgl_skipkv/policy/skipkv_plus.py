@@ -10,7 +10,7 @@ go. The most recent ``recent`` tokens stay as well, as far as that is no more th
 Why: a reasoning step states its result where it ends ("..., so Ann = 7."), and later steps look up
 the result. Once the redundant sentences are gone, SkipKV goes by ``Z``, the attention of the last
 few queries: it cannot know what a step hundreds of tokens later needs, and it takes the sentence
-that the model is in the middle of using. docs/results.md has the measurements that led here.
+that the model is in the middle of using. docs/distinct.md has the measurements that led here.
 SepLLM (arXiv 2412.12094) keeps separators for a related reason.
 """
 
@@ -37,7 +37,7 @@ class SkipKVPlusParams(SkipKVParams):
 class SkipKVPlus(SkipKV):
     name = "skipkv+"
     keeps = "as `skipkv`, but what sentences end with goes last, and recent tokens stay"
-    source = "ours, [docs/results.md](docs/results.md)"
+    source = "ours, [docs/distinct.md](docs/distinct.md)"
     Params: ClassVar[type[PolicyParams]] = SkipKVPlusParams
     params: SkipKVPlusParams
 

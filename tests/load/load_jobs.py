@@ -42,7 +42,7 @@ def smoke(model: Path, folder: Path, findings: Findings) -> None:
         outcomes = run_load(ours.ready(findings), calls, 16, "L0 smoke")
         report_outcomes(findings, outcomes)
         report_trace(findings, ours.trace_counts(), 100)
-        findings.happened("calls with a prefix hit", hits(outcomes), 16)
+        findings.happened("requests with a prefix hit", hits(outcomes), 16)
         ours.report_clean(findings)
         findings.at_most("seconds with the start", time.perf_counter() - start, 60)
     plain = [outcome for outcome in outcomes if not outcome.call.keys]
@@ -170,15 +170,15 @@ def long_output(model: Path, folder: Path, findings: Findings) -> None:
             seconds += time.perf_counter() - start
             report_outcomes(found, outcomes)
             running[name] = server.largest("#running-req")
-            found.note("calls at once", running[name])
+            found.note("requests at once", running[name])
             found.exactly("retractions", retractions(outcomes), 0)
             if name == "ours":
                 infos = [outcome.answer["meta_info"]["skipkv"] for outcome in outcomes]
                 held, bound = max(info["peak_kv_tokens"] for info in infos), 128 + INTERVAL + 1
-                found.at_most("KV tokens of a call", held, bound)
+                found.at_most("KV tokens of a request", held, bound)
                 all_tokens = server.largest("#token")
                 found.at_most("KV tokens, by SGLang", all_tokens, 8 * (PROMPT_TOKENS + bound))
                 report_trace(found, server.trace_counts(), 1000)
             server.report_clean(found)
-    findings.at_least("calls at once, over plain SGLang", running["ours"] / running["base"], 3)
+    findings.at_least("requests at once, over plain SGLang", running["ours"] / running["base"], 3)
     findings.at_most("seconds", seconds, 900)

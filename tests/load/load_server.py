@@ -147,7 +147,7 @@ def without_plugin(
 def report_outcomes(findings: Findings, outcomes: Sequence[Outcome]) -> None:
     """Every request ended in a way that its client asked for."""
     bad = [outcome for outcome in outcomes if not outcome.wanted]
-    findings.exactly("calls that ended unasked", len(bad), 0)
+    findings.exactly("requests that ended unexpectedly", len(bad), 0)
     for outcome in bad[:5]:
         print(outcome.status, outcome.ended, outcome.error, dict(outcome.call.keys))
 
@@ -161,6 +161,6 @@ def report_trace(
     if returns:
         came_back: dict[str, Any] = {kind: counts[kind] for kind in ("restore", "recompute")}
         findings.happened(
-            "retracted calls with a budget that came back", sum(came_back.values()), returns
+            "retracted requests with a budget that came back", sum(came_back.values()), returns
         )
         findings.note("of them from host memory", came_back["restore"])

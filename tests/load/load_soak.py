@@ -74,7 +74,7 @@ def soak_server(server: LoadServer, calls: Sequence[Call], findings: Findings) -
     findings.happened("aborts", ended["aborted"], 800)
     findings.happened("disconnects", ended["left"], 800)
     findings.happened("retractions", retractions(outcomes), 1000)
-    findings.happened("calls with a prefix hit", hits(outcomes), 2000)
+    findings.happened("requests with a prefix hit", hits(outcomes), 2000)
     findings.note("scheduler's memory after the warm-up, MB", before_mb)
     findings.at_most("its growth since, MB", after_mb - before_mb, 20)
     server.report_clean(findings)

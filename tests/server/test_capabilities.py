@@ -275,7 +275,7 @@ def test_graphs_that_do_not_record_are_refused(captured: str) -> None:
     assert capabilities._graphs(scheduler) is None
     setattr(runner, captured, object())
     reason = capabilities._graphs(scheduler)
-    assert reason is not None and "--kv-policy skipkv" in reason
+    assert reason is not None and "--kv-policy distinct" in reason
     runner.skipkv = object()  # attached before the capture
     assert capabilities._graphs(scheduler) is None
 
