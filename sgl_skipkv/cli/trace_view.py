@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sgl_skipkv.cli.files import load_tokenizer
+from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.request.trace import read_trace
 
 
@@ -62,9 +63,9 @@ def render(events: Sequence[dict[str, Any]], tokenizer: Any, *, mark: str = "") 
     finish = next(event for event in reversed(events) if event["event"] == "finish")
     evicted = evicted_positions(events)
     text = Text()
-    for is_evicted, run in groupby(enumerate(finish["output_ids"]), lambda at: at[0] in evicted):
-        # Token by token: the text of a run may depend on the tokens around it.
-        words = "".join(tokenizer.decode([token_id]) for _, token_id in run)
+    by_token = enumerate(pieces(tokenizer, finish["output_ids"]))
+    for is_evicted, run in groupby(by_token, lambda at: at[0] in evicted):
+        words = "".join(piece for _, piece in run)
         if is_evicted:
             # Line by line: who reads a file sees where a line's first mark opens.
             marked = re.sub("[^\n]+", lambda line: mark + line[0] + mark, words)

@@ -76,6 +76,16 @@ def test_marks_close_at_the_end_of_a_line(tokenizer: Any) -> None:
     assert text.plain == f"{first}~~{'so Ann = 7.'[len(first) :]}~~\n\n~~6. Bob~~"
 
 
+def test_a_character_of_several_tokens(tokenizer: Any) -> None:
+    """Its last token has it; none of its tokens alone would be text."""
+    ids = tokenizer.encode("√")
+    assert len(ids) > 1
+    compact = {"event": "compact", "rid": "a", "prompt_tokens": 0, "generated": len(ids)}
+    finish = {"event": "finish", "rid": "a", "output_ids": ids}
+    shown = trace_view.render([{**compact, "kept": []}, finish], tokenizer, mark="~~")
+    assert shown.plain == "~~√~~"
+
+
 @pytest.fixture()
 def path(events: list[dict[str, Any]], tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"

@@ -86,10 +86,6 @@ class Comparison:
         self.z = quantile(1 - ERROR / policies)
         self._reference = self._scores(first if self.keyed else second)
 
-    def full_rows(self) -> tuple[Row, Row]:
-        """The two runs of the full cache."""
-        return self.row(self.first), self.row(self.second)
-
     def row(self, run: Run) -> Row:
         """One run, in numbers; for the main thread, as ``is_right``."""
         scores, n = self._scores(run), len(self.prompts)
