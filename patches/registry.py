@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import sglang
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
 from sgl_skipkv.patches.hook import Hook, check
@@ -24,7 +27,7 @@ TESTED_SGLANG = ("0.5.22", "0.5.23")
 #: also installed where eviction is not supported, so that requests with a budget get 400
 ALWAYS = (*STARTUP_HOOKS, *API_HOOKS)
 HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
-#: names the one untested SGLang version that may run all the same (CONTRIBUTING.md, "Canary")
+#: names the one untested SGLang version that may run all the same (CONTRIBUTING.md)
 GATE_VARIABLE = "SGL_SKIPKV_UNTESTED_SGLANG"
 
 _problems_before: list[str] = []
@@ -63,13 +66,29 @@ def install(sglang_version: str) -> list[str]:
         tested = ", ".join(TESTED_SGLANG)
         _problems_before.append(f"SGLang {sglang_version} is not a tested version ({tested})")
     hooks = of_version(HOOKS, sglang_version)
-    problem_of = {hook: check(hook) for hook in hooks}
-    _problems_before.extend(problem for problem in problem_of.values() if problem is not None)
+    functions: dict[Hook, Callable[..., Any]] = {}
+    # All are imported before one is registered: SGLang swallows what a plugin raises, and would
+    # serve with the hooks that it has got until then.
+    for hook in hooks:
+        problem = check(hook)
+        if problem is None and hook.hooked:
+            function, error = attempt(f"sgl_skipkv: hook {hook.target}", partial(function_of, hook))
+            if function is not None:
+                functions[hook] = function
+            else:
+                problem = f"hook {hook.target}: {error}"
+        if problem is not None:
+            _problems_before.append(problem)
     for hook in of_version(ALWAYS, sglang_version) if _problems_before else hooks:
-        if problem_of[hook] is None and hook.hooked:
-            function = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
-            HookRegistry.register(hook.path, function, HookType(hook.kind))
+        if hook in functions:
+            HookRegistry.register(hook.path, functions[hook], HookType(hook.kind))
     return list(_problems_before)
+
+
+def function_of(hook: Hook) -> Callable[..., Any]:
+    """Ours, imported. Its module may not import beside an SGLang that is not tested."""
+    function: Callable[..., Any] = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
+    return function
 
 
 def load() -> None:

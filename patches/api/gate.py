@@ -56,7 +56,8 @@ class Gate:
 
 def gate_of(manager: Any) -> Gate:
     """The gate of a tokenizer manager; without the schedulers' report it refuses every key."""
-    unknown = Readiness(("this process has not heard from the scheduler",), enabled=False)
+    reason = "the schedulers report to no worker of --tokenizer-worker-num"
+    unknown = Readiness((reason,), enabled=False)
     gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
     return gate
 
@@ -148,6 +149,7 @@ def check_ids(
     vocab_size = manager.model_config.vocab_size
     for field, ids in (("input_ids", input_ids), ("stop_token_ids", stop_ids)):
         for one in () if ids is None else ids:
-            if not (isinstance(one, Integral) and 0 <= int(one) < vocab_size):
+            # int first: asking Integral takes longer, and prompts are long.
+            if not (isinstance(one, (int, Integral)) and 0 <= int(one) < vocab_size):
                 expected = f"token ids in [0, {vocab_size})"
                 raise SettingError(field, expected, one, "integers of the model's vocabulary")

@@ -34,5 +34,6 @@ def report_aborted(original: Callable[..., None], manager: Any, recv_obj: Any) -
     summary = (recv_obj.finished_reason or {}).pop(META_KEY, None)
     state = manager.rid_to_state.get(recv_obj.rid)
     original(manager, recv_obj)
-    if summary is not None and state is not None:
+    # SGLang leaves a health probe without an answer.
+    if summary is not None and state is not None and state.out_list:
         state.out_list[-1]["meta_info"][META_KEY] = json.loads(summary)

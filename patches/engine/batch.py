@@ -104,14 +104,17 @@ def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState,
 
 def end_request(req: Any, state: RequestState) -> None:
     """End a request with ``failure`` set; the others continue."""
+    if req.to_finish is None:
+        req.to_finish = failed(req, state)
+
+
+def failed(req: Any, state: RequestState) -> Any:
+    """The finish reason of a request with ``failure`` set."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    if req.to_finish is None:
-        message = f"kv_budget request {req.rid}: {state.failure}"
-        logger.error(message)
-        req.to_finish = FINISH_ABORT(
-            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
-        )
+    message = f"kv_budget request {req.rid}: {state.failure}"
+    logger.error(message)
+    return FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def admit_rows(result: None, batch: Any) -> None:

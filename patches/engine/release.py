@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_skipkv.patches.engine.backup import back_up
+from sgl_skipkv.patches.engine.batch import failed
 from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.reuse import leaving_history
 
@@ -44,8 +45,16 @@ def close_request(
     state, row_tokens = state_of(req), req.kv.kv_allocated_len
     if state is not None and not req.finished():
         back_up(state, req, tree_cache)
+    elif state is not None:
+        # Its answer has not been sent. It may have ended before its last compaction was read.
+        state.runtime.read_back(state)
+        if state.failure is not None and _finish_type(req) != "abort":
+            req.finished_reason = failed(req, state)
     with leaving_history(req, state, tree_cache):
         original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished():
-        reason = (req.finished_reason.to_json() or {}).get("type")
-        state.runtime.close(state, row_tokens, req.output_ids_through_stop, reason)
+        state.runtime.close(state, row_tokens, req.output_ids_through_stop, _finish_type(req))
+
+
+def _finish_type(req: Any) -> str | None:
+    return (req.finished_reason.to_json() or {}).get("type")

@@ -130,6 +130,7 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     SGLang also limits ``max_new_tokens`` to the pool size, for the full trace. A budgeted request
     never holds its full trace.
     """
+    follow_prompt(req)
     state, params = state_of(req), req.sampling_params
     requested, requested_min = params.max_new_tokens, params.min_new_tokens
     original(scheduler, req)
@@ -149,6 +150,20 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     params.min_new_tokens = min(requested_min, params.max_new_tokens)
 
 
+def follow_prompt(req: Any) -> None:
+    """Take over a prompt that is not the one of ``open_request``: SGLang puts as many ids as an
+    image has tokens in the place of its mark, and cuts a prompt with ``--allow-auto-truncate``."""
+    state, ids = state_of(req), req.origin_input_ids
+    if state is None or req.to_finish is not None or len(ids) == state.prompt.sent_tokens:
+        return
+    try:
+        state.settings.check_prompt(len(ids))
+        state.runtime.take_prompt(state, ids)
+    except SettingError as error:
+        state.runtime.metrics.refused_for(error)
+        req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
+
+
 def context_tokens(scheduler: Any) -> int:
     """The most tokens of prompt and output together: SGLang's own bound."""
     return int(scheduler.model_config.context_len) - 2
@@ -164,6 +179,7 @@ def refuse_unrecomputable(
     if req.is_retracted and is_stranded(req):
         end_stranded(scheduler, req)
     else:
+        follow_prompt(req)
         original(scheduler, req, is_retracted=is_retracted)
 
 

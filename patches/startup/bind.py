@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
@@ -17,6 +18,7 @@ from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
 from sgl_skipkv.patches.engine.forward import attention_layers
+from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
@@ -28,7 +30,6 @@ from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure
 from sgl_skipkv.patches.startup.parallel import is_first_rank, open_ranks, reasons_of_ranks
 from sgl_skipkv.patches.startup.replicas import trace_path
-from sgl_skipkv.policy.ranks import ONE_RANK
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -89,6 +90,31 @@ def _can_record(scheduler: Any) -> bool:
     return len(shapes) == 1 and all(latent or width == of_value for _, width, of_value in shapes)
 
 
+class ModelFacts(NamedTuple):
+    """What eviction has to know of a supported server.
+
+    Attributes:
+        layers: every attention layer.
+        window_tokens: the largest window of a layer; 0: they have none.
+        without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
+        thoughts: None: the vocabulary marks none.
+    """
+
+    layers: Sequence[Any] = ()
+    window_tokens: int = 0
+    without_reuse: Sequence[str] = ()
+    thoughts: ThoughtTokens | None = None
+
+
+class Built(NamedTuple):
+    """What ``_build`` made of it, as in ``Binding``."""
+
+    runtime: Runtime
+    capture: HiddenCapture | None
+    kv_scales: Any
+    refused_policies: Mapping[str, str]
+
+
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
     if getattr(scheduler, "skipkv_workspace", None) is not None:
@@ -96,85 +122,113 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         # the allocator would keep it for the stream it was allocated on.
         scheduler.skipkv_workspace = None
         torch.cuda.empty_cache()
-    config, runner = config_of(scheduler.server_args), scheduler.tp_worker.model_runner
+    config = config_of(scheduler.server_args)
     # The checks read attributes that another SGLang version may not have.
     reasons = registry.problems() or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
-    # As above: where eviction is not supported, nothing more is read.
-    without_reuse: list[str] = []
-    layers, window_tokens = list[Any](), 0
-    thoughts: ThoughtTokens | None = None
-    if not reasons:
-        layers = attention_layers(runner.model)
-        window_tokens = model_window_tokens(layers, runner.sliding_window_size)
-        without_reuse = missing_for_reuse(scheduler)
-        thoughts = ThoughtTokens.of(scheduler.tokenizer)
-        if config.kv_reuse:
-            reasons += without_reuse
-        if config.kv_params.get("drop_thoughts") and thoughts is None:
-            reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
+    facts = ModelFacts()
+    if not reasons:  # as above: where eviction is not supported, nothing more is read
+        facts = _facts(scheduler)
+        reasons += _wrong_settings(config, facts)
     trace = None
     try:
-        check_server_defaults(config, window_tokens)
+        check_server_defaults(config, facts.window_tokens)
         if config.trace is not None and is_first_rank():
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
     reasons = reasons_of_ranks(reasons)
-    ranks, runtime, capture = ONE_RANK, None, None
     counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
     metrics = Metrics(scheduler.metrics_collector.labels if counts else None)
-    refused_policies: dict[str, str] = {}
-    kv_scales: Any = (None, None)
-    try:
-        side = model_side_of(runner)
-        if not reasons and side is None and config.enabled:
-            reasons.append("attention whose queries cannot be recorded (keys unlike values)")
-        if not reasons:
-            if side is None:
-                side = build_model_side(config, scheduler)
-                side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
-            ranks = open_ranks(side.recorder.device)
-            centres, reach, refused_policies = measure(scheduler, side, config, ranks)
-            if (why := refused_policies.get(config.kv_policy)) is not None:
-                reasons.append(f"kv_policy {config.kv_policy}: {why}")
-            buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
-            runtime = Runtime(
-                config,
-                recorder=side.recorder,
-                scale=side.scale,
-                pool_tokens=scheduler.max_total_num_tokens,
-                page_tokens=scheduler.page_size,
-                kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
-                steerer=side.steerer,
-                trace=trace,
-                thoughts=thoughts,
-                centres=centres,
-                reach=reach,
-                ranks=ranks,
-                metrics=metrics,
-            )
-            capture, kv_scales = side.capture, kv_scales_of(runner)
-    except (SettingError, OtherAttention, MemoryError, torch.OutOfMemoryError) as error:
-        reasons.append(str(error))
+    built: Built | None = None
+    if not reasons:
+        build = partial(_build, scheduler, config, facts, trace, metrics, reasons)
+        built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
+        reasons += [] if failure is None else [failure]
     readiness = Readiness(tuple(reasons), config.enabled)
-    # SMG's gRPC servicer starts no ``Engine`` that would receive this report and refuse to start.
-    modes = ("smg_grpc_mode", "grpc_mode")
-    has_no_gate = any(getattr(scheduler.server_args, mode, False) for mode in modes)
-    if readiness.state == "refused" and has_no_gate:
+    if readiness.state == "refused" and _has_no_gate(scheduler):
         raise SystemExit(readiness.message())
     metrics.decided(readiness.state)
     binding = Binding(
-        *(config, readiness, runtime, scheduler, metrics, capture, kv_scales),
-        without_reuse=tuple(without_reuse),
-        refused_policies=refused_policies,
-        model_window_tokens=window_tokens,
-        scored_layers=[layer.layer_id for layer in scored_layers(layers)],
+        *(config, readiness, built and built.runtime, scheduler, metrics),
+        capture=built and built.capture,
+        kv_scales=built.kv_scales if built else (None, None),
+        without_reuse=tuple(facts.without_reuse),
+        refused_policies=built.refused_policies if built else {},
+        model_window_tokens=facts.window_tokens,
+        scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
-    if runtime is not None:
-        _warm_up(binding, runtime)
+    if built is not None:
+        _warm_up(binding, built.runtime)
     logger.info(readiness.message())
+
+
+def _facts(scheduler: Any) -> ModelFacts:
+    runner = scheduler.tp_worker.model_runner
+    layers = attention_layers(runner.model)
+    window_tokens = model_window_tokens(layers, runner.sliding_window_size)
+    thoughts = ThoughtTokens.of(scheduler.tokenizer)
+    return ModelFacts(layers, window_tokens, missing_for_reuse(scheduler), thoughts)
+
+
+def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
+    """Defaults of the server that it cannot serve."""
+    reasons = [*facts.without_reuse] if config.kv_reuse else []
+    if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
+        reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
+    return reasons
+
+
+def _build(
+    scheduler: Any,
+    config: ServerConfig,
+    facts: ModelFacts,
+    trace: TraceWriter | None,
+    metrics: Metrics,
+    reasons: list[str],
+) -> Built | None:
+    """Measure the model and build the runtime; or None, and why not is added to ``reasons``."""
+    runner = scheduler.tp_worker.model_runner
+    side = model_side_of(runner)
+    if side is None and config.enabled:
+        reasons.append("attention whose queries cannot be recorded (keys unlike values)")
+        return None
+    try:
+        if side is None:
+            side = build_model_side(config, scheduler)
+            side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
+        ranks = open_ranks(side.recorder.device)
+        centres, reach, refused_policies = measure(scheduler, side, config, ranks)
+        if (why := refused_policies.get(config.kv_policy)) is not None:
+            reasons.append(f"kv_policy {config.kv_policy}: {why}")
+        buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
+        runtime = Runtime(
+            config,
+            recorder=side.recorder,
+            scale=side.scale,
+            pool_tokens=scheduler.max_total_num_tokens,
+            page_tokens=scheduler.page_size,
+            kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
+            steerer=side.steerer,
+            trace=trace,
+            thoughts=facts.thoughts,
+            centres=centres,
+            reach=reach,
+            ranks=ranks,
+            metrics=metrics,
+        )
+    except (SettingError, OtherAttention, MemoryError, torch.OutOfMemoryError) as error:
+        reasons.append(str(error))
+        return None
+    return Built(runtime, side.capture, kv_scales_of(runner), refused_policies)
+
+
+def _has_no_gate(scheduler: Any) -> bool:
+    """Whether no ``Engine`` receives this scheduler's report, which would refuse to start."""
+    modes = ("smg_grpc_mode", "grpc_mode")
+    grpc = any(getattr(scheduler.server_args, mode, False) for mode in modes)
+    return grpc or scheduler.rust_server is not None
 
 
 def _warm_up(binding: Binding, runtime: Runtime) -> None:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import sglang
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.metrics import Refusals
@@ -37,10 +38,16 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         reasons += missing if report is None else report["reasons"]
         window_tokens = 0 if report is None else report["model_window_tokens"]
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
-    wrong = readiness.message() if readiness.state == "refused" else _wrong_preferred(manager)
+    wrong = readiness.message() if readiness.state == "refused" else None
+    # A router's workers tokenize. They get no report of the schedulers, so they refuse our keys.
+    routes = isinstance(manager, MultiTokenizerRouter)
+    if wrong is None and not routes:
+        wrong = _wrong_preferred(manager)
     if wrong is not None:
         _kept_alive.append(manager)
         raise SystemExit(wrong)
+    if routes:
+        return
     labels = manager.metrics_collector.labels if manager.enable_metrics else None
     manager.skipkv = Gate(config, readiness, window_tokens, Refusals(labels))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:

@@ -209,8 +209,10 @@ class Compactor:
         return last is not None and last.logical_tokens > state.prompt.tokens + generated - 1
 
     def learn_failures(self, state: RequestState, row_tokens: int) -> None:
-        """Whether a rank failed in the last compaction or measurement, if its copy has arrived:
-        it came ``AHEAD_TOKENS`` ago or before that."""
+        """Set the request's ``failure`` if its last compaction or measurement failed, on any rank.
+
+        Reads what was copied at least ``AHEAD_TOKENS`` tokens ago: those copies have arrived.
+        """
         arrived_tokens = row_tokens + state.kv.evicted_tokens - AHEAD_TOKENS
         if self._agreement is not None:
             self._agreement.check()

@@ -1,4 +1,5 @@
-"""What the CPU learns of a compaction, many steps later: what stayed, and which sentences went."""
+"""What the CPU learns of a compaction, a few steps later: which tokens were kept, which sentences
+were evicted."""
 
 from __future__ import annotations
 

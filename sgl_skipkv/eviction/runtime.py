@@ -6,8 +6,6 @@ request's next compaction, many steps later, so nothing waits for the device (do
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 from torch import Tensor
@@ -111,21 +109,17 @@ class Runtime:
             torch.OutOfMemoryError: the first request with a track: no device memory for recording.
             MemoryError: the first request that evicts: no host memory for backups.
         """
-        prompt_tokens = len(prompt_ids)
-        seed = zlib.crc32(array("q", prompt_ids).tobytes())
         state = RequestState(
             self,
             rid,
             settings,
-            Prompt(prompt_tokens, prompt_tokens, prompt_tokens, seed),
-            kv=KVState(tracked_tokens=prompt_tokens),
+            Prompt.of(prompt_ids),
+            kv=KVState(tracked_tokens=len(prompt_ids)),
             sentences=self._no_sentences(settings),
         )
         self.opened_requests += 1
         self.metrics.opened(state)
-        if settings.steering is not None:
-            assert self.steerer is not None, "resolve_request refuses steering without a vector"
-            state.schedule = self.steerer.schedule(settings.steering, prompt_ids)
+        self.take_prompt(state, prompt_ids)
         if settings.evicts:
             self.host_memory.reserve()
         if settings.kv_reuse == "budget" and state.needs_track:
@@ -133,6 +127,14 @@ class Runtime:
         if state.needs_track:
             self.recorder.reserve()
         return state
+
+    def take_prompt(self, state: RequestState, prompt_ids: Sequence[int]) -> None:
+        """The prompt of a request that has no row yet; again where SGLang changes it."""
+        state.prompt = Prompt.of(prompt_ids)
+        state.kv.tracked_tokens = len(prompt_ids)
+        if (steering := state.settings.steering) is not None:
+            assert self.steerer is not None, "resolve_request refuses steering without a vector"
+            state.schedule = self.steerer.schedule(steering, prompt_ids)
 
     def fits_pool(self, tokens: int) -> bool:
         """Whether a request with this many KV tokens can be admitted and decode one more.
@@ -201,8 +203,7 @@ class Runtime:
         report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
         report.budgeted_token_steps += budgeted_tokens  # for the mean
         report.observed_steps += 1
-        if self.ranks.size > 1:
-            self.compactor.learn_failures(state, row_tokens)
+        self.compactor.learn_failures(state, row_tokens)
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory."""
@@ -243,6 +244,10 @@ class Runtime:
         state.offloaded.waiting_with = generated
         if state.offloaded.backup is None:
             self._start_anew(state)
+
+    def read_back(self, state: RequestState) -> None:
+        """Learn what the request's last compaction kept, and whether it failed. Waits for it."""
+        read_back(state, self._trace)
 
     def close(
         self, state: RequestState, row_tokens: int, output_ids: Sequence[int], reason: str | None

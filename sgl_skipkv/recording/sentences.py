@@ -65,6 +65,14 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """Raw entry -> token id. Some models' own tokenizers list bytes (Qwen 1, HunYuan)."""
+    return {
+        raw.decode(errors="replace") if isinstance(raw, bytes) else raw: token_id
+        for raw, token_id in tokenizer.get_vocab().items()
+    }
+
+
 # A newline in a raw vocabulary entry: as itself, in byte-level BPE, and in SentencePiece's byte
 # fallback. Only these entries are decoded, which is fast for 150,000-token vocabularies.
 _NEWLINE_MARKS: Final = ("\n", "Ċ", "<0x0A>")
@@ -74,7 +82,7 @@ def newline_tokens(tokenizer: Tokenizer) -> list[tuple[int, str]]:
     """Token id and decoded text of every vocabulary entry that may contain a newline."""
     ids = [
         token_id
-        for raw, token_id in tokenizer.get_vocab().items()
+        for raw, token_id in vocabulary_of(tokenizer).items()
         if any(mark in raw for mark in _NEWLINE_MARKS)
     ]
     return [(token_id, tokenizer.decode([token_id])) for token_id in sorted(ids)]

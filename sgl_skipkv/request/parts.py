@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,11 @@ class Prompt:
     uncounted_tokens: int
     seed: int
     earlier_compactions: int = 0
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Prompt:
+        """Of a request that continues nothing."""
+        return cls(len(ids), len(ids), len(ids), zlib.crc32(array("q", ids).tobytes()))
 
 
 @dataclass

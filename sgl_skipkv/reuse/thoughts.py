@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, NamedTuple
 
-from sgl_skipkv.recording.sentences import Tokenizer
+from sgl_skipkv.recording.sentences import Tokenizer, vocabulary_of
 
 START: Final = "<think>"
 END: Final = "</think>"
@@ -50,7 +50,7 @@ class ThoughtTokens:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ThoughtTokens | None:
         """Those of a tokenizer; None if ``</think>`` is not one token."""
-        vocabulary = tokenizer.get_vocab()
+        vocabulary = vocabulary_of(tokenizer)
         if END not in vocabulary:
             return None
         blank = frozenset(token for raw, token in vocabulary.items() if _is_blank(raw))

@@ -20,7 +20,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.kernels.reference import DELIMITER, KEYWORD, THINK_END, THINK_START, steering_step
-from sgl_skipkv.recording.sentences import PRESETS, Delimiters, Tokenizer
+from sgl_skipkv.recording.sentences import PRESETS, Delimiters, Tokenizer, vocabulary_of
 from sgl_skipkv.steering.vector import SteeringVector
 
 #: a leading space in the vocabularies of byte-level BPE and SentencePiece
@@ -46,7 +46,7 @@ class TokenClasses:
         self, tokenizer: Tokenizer, delimiters: Delimiters, preset: str, keywords: Sequence[str]
     ) -> None:
         size = len(delimiters.bits)
-        vocabulary = {raw: i for raw, i in tokenizer.get_vocab().items() if i < size}
+        vocabulary = {raw: i for raw, i in vocabulary_of(tokenizer).items() if i < size}
         preset_bit, missing = PRESETS[preset], dict.fromkeys(keywords)
         self.bits = bytearray(DELIMITER if bits & preset_bit else 0 for bits in delimiters.bits)
         for raw, token_id in vocabulary.items():

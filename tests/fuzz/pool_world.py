@@ -222,9 +222,11 @@ class World(Loop):
         ignore_eos: bool = True,
         extra_key: str | None = None,
         cache_salt: str | None = None,
+        becomes: Sequence[int] | None = None,
         **keys: Any,
     ) -> Any:
-        """A request is received: state, limits, queue. ``keys`` are those of the API."""
+        """A request is received: state, limits, queue. ``keys`` are those of the API; ``becomes``
+        is what SGLang makes of its prompt."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -262,6 +264,8 @@ class World(Loop):
         open_request(req, self, received)
         if req.to_finish is not None:
             return req
+        if becomes is not None:
+            req.origin_input_ids = array("q", becomes)
         Scheduler.init_req_max_new_tokens(self, req)
         Scheduler._add_request_to_queue(self, req)
         return req

@@ -77,6 +77,50 @@ def test_an_error_of_ours_ends_the_call_that_it_concerns(monkeypatch: pytest.Mon
     world.drain()
 
 
+@pytest.mark.parametrize("tokens", [20, 60])
+def test_scores_that_are_not_finite_end_the_call(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """With 500, a few tokens later, or at its end if that comes first."""
+    right = RKV.scores
+    monkeypatch.setattr(RKV, "scores", lambda *of: right(*of) * float("nan"))
+    world = World()
+    req = world.arrive([5, 6, 7, 20], tokens, **asks(8, "rkv"))
+    while world.owners() or world.waiting_queue:
+        world.step()
+    ended = req.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert "a score was not finite" in ended["message"]
+    assert req.skipkv.report.summary["compactions"] == 1 and len(req.output_ids) <= 24
+    world.drain()
+
+
+@pytest.mark.parametrize("size", [44, 3])
+def test_a_prompt_that_sglang_changes(size: int) -> None:
+    """It expands images, and may cut prompts, after a request was opened."""
+    world = World()
+    prompt = [5, 6, 7, 20]
+    changed = [5, *([9] * (size - 3)), 7, 20]
+    req = world.arrive(prompt, 40, becomes=changed, **asks(8, "rkv"))
+    while world.owners() or world.waiting_queue:
+        world.step()
+        if req.skipkv.kv.last is not None:
+            assert req.skipkv.kv.last.read()[0][:size] == list(range(size))
+    summary = req.skipkv.report.summary
+    assert len(req.output_ids) == 40 and summary["compactions"] > 1
+    assert summary["peak_kv_tokens"] <= 8 + PARAMETERS["interval"] + 1
+    world.drain()
+
+
+def test_a_prompt_that_no_longer_fits_its_budget() -> None:
+    world = World()
+    counted = {**PARAMETERS, "count_prompt": True}
+    keys = {**asks(20, "rkv"), "kv_params": counted}
+    req = world.arrive([5, 6, 7, 20], 40, becomes=[5] * 44, **keys)
+    assert req.to_finish.status_code == HTTPStatus.BAD_REQUEST
+    assert "count_prompt counts 44 prompt tokens" in req.to_finish.message
+
+
 def test_a_call_that_cannot_be_opened_ends_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     monkeypatch.setattr(type(world.runtime), "open", lambda *_: {}["planted"])

@@ -231,6 +231,10 @@ SPECS: dict[str, Spec] = {
     "refused": Spec(
         ("states",), "qwen2", (*UNSUPPORTED, "--enable-streaming-session", "--kv-budget", "64")
     ),
+    # Two tokenizer workers behind a router, and nobody asked.
+    "tokenizer workers": Spec(
+        ("states",), "qwen2", ("--tokenizer-worker-num", "2"), options={"trace": False}
+    ),
     # No kv_reuse, and the operator asked for it.
     "reuse refused": Spec(
         ("states",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pkgutil
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from transformers import AutoConfig
 
 from sgl_skipkv.cli.doctor import show
 from sgl_skipkv.cli.main import main
-from sgl_skipkv.patches.registry import HOOKS, of_version
+from sgl_skipkv.patches.registry import HOOKS, function_of, of_version
 from sgl_skipkv.patches.startup import hook_bodies
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
 
@@ -214,7 +213,7 @@ def test_a_file_that_is_no_model(text: str | None, tmp_path: Path, capsys: Any) 
 def test_every_seam_names_what_uses_it() -> None:
     """Hooks are resolved when they are installed; those of the kind "use" only here."""
     for hook in HOOKS:
-        assert callable(pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")), hook
+        assert callable(function_of(hook)), hook
 
 
 def test_the_matrix_covers_what_sglang_offers() -> None:

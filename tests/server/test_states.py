@@ -51,6 +51,16 @@ def test_ready_without_a_flag(fleet: Fleet) -> None:
     fleet.stop("no flags")
 
 
+def test_several_tokenizer_workers_when_not_asked(fleet: Fleet) -> None:
+    """Eviction is unavailable there, and the server starts and serves without it."""
+    server = fleet.ready("tokenizer workers")
+    assert len(server.generate([3, 4, 5], 8)["output_ids"]) == 8
+    with pytest.raises(HTTPFailure) as refused:
+        server.generate([3, 4, 5], 8, kv_budget=64)
+    assert refused.value.status == 400 and "--tokenizer-worker-num" in refused.value.body
+    fleet.stop("tokenizer workers")
+
+
 def test_unavailable_when_not_asked(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,8 +58,10 @@ def traced(tmp_path: Path) -> tuple[SyntheticServer, Path]:
 def test_trace_of_a_call(tmp_path: Path) -> None:
     server, path = traced(tmp_path)
     call = served(server, words(5) * 25, kv_policy="streaming", rid="r-1")
-    server.run(call, 60)
+    server.run(call, 54)
     assert read_trace(path) == [], "a compaction is written once its positions are on the CPU"
+    server.run(call, 6)
+    assert len(read_trace(path)) == 1
     server.run(call, 40)
     summary = server.finish(call, reason="stop")
     *compactions, finish = read_trace(path)

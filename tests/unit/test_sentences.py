@@ -103,10 +103,11 @@ def test_delimiters_ignore_ids_outside_the_vocabulary() -> None:
     [
         ({"a": 0, ".Ċ": 2, "ĊĊ": 1}, {0: "a", 1: "\n\n", 2: ".\n"}),  # byte-level BPE
         ({"a": 0, "<0x0A>": 1, ".\n": 2}, {0: "a", 1: "\n", 2: ".\n"}),  # byte fallback
+        ({b"\xe4": 0, b".\n": 2, b"\n\n": 1}, {0: "?", 1: "\n\n", 2: ".\n"}),  # bytes, cut anywhere
     ],
 )
 def test_newline_tokens_of_each_kind_of_vocabulary(
-    vocab: dict[str, int], texts: dict[int, str]
+    vocab: dict[str | bytes, int], texts: dict[int, str]
 ) -> None:
     decoded: list[int] = []
 

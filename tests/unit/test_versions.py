@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import sglang
 
 import sgl_skipkv
 from sgl_skipkv.patches import registry
-from sgl_skipkv.patches.hook import before
+from sgl_skipkv.patches.hook import Hook, before
 from sgl_skipkv.patches.startup import hook_bodies, open_gate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,27 @@ def test_a_hook_of_one_version() -> None:
     every = before("a.b(self)", "c:d", "why")
     assert registry.of_version((one, every), "0.5.22") == (one, every)
     assert registry.of_version((one, every), "0.5.23") == (every,)
+
+
+def test_a_hook_that_does_not_import_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would swallow the error and serve with half of the hooks."""
+    registered: list[str] = []
+    newest = registry.TESTED_SGLANG[-1]
+    always = [hook for hook in registry.of_version(registry.ALWAYS, newest) if hook.hooked]
+    broken = always[-1]
+
+    def function_of(hook: Hook) -> Callable[..., None]:
+        if hook is broken:
+            raise AttributeError("module 'sglang' has no attribute 'Renamed'")
+        return print
+
+    monkeypatch.setattr(registry, "check", lambda hook: None)
+    monkeypatch.setattr(registry, "function_of", function_of)
+    monkeypatch.setattr(registry, "_problems_before", [])
+    monkeypatch.setattr(registry.HookRegistry, "register", lambda path, *_: registered.append(path))
+    (problem,) = registry.install(newest)
+    assert broken.target in problem and "AttributeError" in problem
+    assert registered == [hook.path for hook in always[:-1]]
 
 
 def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
