@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,19 +155,6 @@ def test_routes_that_were_made_before_plugins_were_loaded() -> None:
         routes.bind_routes(app)
         assert client.post("/chat", json=body).json() == {"kv_budget": 24}
     assert [route.path for route in app.routes].count("/chat") == 1
-
-
-def test_worker_processes_load_the_plugin() -> None:
-    """Those of --tokenizer-worker-num import an app by the name that the environment gives."""
-    code = (
-        "import os, importlib, sgl_skipkv.plugin as plugin; plugin.register();"
-        "module, name = os.environ['SGLANG_HTTP_SERVER_APP_PATH'].split(':');"
-        "app = getattr(importlib.import_module(module), name);"
-        "from sglang.srt.entrypoints import http_server;"
-        "assert app is http_server.app; print(http_server.ChatCompletionRequest.__module__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "sgl_skipkv.patches.api.openai"
 
 
 @pytest.mark.smoke

@@ -20,7 +20,7 @@ COMMAND = (
     *("--workers", "1"),  # another of pytest's workers has the other core
 )
 
-pytestmark = pytest.mark.timeout(1800)  # minutes where nothing else runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes where nothing else runs
 
 
 def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -31,7 +31,6 @@ def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(report.read_text())
 
 
-@pytest.mark.slow
 def test_every_planted_bug_is_found(tmp_path: Path) -> None:
     """In the first lives of a seed; ``make fuzz`` looks at thousands of lives of others."""
     found = rows_of(tmp_path, "--planted", "--soonest")

@@ -133,11 +133,14 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 
 #: ordinary sentences after every kind of prompt, all else after one that stays and one that may go
+QUICK = [*(("sentences", prompt) for prompt in PROMPTS), *((scene, "pinned") for scene in SCENES)]
 LIVES = [
-    (scene, prompt)
-    for scene in SCENES
-    for prompt in PROMPTS
-    if scene == "sentences" or prompt in ("pinned", "counted")
+    *dict.fromkeys(QUICK),
+    *(
+        pytest.param(scene, "counted", marks=pytest.mark.slow)
+        for scene in SCENES
+        if scene != "sentences"
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ import pytest
 from servers import HTTPFailure, Server, logprob_gap, output_logprobs
 from tiny_models import prompt_ids
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS, NEIGHBOURS = 160, 12
 POLICIES = ("skipkv", "rkv", "streaming", "h2o")

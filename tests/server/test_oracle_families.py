@@ -15,7 +15,7 @@ from tiny_models import prompt_ids
 
 from sgl_skipkv.policy import names
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS = 90
 POLICIES = [name for name in names() if name != "full"]

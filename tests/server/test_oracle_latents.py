@@ -19,7 +19,7 @@ from tiny_models import LINE_END_IDS, prompt_ids
 
 from sgl_skipkv.policy import make_policy, names, policy_class
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS = 90
 POLICIES = [name for name in names() if name != "full"]

@@ -52,12 +52,13 @@ def test_ready_without_a_flag(fleet: Fleet) -> None:
 
 
 def test_several_tokenizer_workers_when_not_asked(fleet: Fleet) -> None:
-    """Eviction is unavailable there, and the server starts and serves without it."""
+    """Eviction is unavailable there, and the server starts and serves without it. Its workers load
+    the plugin: they know our keys, and refuse them."""
     server = fleet.ready("tokenizer workers")
     assert len(server.generate([3, 4, 5], 8)["output_ids"]) == 8
-    with pytest.raises(HTTPFailure) as refused:
-        server.generate([3, 4, 5], 8, kv_budget=64)
-    assert refused.value.status == 400 and "--tokenizer-worker-num" in refused.value.body
+    for path in ("/generate", *OPENAI, *OLLAMA, "/v1/messages"):
+        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* --tokenizer-worker-num"):
+            server.post(path, plain_body(path, {"kv_budget": 64}))
     fleet.stop("tokenizer workers")
 
 
