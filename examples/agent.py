@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import sgl_skipkv.frontend  # noqa: F401  # gives run its kv_reuse
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
 
 MODEL = Path(__file__).resolve().parent / "conversant"
 BUDGET = 128
@@ -162,7 +161,7 @@ def main() -> None:
     parser.add_argument("--url", help="of a running server")
     parser.add_argument("--turns", type=int, default=8, help="of the conversation")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    exit_on_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 110)
     with server_at(arguments.url) as url:
         for mode in MODES:

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from sgl_skipkv.cli.progress import progress as progress_bar
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
 from sgl_skipkv.cli.trace_view import show
 from sgl_skipkv.cli.view import write_page
 from sgl_skipkv.explorer.text import pieces
@@ -192,7 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--problems", type=int, default=10, help="hard problems per round")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    exit_on_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 110)
     problems = hard_problems(arguments.problems)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

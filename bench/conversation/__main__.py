@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +42,7 @@ from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row, recorded
 from bench.reasoner.vocabulary import build_tokenizer
 from sgl_skipkv import policy
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
 from sgl_skipkv.cli.tune.intervals import wilson
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "conversant"
@@ -221,8 +219,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
-    # A run that is told to end takes its server with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     for name in arguments.only:
         measure, count = {
             "accuracy": (accuracy, arguments.conversations),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from bench.lib.sweep import Problem, Sweep
 from sgl_skipkv.cli.report import kv_bytes_per_token
-from sgl_skipkv.cli.server_process import Endpoint, ServerProcess
+from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, exit_on_sigterm
 from sgl_skipkv.cli.tune.prompts import prompt_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,8 +120,7 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[Endpoint]]:
     if is_bundled(arguments.model_path):
         flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
     command = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    # A sweep that is told to end takes its servers with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started = [

@@ -1,9 +1,9 @@
-"""Whether a model's attention is what scores take it for: the recorded queries, asked of the cached
-keys.
+"""Checks at start that each attention layer's output is the attention of its recorded queries over
+the cached keys and values, as scores assume.
 
 A model may rotate its queries or keys behind the place where they are recorded, or add something of
-its own to the attention. Scores would then be wrong, and nothing would complain. One comparison per
-layer, in the prefill that measures the model at start, finds out.
+its own to the attention. Scores would then be wrong without an error. One comparison per layer, in
+the prefill that measures the model at start, finds such a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAST_QUERIES = 16
 _MOST_OFF = 0.1
 
 
-class OtherAttention(ValueError):
+class AttentionMismatch(ValueError):
     """A layer's output is not that of its recorded queries and cached keys and values."""
 
 
@@ -106,14 +106,14 @@ class AttentionCheck:
         """Refuse the model if a layer of any rank is off.
 
         Raises:
-            OtherAttention: with the layer that is off most.
+            AttentionMismatch: with the layer that is off most.
         """
         if not self._exact:
             return
         gaps = ranks.gathered(torch.stack([self.gaps[i] for i in sorted(self.gaps)])).amax(dim=0)
         worst = int(gaps.argmax())  # of NaN as well
         if not float(gaps[worst]) <= _MOST_OFF:
-            raise OtherAttention(
+            raise AttentionMismatch(
                 f"attention layer {sorted(self.gaps)[worst]} is not that of its recorded queries "
                 f"and cached keys: its output is off by {float(gaps[worst]):.0%} (queries or keys "
                 "rotated elsewhere, another window, or a bias)"

@@ -24,7 +24,7 @@ from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.patches.startup.attention_check import OtherAttention
+from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure
@@ -218,7 +218,7 @@ def _build(
             ranks=ranks,
             metrics=metrics,
         )
-    except (SettingError, OtherAttention, MemoryError, torch.OutOfMemoryError) as error:
+    except (SettingError, AttentionMismatch, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
         return None
     return Built(runtime, side.capture, kv_scales_of(runner), refused_policies)

@@ -14,7 +14,7 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.forward import attention_layers, whole
 from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.windows import scored_layers
-from sgl_skipkv.patches.startup.attention_check import AttentionCheck, OtherAttention
+from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.query_centres import (
@@ -54,14 +54,14 @@ class Measurements(NamedTuple):
 def measure(
     scheduler: Any, side: ModelSide, config: ServerConfig, ranks: Ranks = ONE_RANK
 ) -> Measurements:
-    """Prefill a text once and look at what every head asks, how far it looks, and whether the
+    """Prefill a text once and record each head's mean query and its reach, and whether the
     attention is that of what is recorded and cached.
 
     Runs when pools and model exist and no request has come: all memory is free, and is again.
 
     Raises:
         SettingError: ``query_text`` is no readable file, or too short.
-        OtherAttention: scores would not be of what the model's attention does.
+        AttentionMismatch: scores would not be of what the model's attention does.
     """
     try:
         text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def _seen(
             hook.remove()
     order = [layer.layer_id for layer in scored]
     if not reach.keys() >= {*order}:
-        raise OtherAttention(
+        raise AttentionMismatch(
             "prefills that attend to keys of every head instead of the cached latents, so the "
             "queries of a prompt cannot be recorded (flashinfer: "
             "--flashinfer-mla-disable-ragged; fa3, triton: --enable-deterministic-inference)"

@@ -1,4 +1,4 @@
-"""What eviction would say to a model, from its config.json alone: ``skipkv doctor --model``.
+"""Whether a model is supported, from its config.json alone: ``skipkv doctor --model``.
 
 SGLang's own ``ModelConfig`` reads the file, so heads and the kind of attention are what a server
 would see. A server still looks at the real pool and layers when it starts.
@@ -93,7 +93,7 @@ def check_model(path: Path) -> ModelReport:
         head_dim=config.kv_lora_rank + config.qk_rope_head_dim if latent else config.head_dim,
         tested=architecture in FAMILIES,
         reasons=tuple(
-            f"{name} ({seen}): {_why(name)}" for name, seen in _against(config, architecture)
+            f"{name} ({seen}): {_why(name)}" for name, seen in _refusals(config, architecture)
         ),
         steered=FAMILIES.get(architecture) is not None,
         # Of layers that see everything, where a file has one for each kind.
@@ -115,7 +115,7 @@ def _why(name: str) -> str:
     return row.why
 
 
-def _against(config: Any, architecture: str) -> list[tuple[str, str]]:
+def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
     """Rows of the capability matrix that refuse this model, and what was seen in its file."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa

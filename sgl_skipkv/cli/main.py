@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks.set_defaults(run=doctor)
     instead = checks.add_mutually_exclusive_group()
     instead.add_argument(
-        "--url", help="ask this running server or router instead whether budgets arrive there"
+        "--url", help="check a running server or router instead: do budgets reach it?"
     )
     instead.add_argument(
-        "--model", type=Path, help="say of this config.json, or its folder, what would work"
+        "--model", type=Path, help="check a model instead: its config.json or the folder"
     )
     checks.add_argument("--api-key", help="for --url, where the server asks for one")
     trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")

@@ -12,7 +12,7 @@ from sgl_skipkv.cli.tables import print_json
 
 
 def show_model(path: Path, console: Console, *, as_json: bool) -> int:
-    """Print what eviction, steering and policies say to the model; 1 if eviction cannot work.
+    """Print whether eviction, steering and each policy work with the model; 1 if eviction does not.
 
     Raises:
         SettingError: no config.json, or one that SGLang does not take for a model.

@@ -198,6 +198,11 @@ class ServerProcess(Endpoint, AbstractContextManager["ServerProcess"]):
         self.stop()
 
 
+def exit_on_sigterm() -> None:
+    """Let this process end by ``SystemExit`` if it is told to, so that its servers end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def _read(response: requests.Response) -> Any:
     response.encoding = "utf-8"
     if response.status_code != 200:

@@ -148,7 +148,8 @@ class Planner:
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy = due.state, due.state.settings.policy
         queries = location = None
-        if due.cache is not None and (policy.kernel_scores or policy.joins_layers):
+        in_place = policy.kernel_scores or policy.reads_pages or policy.joins_layers
+        if due.cache is not None and in_place:
             ring = self._recorder.queries.data if state.held.track_id else None
             location = due.location(ring)
         elif policy.needs_queries:

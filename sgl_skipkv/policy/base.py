@@ -344,8 +344,11 @@ class Policy:
     #: whether ``track`` must see the attention of all ranks' heads
     tracks_all_heads: ClassVar[bool] = True
     evicts: ClassVar[bool] = True
-    #: token scores of ``ScoreInput`` that it lets kernels find, where those run
+    #: fields of ``ScoreInput`` that kernels fill before it scores, where those run: ``importance``,
+    #: ``redundancy``
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
+    #: whether it reads keys or values where they lie in pages, where kernels run
+    reads_pages: ClassVar[bool] = False
     #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
     #: gathers keys or values of all due requests, layer by layer
     joins_layers: ClassVar[int] = 0
@@ -377,7 +380,7 @@ class Policy:
     def budget_after(self, kv_budget: int, compactions: int) -> int:
         """Budget after this many compactions, at most ``kv_budget``, whatever ``fraction`` says.
 
-        The next compaction is due ``interval`` tokens beyond it, the first beyond that of none.
+        Compaction k + 1 is due when the request holds ``budget_after(k) + interval`` tokens.
         """
         return kv_budget
 

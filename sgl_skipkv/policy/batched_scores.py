@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
@@ -84,6 +85,37 @@ def recent_attention(
     scale = requests[0].scale
     attention: Tensor = step_attention(*(*paged, counts, firsts), causal=causal, scale=scale)
     return attention
+
+
+def pooled_attention(
+    requests: Sequence[ScoreInput],
+    spans: Sequence[Span],
+    zeros: Tensor,
+    *,
+    window: int,
+    kernel: int,
+) -> list[Tensor]:
+    """float32 [stop - first] of each request: ``selector_attention`` of its last ``window`` queries
+    to its span, from one replay and one pool of all requests.
+
+    Args:
+        requests: whose locations are known.
+        zeros: float32, half of ``kernel`` or more.
+    """
+    firsts, half = [first for first, _ in spans], kernel // 2
+    attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
+    # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
+    received = by_request(attention.cumsum(dim=0)[-1], requests)
+    # Half a width of zeros between two requests is what each has at its edges alone.
+    apart = [
+        piece
+        for part, (first, stop) in zip(received, spans, strict=True)
+        for piece in (part[first:stop], zeros[:half])
+    ]
+    pooled = F.avg_pool1d(torch.cat(apart)[None], kernel, stride=1, padding=half)[0]
+    tokens = [stop - first for first, stop in spans]
+    columns = torch.split(pooled, [count + half for count in tokens])
+    return [column[:count] for column, count in zip(columns, tokens, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A decode step looks at a token where the attention of any layer and query head exceeds ``alpha``. A
 look at step ``t`` makes a token's credit ``1 + decay ** (t - tau) * credit``, ``tau`` its last
 look. The score at step ``now`` is ``decay ** (now - tau) * credit``, as a logarithm, which
-does not underflow. A token without a look goes before all others.
+does not underflow. A token without a look is evicted first.
 
 Deviations: the paper's looks are, in each head by itself, the fewest tokens that receive 0.9 of a
 step's attention. Of hundreds of heads some are diffuse and would look at every token, so here a
@@ -46,8 +46,8 @@ class Crystal(Policy):
     params: CrystalParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
-        born = positions.float()
-        return {"last_look": born, "credit": torch.zeros_like(born)}
+        initial = positions.float()
+        return {"last_look": initial, "credit": torch.zeros_like(initial)}
 
     def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """All steps at once: ``credit = sum over looks of decay ** (tau - t)``, the earlier ones

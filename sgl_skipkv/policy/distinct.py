@@ -78,7 +78,7 @@ class Distinct(Policy):
     needs_spans = needs_reach = True
     block_tokens = BLOCK_TOKENS
     over_ranks = "max"  # equal: sizes and squared distances are summed before
-    kernel_scores = frozenset({"values"})
+    reads_pages = True
     #: sentences that may be newer than one that is not old
     most_newer: ClassVar[int] = 24
     params: DistinctParams

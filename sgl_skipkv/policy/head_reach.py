@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: keys this near to a query do not count, nor do the first ones of a text, which heads look at that
-#: have nothing to look for
+#: not counted: keys this near before a query, and the first of a text, which are attention sinks
 NEAR_TOKENS, SINK_TOKENS = 8, 4
 #: queries before this one have too little to choose from
 FIRST_QUERY = 64

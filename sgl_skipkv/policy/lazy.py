@@ -34,8 +34,8 @@ class Lazy(Policy):
     params: RaaSParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
-        born = positions.float()
-        return {"last_active": born, "longest_gap": torch.zeros_like(born)}
+        initial = positions.float()
+        return {"last_active": initial, "longest_gap": torch.zeros_like(initial)}
 
     def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """Eq. 1 of all steps at once: a gap is only known when the step that closes it comes."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import recent_attention
+from sgl_skipkv.policy.batched_scores import by_request, pooled_attention
 
 
 class RPCParams(PolicyParams):
@@ -50,14 +50,15 @@ class RPC(Policy):
     source = "RPC, arXiv 2505.13866"
     Params: ClassVar[type[PolicyParams]] = RPCParams
     needs_queries = True
-    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
+    reads_pages = True
     params: RPCParams
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
         """``window + compactions * interval / ratio``, at most ``kv_budget``."""
         params = self.params
         grown = params.window + compactions * params.interval // params.ratio
-        # The first compaction comes ``interval`` tokens past the budget of none.
+        # The first compaction is due at ``budget_after(0) + interval``, so ``budget_after(0)`` may
+        # be smaller by ``interval``.
         least = self.min_budget_tokens - (0 if compactions else params.interval)
         return min(max(grown, least), kv_budget)
 
@@ -65,24 +66,18 @@ class RPC(Policy):
         """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
         if any(one.location is None for one in requests):
             return super().scores_together(requests)
-        window, half = self.params.window, self.params.kernel // 2
-        firsts = [self._first(one) for one in requests]
-        tokens = [one.positions.shape[0] for one in requests]
-        attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
-        # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
-        received = torch.split(attention.cumsum(dim=0)[-1], tokens)
-        zeros = received[0].new_zeros(max(half, window, *firsts))
-        # Half a width of zeros between two requests is what each has at its edges alone.
-        parts = [part[first:-window] for part, first in zip(received, firsts, strict=True)]
-        apart = torch.cat([piece for part in parts for piece in (part, zeros[:half])])
-        pooled = F.avg_pool1d(apart[None], self.params.kernel, stride=1, padding=half)[0]
-        columns = torch.split(pooled, [part.shape[0] + half for part in parts])
+        window, kernel = self.params.window, self.params.kernel
+        spans = [(self._first(one), one.positions.shape[0] - window) for one in requests]
+        firsts = [first for first, _ in spans]
+        most = max(kernel // 2, window, *firsts)
+        zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
+        pooled = pooled_attention(requests, spans, zeros, window=window, kernel=kernel)
         scores = [
             piece
-            for column, part, first in zip(columns, parts, firsts, strict=True)
-            for piece in (zeros[:first], column[: part.shape[0]], zeros[:window])
+            for part, first in zip(pooled, firsts, strict=True)
+            for piece in (zeros[:first], part, zeros[:window])
         ]
-        return list(torch.split(torch.cat(scores), tokens))
+        return by_request(torch.cat(scores), requests)
 
     def _first(self, inputs: ScoreInput) -> int:
         """First column that the selector window attends to."""

@@ -57,8 +57,8 @@ class SentenceQuotas(Policy):
         return [*super().gathers(prompt_tokens, row_tokens), *own]
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
-        born = torch.zeros_like(positions, dtype=torch.float32)
-        return {"recent": born, "credit": born.clone()}
+        initial = torch.zeros_like(positions, dtype=torch.float32)
+        return {"recent": initial, "credit": initial.clone()}
 
     def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.

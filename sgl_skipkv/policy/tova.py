@@ -10,7 +10,6 @@ tokens, and prompt, sinks and window are pinned as for every policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class TOVA(Policy):
     keeps = "what the last query attends to"
     source = "TOVA, arXiv 2401.06104"
     needs_queries = True
-    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
+    reads_pages = True
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Attention of every request's last query, where keys lie in pages, from one replay."""

@@ -12,9 +12,8 @@ Deviations: one set for all layers and heads. So ranges, which differ from head 
 by the mean of their layer's and KV head's candidates, the largest of them counts, and ``a`` is the
 mean over layers as well. Ranges are compared in steps of 1/2048 of that mean: tokens with the same
 id have the same values in the first layer, and the later one wins, not the one that was rounded up.
- Compactions every ``interval`` tokens with ``window`` 8, where the paper
-has 64 for both (a server with ``query_window: 64``). ``large`` is a share, the paper's 256 of 1,024
-tokens.
+Compactions every ``interval`` tokens with ``window`` 8, where the paper has 64 for both (a server
+with ``query_window: 64``). ``large`` is a share, the paper's 256 of 1,024 tokens.
 
 A range is computed from the cached value at each compaction instead of once: to read the values of
 a row once costs a part in ``2 * interval`` of what its decode steps read in between, and nothing
@@ -31,14 +30,13 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, joined_tokens, owners, recent_attention
+from sgl_skipkv.policy.batched_scores import by_request, joined_tokens, owners, pooled_attention
 
 #: of a range in fixed point; ranges up to 2**16 of 2**17 tokens can be added
 _ONE = 2.0**30
@@ -65,7 +63,6 @@ class VaSE(Policy):
     needs_values = True
     joins_layers = 1
     over_ranks = "max"  # equal: both parts are combined before they become one score
-    kernel_scores: ClassVar[frozenset[str]] = frozenset({"attention"})
     params: VaSEParams
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
@@ -83,7 +80,8 @@ class VaSE(Policy):
             tokens, owner = joined_tokens(requests, spans)
             layers = [tokens.values(layer) for layer in range(requests[0].layers)]
             ranges = largest_range(layers, owner, counts)
-            attended = self._attended(requests, spans, zeros)
+            sizes = {"window": window, "kernel": self.params.kernel}
+            attended = torch.cat(pooled_attention(requests, spans, zeros, **sizes))
         ranks = requests[0].ranks
         ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
         scores = self._scores(requests, spans, ranges, owner, attended)
@@ -97,27 +95,6 @@ class VaSE(Policy):
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
         spans = [self.span(*one) for one in zip(prompt_tokens, row_tokens, strict=True)]
         return [sum(stop - first for first, stop in spans)] * 2
-
-    def _attended(
-        self, requests: Sequence[ScoreInput], spans: Sequence[tuple[int, int]], zeros: Tensor
-    ) -> Tensor:
-        """float32 [candidates of all requests], ``a`` of this rank's heads. zeros: half a width."""
-        counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
-        steps = self.params.window
-        attention = recent_attention(requests, steps=steps, firsts=firsts, causal=False)
-        # One query after the other: the order of ``sum`` depends on the shape, so on the batch.
-        received = by_request(attention.cumsum(dim=0)[-1], requests)
-        half = self.params.kernel // 2
-        # Half a width of zeros between two requests is what each has at its edges alone.
-        pieces = [
-            piece
-            for part, (first, stop) in zip(received, spans, strict=True)
-            for piece in (part[first:stop], zeros[:half])
-        ]
-        pooled = F.avg_pool1d(torch.cat(pieces)[None], self.params.kernel, 1, half)[0]
-        columns = torch.split(pooled, [count + half for count in counts])
-        pairs = zip(columns, counts, strict=True)
-        return torch.cat([column[:count] for column, count in pairs])
 
     def _parts(self, inputs: ScoreInput, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """int64 and float32 [candidates]: ranges and ``a`` of this rank's heads."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +33,8 @@ from load_turns import conversations
 from row_table import show
 from tiny_models import save_model
 
+from sgl_skipkv.cli.server_process import exit_on_sigterm
+
 JOBS: dict[str, Job] = {
     **{"L0": smoke, "L1": pressure, "L2": storms, "L3": differential},
     **{"L4": hostile, "L5": soak, "L6": long_output, "L7": kill},
@@ -49,8 +50,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
     arguments = parser.parse_args()
-    # A run that is told to end takes its servers with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="load-"))
     print("logs and traces, kept if anything goes wrong:", folder)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sgl_skipkv.patches.startup import attention_check
 from sgl_skipkv.patches.startup.attention_check import (
     AttentionCheck,
-    OtherAttention,
+    AttentionMismatch,
     attention_gap,
 )
 
@@ -140,14 +140,14 @@ def test_a_model_whose_layers_ask_what_is_cached() -> None:
     ids=lambda f: f.__name__,
 )
 def test_one_other_layer_is_enough(other: Layer) -> None:
-    with pytest.raises(OtherAttention, match="attention layer 1 is not that of its recorded"):
+    with pytest.raises(AttentionMismatch, match="attention layer 1 is not that of its recorded"):
         checked(right, other, right).conclude()
 
 
 def test_sinks_that_a_model_hands_to_its_attention_count() -> None:
     sinks = torch.full((HEADS,), 30.0).log()
     checked(with_a_sink, with_a_sink, sinks=sinks).conclude()
-    with pytest.raises(OtherAttention, match="attention layer 1"):
+    with pytest.raises(AttentionMismatch, match="attention layer 1"):
         checked(with_a_sink, right, sinks=sinks).conclude()
 
 
@@ -157,7 +157,7 @@ def test_an_attention_of_two_outputs_is_refused() -> None:
     queries = drawn(1, HEADS).flatten(1)
     check.before(module, (queries,), {})
     check.after(module, (queries,), {}, (queries, queries))
-    with pytest.raises(OtherAttention, match="attention layer 0"):
+    with pytest.raises(AttentionMismatch, match="attention layer 0"):
         check.conclude()
 
 
@@ -173,5 +173,5 @@ def test_a_rank_that_is_off_is_off_on_all() -> None:
             return torch.stack([part, part + 0.5 * (torch.arange(len(part)) == 2)])
 
     ranks: Any = Two()
-    with pytest.raises(OtherAttention, match=r"attention layer 2 .* off by 50%"):
+    with pytest.raises(AttentionMismatch, match=r"attention layer 2 .* off by 50%"):
         checked(*[right] * LAYERS).conclude(ranks)

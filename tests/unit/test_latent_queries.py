@@ -13,7 +13,7 @@ import torch
 
 from sgl_skipkv.patches.engine import forward, kv_cache
 from sgl_skipkv.patches.startup import measurements
-from sgl_skipkv.patches.startup.attention_check import OtherAttention
+from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.policy.base import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.recording.sentences import Delimiters
@@ -67,7 +67,7 @@ def test_a_prefill_that_asks_no_latents_is_refused(monkeypatch: pytest.MonkeyPat
     side: Any = SimpleNamespace(recorder=recorder_of_latents(), scale=1.0)
     check: Any = SimpleNamespace(before=None, after=None)
     monkeypatch.setattr(measurements, "_prefill", lambda scheduler, ids: None)
-    with pytest.raises(OtherAttention, match="--flashinfer-mla-disable-ragged"):
+    with pytest.raises(AttentionMismatch, match="--flashinfer-mla-disable-ragged"):
         measurements._seen(scheduler, side, None, [1, 2], check)
     hooks = [*model[0]["attn_mqa"]._forward_pre_hooks]
     assert hooks == []

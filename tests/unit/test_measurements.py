@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.startup import measurements
-from sgl_skipkv.patches.startup.attention_check import OtherAttention
+from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.measurements import NoRotation, _rotation, measure, rotation_of
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.head_reach import head_reach
@@ -215,7 +215,7 @@ def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path
 def test_a_model_that_attends_otherwise_is_refused(measuring: Any) -> None:
     scheduler, side = measuring
     scheduler.true_scale = 0.5
-    with pytest.raises(OtherAttention, match="attention layer 0 is not that of its recorded"):
+    with pytest.raises(AttentionMismatch, match="attention layer 0 is not that of its recorded"):
         measure(scheduler, side, ServerConfig())
     assert not scheduler.tp_worker.model_runner.model[0].attn._forward_hooks
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure
 from sgl_skipkv.cli.tune import figure, grading
-from sgl_skipkv.cli.tune.compare import Comparison, Row, carried, equal_tokens, recommended
+from sgl_skipkv.cli.tune.compare import Comparison, Row, acceptable, equal_tokens, recommended
 from sgl_skipkv.cli.tune.intervals import paired_interval, quantile, wilson
 from sgl_skipkv.cli.tune.prompts import Prompt, prompt_text, read_prompts
 from sgl_skipkv.cli.tune.runs import FULL, Output, Run, Runner, Setting
@@ -136,7 +136,7 @@ def test_without_a_key_a_score_is_a_share_of_tokens() -> None:
 
 def test_a_budget_counts_only_if_every_larger_one_does() -> None:
     found = report(200, [0, 60, 1, 0], 0.1)
-    assert [row.kv_budget for row in carried(found.settings, 0.1)] == [400, 300]
+    assert [row.kv_budget for row in acceptable(found.settings, 0.1)] == [400, 300]
     chosen = recommended(found.settings, 0.1)
     assert chosen is not None and chosen.kv_budget == 300
     other = [replace(row, policy="streaming", mean_kv_tokens=1.0) for row in found.settings[2:]]
@@ -147,7 +147,7 @@ def test_a_budget_counts_only_if_every_larger_one_does() -> None:
 
 def test_what_evicts_nothing_is_not_recommended() -> None:
     found = report(200, [0, 0], 0.1, compactions=0)
-    assert len(carried(found.settings, 0.1)) == 2 and found.chosen is None
+    assert len(acceptable(found.settings, 0.1)) == 2 and found.chosen is None
     assert "only budgets that evict nothing" in " ".join(sentences(found))
 
 

@@ -1,1 +1,1 @@
-"""``skipkv tune``: which policy and budget a user's own prompts bear."""
+"""``skipkv tune``: the least KV that keeps accuracy on a user's own prompts."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +19,13 @@ from rich.markup import escape
 from sgl_skipkv import policy
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.progress import progress
-from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure, ServerProcess, pool_flags
+from sgl_skipkv.cli.server_process import (
+    Endpoint,
+    HTTPFailure,
+    ServerProcess,
+    exit_on_sigterm,
+    pool_flags,
+)
 from sgl_skipkv.cli.tables import print_json
 from sgl_skipkv.cli.tune.compare import Comparison
 from sgl_skipkv.cli.tune.figure import check_figure, draw
@@ -176,7 +180,7 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
         *("--kv-policy", arguments.policies[0]),  # eviction enabled at start, for CUDA graphs
         *(part for flag in arguments.server_flags for part in f"--{flag}".split("=", 1)),
     ]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
+    exit_on_sigterm()
     with (
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(arguments.model_path, Path(folder), flags, captures=True) as server,

@@ -1,4 +1,4 @@
-"""What each setting costs and saves against the full cache, and which one the numbers carry."""
+"""What each setting costs and saves against the full cache, and which one to recommend."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Comparison:
         ]
 
 
-def carried(rows: Iterable[Row], tolerance: float) -> list[Row]:
+def acceptable(rows: Iterable[Row], tolerance: float) -> list[Row]:
     """The budgets that lose at most ``tolerance``, by the lower end of their interval.
 
     A budget counts only if every larger one of its policy does. Taken in this order a policy is
@@ -149,5 +149,5 @@ def carried(rows: Iterable[Row], tolerance: float) -> list[Row]:
 
 def recommended(rows: Sequence[Row], tolerance: float) -> Row | None:
     """Of those that evicted anything, the one with the least KV."""
-    evicting = (row for row in carried(rows, tolerance) if row.compactions)
+    evicting = (row for row in acceptable(rows, tolerance) if row.compactions)
     return min(evicting, key=lambda row: row.mean_kv_tokens, default=None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from sgl_skipkv.cli.tune.compare import ERROR, Comparison, Row, carried, recommended
+from sgl_skipkv.cli.tune.compare import ERROR, Comparison, Row, acceptable, recommended
 from sgl_skipkv.cli.tune.intervals import (
     least_difference,
     pairs_for,
@@ -118,7 +118,7 @@ def _recommendation(report: Report) -> list[str]:
             f"{pairs_for(report.tolerance, z)} or more.",
         ]
     why = f"every budget may lose more than {tolerance:g} points"
-    if carried(report.settings, report.tolerance):
+    if acceptable(report.settings, report.tolerance):
         why = f"only budgets that evict nothing lose at most {tolerance:g} points"
     return [
         f"No recommendation: keep the full cache, because {why} (--tolerance-points).",
@@ -141,7 +141,7 @@ def _next(report: Report) -> list[str]:
     enough = pairs_to_bound(best.lost, best.gained, report.tolerance, alone)
     if enough is not None:
         lines.append(
-            f"If it goes on like that, about {enough} prompts can show it: "
+            f"At this rate about {enough} prompts can show it: "
             f"--policies {best.policy} --budgets {best.kv_budget} --problems {enough}"
         )
     return lines
