@@ -178,9 +178,10 @@ def refuse_unrecomputable(
     """
     if req.is_retracted and is_stranded(req):
         end_stranded(scheduler, req)
-    else:
+        return
+    if not req.is_retracted:
         follow_prompt(req)
-        original(scheduler, req, is_retracted=is_retracted)
+    original(scheduler, req, is_retracted=is_retracted)
 
 
 def is_stranded(req: Any) -> bool:
