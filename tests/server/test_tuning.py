@@ -34,7 +34,7 @@ def tune(
     server = fleet.ready("reasoner")
     # Where it starts a server of its own it gets the session's.
     monkeypatch.setattr(command, "ServerProcess", lambda *_, **__: nullcontext(server))
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "exit_on_sigterm", lambda: None)
 
     def run(*arguments: str, keyed: bool = True) -> tuple[int, str]:
         file = tmp_path / "prompts.jsonl"
