@@ -145,7 +145,7 @@ def body_of(path: str, turn: Turn, number: int, mode: str, *, stream: bool) -> d
     return body
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("path", PATHS)
 def test_every_api(server: Server, turns: list[Turn], path: str, mode: str, stream: bool) -> None:

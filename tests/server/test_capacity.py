@@ -30,6 +30,7 @@ def peak_running(server: Server, work: list[dict[str, Any]]) -> int:
     return max(int(n) for n in re.findall(r"Decode batch, #running-req: (\d+)", server.log[at:]))
 
 
+@pytest.mark.slow
 def test_a_pool_runs_as_many_budgeted_calls_as_it_can_hold(server: Server) -> None:
     arithmetic = POOL_TOKENS // (PROMPT_TOKENS + BUDGET + INTERVAL + 1)
     keys = {"kv_budget": BUDGET, "kv_policy": "streaming", "kv_params": {"interval": INTERVAL}}

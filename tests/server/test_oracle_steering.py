@@ -17,7 +17,7 @@ from tiny_models import VOCAB_SIZE, prompt_ids
 
 from sgl_skipkv.config import ServerConfig
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 # A tenth of what the other oracles allow, so that a sentence too few is seen.
 LOGPROB_TOLERANCE = 2e-4
