@@ -97,6 +97,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve_compaction": system_tables.serve_compaction,
     "compile": system_tables.compiled,
     "kernels": device_tables.kernels,
+    "gains": device_tables.gains,
     "serve_steady": device_tables.serve_steady,
     "serve_ample": device_tables.serve_ample,
     "kernel_floors": system_tables.kernel_floors,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, table
+from bench.lib.table_text import Row, budget, markdown, table
 
 
 def on_gpu(name: str) -> list[Row]:
@@ -85,19 +85,61 @@ def decode(found: list[Row] | None = None) -> str:
 
 
 def serve_steady() -> str:
-    """Servers with full memory: the last row of each budget, of the device of the last row."""
-    found = on_gpu("serve_steady")
-    here = [row for row in found if row["device"] == found[-1]["device"]]
-    last = {row["kv_budget"]: row for row in here}
+    """Servers with full memory."""
+    last = _steady_rows()
     header = ["`kv_budget`", "KV pool, tokens", "requests at once", "by arithmetic", "tokens/s"]
     header.append("over the full cache")
     lines = []
-    for row in last.values():
-        rate, full = float(row["tokens_per_s"]), float(last[""]["tokens_per_s"])
+    for row in last:
+        rate, full = float(row["tokens_per_s"]), float(last[0]["tokens_per_s"])
         lines.append([budget(row), f"{int(row['pool_tokens']):,}"])
         lines[-1] += [f"{float(row['running']):.0f}", row["fits_by_arithmetic"]]
         lines[-1] += [f"{rate:,.0f}", f"{rate / full:.2f}"]
-    return table(header, lines, [*last.values()], "serve_steady")
+    return table(header, lines, last, "serve_steady")
+
+
+def gains() -> str:
+    """What budgets gain and cost, in a line each: the first table of docs/performance.md."""
+    full, budgeted = _steady_rows()
+    ample = {(row["plugin"], row["kv_budget"]): row for row in on_gpu("serve_ample")}
+    (with_budget,) = (row for (plugin, kv_budget), row in ample.items() if plugin and kv_budget)
+    off = recorded("off_cost")[-1]
+    ratio = float(budgeted["tokens_per_s"]) / float(full["tokens_per_s"])
+    # If the full cache ran as many requests as fit, and each as fast.
+    least = ratio * float(full["running"]) / float(full["fits_by_arithmetic"])
+    same = f"the same {with_budget['device'].removeprefix('NVIDIA ')}"
+    plain = "of SGLang without the plugin"
+    lines = [
+        [
+            f"KV memory full, outputs of 16K tokens, `kv_budget` {budgeted['kv_budget']} "
+            f"({budgeted['device']}, a 7B model's shapes with random weights, `distinct`)",
+            f"{ratio:.2f} times the tokens/s of SGLang without a budget; {least:.1f} if that one "
+            "ran as many requests as fit by arithmetic",
+        ],
+        [
+            f"memory for all requests, `kv_budget` {with_budget['kv_budget']} ({same})",
+            f"{float(with_budget['ratio_p50']):.3f} {plain}",
+        ],
+        [
+            f"eviction enabled at start, no request with a budget ({same})",
+            f"{float(ample['with', '']['ratio_p50']):.3f} {plain}",
+        ],
+        [
+            f"eviction not enabled ({off['device']}; not measured on a GPU)",
+            "{:.3f} [{:.3f}, {:.3f}] ".format(
+                *(float(off[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
+            )
+            + plain,
+        ],
+    ]
+    return markdown(["case", "result"], lines)
+
+
+def _steady_rows() -> list[Row]:
+    """The last row of each budget, of the device of the last row; the full cache's first."""
+    found = on_gpu("serve_steady")
+    here = [row for row in found if row["device"] == found[-1]["device"]]
+    return [*{row["kv_budget"]: row for row in here}.values()]
 
 
 def serve_ample() -> str:
