@@ -105,10 +105,10 @@ def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState,
 def end_request(req: Any, state: RequestState) -> None:
     """End a request with ``failure`` set; the others continue."""
     if req.to_finish is None:
-        req.to_finish = failed(req, state)
+        req.to_finish = failure_reason(req, state)
 
 
-def failed(req: Any, state: RequestState) -> Any:
+def failure_reason(req: Any, state: RequestState) -> Any:
     """The finish reason of a request with ``failure`` set."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_skipkv.patches.engine.backup import back_up
-from sgl_skipkv.patches.engine.batch import failed
+from sgl_skipkv.patches.engine.batch import failure_reason
 from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.reuse import leaving_history
 
@@ -49,7 +49,7 @@ def close_request(
         # Its answer has not been sent. It may have ended before its last compaction was read.
         state.runtime.read_back(state)
         if state.failure is not None and _finish_type(req) != "abort":
-            req.finished_reason = failed(req, state)
+            req.finished_reason = failure_reason(req, state)
     with leaving_history(req, state, tree_cache):
         original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished():

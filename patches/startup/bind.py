@@ -91,7 +91,7 @@ def _can_record(scheduler: Any) -> bool:
 
 
 class ModelFacts(NamedTuple):
-    """What eviction has to know of a supported server.
+    """What the runtime needs to know of the model, where eviction is supported.
 
     Attributes:
         layers: every attention layer.
@@ -107,7 +107,7 @@ class ModelFacts(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What ``_build`` made of it, as in ``Binding``."""
+    """The runtime and what belongs to it, under their names in ``Binding``."""
 
     runtime: Runtime
     capture: HiddenCapture | None
@@ -165,6 +165,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _facts(scheduler: Any) -> ModelFacts:
+    """Read them from the loaded model; only where eviction is supported."""
     runner = scheduler.tp_worker.model_runner
     layers = attention_layers(runner.model)
     window_tokens = model_window_tokens(layers, runner.sliding_window_size)

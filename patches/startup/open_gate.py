@@ -40,13 +40,13 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else None
     # A router's workers tokenize. They get no report of the schedulers, so they refuse our keys.
-    routes = isinstance(manager, MultiTokenizerRouter)
-    if wrong is None and not routes:
+    is_router = isinstance(manager, MultiTokenizerRouter)
+    if wrong is None and not is_router:
         wrong = _wrong_preferred(manager)
     if wrong is not None:
         _kept_alive.append(manager)
         raise SystemExit(wrong)
-    if routes:
+    if is_router:
         return
     labels = manager.metrics_collector.labels if manager.enable_metrics else None
     manager.skipkv = Gate(config, readiness, window_tokens, Refusals(labels))

@@ -80,8 +80,9 @@ class VaSE(Policy):
             tokens, owner = joined_tokens(requests, spans)
             layers = [tokens.values(layer) for layer in range(requests[0].layers)]
             ranges = largest_range(layers, owner, counts)
-            sizes = {"window": window, "kernel": self.params.kernel}
-            attended = torch.cat(pooled_attention(requests, spans, zeros, **sizes))
+            kernel = self.params.kernel
+            pooled = pooled_attention(requests, spans, zeros, window=window, kernel=kernel)
+            attended = torch.cat(pooled)
         ranks = requests[0].ranks
         ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
         scores = self._scores(requests, spans, ranges, owner, attended)

@@ -36,16 +36,8 @@ KERNEL_TESTS = (
 
 
 def sanitizer(tool: str) -> Command:
-    return (
-        "compute-sanitizer",
-        "--error-exitcode",
-        "1",
-        "--tool",
-        tool,
-        "python",
-        *PYTEST,
-        REPEATED,
-    )
+    checked = ("compute-sanitizer", "--error-exitcode", "1", "--tool", tool)
+    return (*checked, "python", *PYTEST, REPEATED)
 
 
 def decode(*more: str) -> Command:
