@@ -21,7 +21,7 @@ from sgl_skipkv.request.state import RequestState
 STATES: Final = ("ready", "unavailable", "refused")
 OUTCOMES: Final = ("stop", "length", "abort", "error", "other")
 RETURNS: Final = ("restore", "recompute")
-MISSES: Final = ("evicted", "diverged", "context", "logprobs")
+MISSES: Final = ("evicted", "diverged", "context", "logprobs", "media")
 #: the key whose value is wrong, or another cause
 REFUSALS: Final = (
     *KEYS,

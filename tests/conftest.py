@@ -24,7 +24,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [QUICK_STARTS, os.environ.get("PYTHONPATH")])
 )
 # So is a start that imports only the models which tests load, of SGLang's two hundred.
-MODELS = ("llama", "qwen2", "qwen3", "glm4", "gemma3_causal", "deepseek_v2", "registry")
+MODELS = ("llama", "qwen2", "qwen3", "glm4", "gemma3_causal", "deepseek_v2", "qwen2_5_vl")
+MODELS += ("qwen3_vl", "registry")
 _FOUND = find_spec("sglang")
 assert _FOUND is not None and _FOUND.submodule_search_locations
 _FOLDER = Path(_FOUND.submodule_search_locations[0], "srt", "models")
@@ -88,9 +89,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def oracle(model_folder):
     """family -> masking oracle of that model."""
-    from oracle import MaskingOracle
+    from media_oracle import oracle_of
 
-    return functools.cache(lambda family: MaskingOracle(model_folder(family)))
+    return functools.cache(lambda family: oracle_of(family, model_folder(family)))
 
 
 @pytest.fixture(scope="session")

@@ -88,9 +88,18 @@ class _BudgetedAdder:
             return super().add_chunked_req(req)  # type: ignore[misc]
 
     def preempt_to_schedule(self, req: Any) -> bool:
-        # A request that could not be recomputed must not be preempted. The base class skips
+        # A request that could not be recomputed must not be preempted; nor one whose row would be
+        # of no use, because ``req`` would wait for a track all the same. The base class skips
         # requests that are already on the list.
-        fixed = [running for running in self.running_batch.reqs if must_not_retract(running)]
+        state, running_reqs = state_of(req), self.running_batch.reqs
+        lacks_track = state is not None and not self._has_track(state)
+        if lacks_track and self.track_missing:
+            return False  # the next track is for a request before it
+        fixed = [
+            running
+            for running in running_reqs
+            if must_not_retract(running) or (lacks_track and not _holds_track(running))
+        ]
         self.preempt_list.extend(fixed)
         try:
             with _future_as_max_new_tokens(req):
@@ -116,6 +125,11 @@ class _BudgetedAdder:
             if state is None or not state.needs_track:
                 return None if req in self.can_run_list else req
         return None
+
+
+def _holds_track(req: Any) -> bool:
+    state = state_of(req)
+    return state is not None and state.held.track_id != 0
 
 
 def must_not_retract(req: Any) -> bool:

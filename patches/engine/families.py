@@ -25,8 +25,11 @@ FAMILIES: Final[dict[str, str | None]] = {
     "Gemma3ForCausalLM": None,
     "GptOssForCausalLM": "GptOssDecoderLayer",
     "DeepseekV3ForCausalLM": None,
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2DecoderLayer",
+    "Qwen3VLForConditionalGeneration": "Qwen3DecoderLayer",
 }
 STEERED_LAYERS: Final = frozenset(layer for layer in FAMILIES.values() if layer is not None)
 STEERED_TYPES: Final = (
-    "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Phi-3, GLM-4, GLM-4-MoE and gpt-oss types"
+    "Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen2.5-VL, Qwen3-VL, Mistral, Phi-3, GLM-4, GLM-4-MoE and "
+    "gpt-oss types"
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.media import prepare_media
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -75,17 +76,20 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     note_shifts(result.sampling_info, None)
     if not any(states):
         return
+    shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
     if result.forward_mode.is_decode():
         positions = result.orig_seq_lens - 1  # a new tensor: the old one is shared
         result.positions = positions.to(result.positions.dtype)
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
+        if result.mrope_positions is not None and any(shifts):
+            prepare_media(result, batch, shifts, [1] * len(shifts))
     elif result.forward_mode.is_extend():
-        shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
         if any(shifts):  # of restored rows
             note_shifts(result.sampling_info, device_tensor(shifts, recorder.device))
             counts = zip(shifts, batch.extend_lens, strict=True)
             shifted = [shift for shift, count in counts for _ in range(count)]
             result.positions = result.positions + device_tensor(shifted, recorder.device)
+            prepare_media(result, batch, shifts, batch.extend_lens)
         firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
         recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
         prepare_prefill(binding.runtime, batch, states, firsts)

@@ -60,6 +60,11 @@ def _rocm(scheduler: Any) -> str | None:
     return None if version is None else f"ROCm {version}: untested"
 
 
+def _generates_images(scheduler: Any) -> str | None:
+    kind = scheduler.model_config.hf_config.model_type
+    return f"generated images (model_type={kind})" if kind == "glm_image" else None
+
+
 def _graphs(scheduler: Any) -> str | None:
     runner = scheduler.tp_worker.model_runner
     eager = (None, runner.eager_runner)
@@ -174,7 +179,11 @@ _SWITCHES: Rows = (
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
     ("session radix cache", _REUSED, "enable_session_radix_cache"),
     ("diffusion LLM", "blocks are rewritten in place", "dllm_config"),
-    ("multimodal rotary positions", "positions have three axes", "model_config.model_is_mrope"),
+    (
+        "routers by modality",
+        "the modality of a token is looked up by its row entry",
+        "model_config.requires_mm_token_modalities",
+    ),
     ("encoder-decoder", "rows begin with encoder tokens", "model_config.is_encoder_decoder"),
     ("Rust server", "requests bypass SGLang's Python tokenizer manager", "rust_server"),
 )
@@ -189,6 +198,7 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("chunked attention", "chunks and temperatures count row entries", counting_attention),
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("capped attention logits", "scores have no cap", logit_cap),
+    ("generated images", "their positions are planned for a whole row", _generates_images),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
         "speculative decoding",
@@ -224,6 +234,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", kv_pool),
     Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
+    Capability(
+        "images, videos, audio",
+        "yes",
+        "part of the prompt; a row that has evicted computes text only",
+    ),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", quantised_kv),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
     Capability(

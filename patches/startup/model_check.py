@@ -137,7 +137,8 @@ def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
             "heads or their sizes differ",
             isinstance(kv_heads, list | tuple) or (config.has_asymmetric_kv and not latent),
         ),
-        ("multimodal rotary positions", "mrope_section", config.model_is_mrope),
+        ("routers by modality", architecture, config.requires_mm_token_modalities),
+        ("generated images", architecture, config.hf_config.model_type == "glm_image"),
         ("encoder-decoder", architecture, config.is_encoder_decoder),
         ("embedding models", architecture, not config.is_generation),
     )

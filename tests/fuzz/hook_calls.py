@@ -249,6 +249,8 @@ class HookCalls(HookObjects):
             forward_mode=mode,
             orig_seq_lens=running.orig_seq_lens,
             positions=torch.arange(tokens),
+            mrope_positions=self.draw.one(None, torch.arange(tokens).repeat(3, 1)),
+            mm_inputs=running.multimodal_inputs,
             req_pool_indices=running.req_pool_indices,
             sampling_info=self.draw.one(None, SimpleNamespace(sampling_seed=None)),
         )

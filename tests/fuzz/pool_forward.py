@@ -78,14 +78,18 @@ class Forward(Books):
         decode = batch.forward_mode.is_decode()
         counts = [1] * len(batch.reqs) if decode else batch.extend_lens
         ends = zip(batch.seq_lens.tolist(), counts, strict=True)
+        physical = torch.cat([torch.arange(end - count, end) for end, count in ends])
         forward = SimpleNamespace(
             forward_mode=batch.forward_mode,
             orig_seq_lens=batch.orig_seq_lens,
-            positions=torch.cat([torch.arange(end - count, end) for end, count in ends]),
+            positions=physical,
+            mrope_positions=physical.repeat(3, 1),
+            mm_inputs=batch.multimodal_inputs,
             req_pool_indices=batch.req_pool_indices,
             sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts))),
         )
         prepare_forward(forward, type(self), batch)
+        assert (forward.mrope_positions == forward.positions).all(), "of text, on every axis"
         noise = forward.positions.clone() if decode else batch.seq_lens - 1
         shift_positions(None, None, forward.sampling_info, False, [], [], noise)
         positions = forward.positions.split(list(counts))

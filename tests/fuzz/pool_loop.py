@@ -87,14 +87,11 @@ class Loop(Forward):
         decode = self._decode_batch(self.running_batch)
         return None if decode is None or decode.is_empty() else decode
 
-    def _prefill_batch(self) -> Any:
-        from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.managers.schedule_policy import AddReqResult
+    def adder(self) -> Any:
+        """SGLang's admission of one step."""
         from sglang.srt.managers.scheduler import Scheduler
 
-        if not self.waiting_queue and self.chunked_req is None:
-            return None
-        adder = Scheduler.get_prefill_adder_class(self)(
+        return Scheduler.get_prefill_adder_class(self)(
             self.page_size,
             self.tree_cache,
             self.token_to_kv_pool_allocator,
@@ -103,6 +100,14 @@ class Loop(Forward):
             10_000,
             self.chunked_prefill_size,
         )
+
+    def _prefill_batch(self) -> Any:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        if not self.waiting_queue and self.chunked_req is None:
+            return None
+        adder = self.adder()
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
             self.chunked_req = adder.add_chunked_req(self.chunked_req)

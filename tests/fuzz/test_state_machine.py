@@ -361,3 +361,26 @@ def test_who_needs_no_track_waits_for_none() -> None:
     world.step()
     assert plain in world.owners() and world.waiting_queue == [slotted[-1]]
     world.drain()
+
+
+@pytest.mark.parametrize("tracked_victim", [True, False])
+def test_who_waits_for_a_track_preempts_only_who_holds_one(tracked_victim: bool) -> None:
+    """Of another it would get the row and no track, so that one would come and go in every step."""
+    world = World()
+    holders = [world.arrive([5, 6, 7, 20 + i], 90, **asks(8, "skipkv")) for i in range(TRACKED)]
+    while len(world.owners()) < TRACKED:
+        world.step()
+    plain = world.arrive([5, 6, 8, 20], 40)
+    while plain not in world.running_batch.reqs:
+        world.step()
+    urgent = world.arrive([5, 6, 9, 20], 10, **asks(8, "skipkv"))
+    for req in (*holders, plain, urgent):
+        req.priority = 0 if req in (plain, *holders[: int(tracked_victim)]) else 50
+    urgent.priority = 100
+    urgent.init_next_round_input(world.tree_cache)
+    adder = world.adder()
+    adder.priority_scheduling_preemption_threshold = 75
+    assert adder.preempt_to_schedule(urgent) == tracked_victim
+    assert plain in world.running_batch.reqs
+    assert (holders[0] in world.running_batch.reqs) != tracked_victim
+    assert len(world.recorder.free_tracks) == tracked_victim

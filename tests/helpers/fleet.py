@@ -16,7 +16,7 @@ import rank_plants
 import torch
 from oracle import Addition, steering_factors
 from servers import Server
-from tiny_models import ARGUMENTS, ENVIRONMENT, LINE_END_IDS, PIECES
+from tiny_models import ARGUMENTS, ENVIRONMENT, LINE_END_IDS, PIECES, WITH_VISION
 from vector_files import origin
 
 from sgl_skipkv.steering.vector import SteeringVector
@@ -198,6 +198,13 @@ SPECS: dict[str, Spec] = {
         more=(*ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
     ),
+    # Models that read images, in pages, retracted now and then.
+    **{
+        family: retracting(
+            40, files=("oracle_media",), model=family, more=(*ONE_BATCH, *PAGES_OF_16)
+        )
+        for family in WITH_VISION
+    },
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(
         ("oracle_thoughts",),

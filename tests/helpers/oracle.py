@@ -48,10 +48,24 @@ class Addition:
 class MaskingOracle:
     """One model's reference forward on the CPU, in float32 where nothing else is said."""
 
+    loader: Any = AutoModelForCausalLM
+
     def __init__(self, model_path: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = self.loader.from_pretrained(
             model_path, dtype=dtype, attn_implementation="eager"
         ).eval()
+        self.config = self.model.config.get_text_config()
+
+    def forward(self, ids: Tensor, mask: Any) -> Tensor:
+        """float [n, V], logits behind each of the tokens under ``attention_masks``."""
+        position = torch.arange(len(ids))[None]
+        out = self.model(input_ids=ids[None], attention_mask=mask, position_ids=position)
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def expanded(self, prompt_ids: Sequence[int]) -> list[int]:
+        """A prompt that was sent, as the model sees it."""
+        return list(prompt_ids)
 
     def judge(
         self,
@@ -68,17 +82,12 @@ class MaskingOracle:
             addition: what steering added to a layer's output, at generated tokens.
         """
         ids = torch.tensor([*prompt_ids, *output_ids])
-        logits = torch.empty(len(output_ids), self.model.config.vocab_size)
+        logits = torch.empty(len(output_ids), self.config.vocab_size)
         for first, stop, phase in phases(len(output_ids), events):
             visible = visible_keys(len(prompt_ids), len(prompt_ids) + stop, phase)
-            mask = attention_masks(self.model.config, visible)
-            fed = ids[: len(prompt_ids) + stop]
+            mask = attention_masks(self.config, visible)
             with torch.no_grad(), self._adding(addition, len(prompt_ids), stop):
-                out = self.model(
-                    input_ids=fed[None],
-                    attention_mask=mask,
-                    position_ids=torch.arange(len(fed))[None],
-                ).logits[0]
+                out = self.forward(ids[: len(prompt_ids) + stop], mask)
             # Token g was sampled from the logits at the position before it.
             logits[first:stop] = out[len(prompt_ids) - 1 + first : len(prompt_ids) - 1 + stop]
         chosen = ids[len(prompt_ids) :]
@@ -94,7 +103,8 @@ class MaskingOracle:
             return
         factors = torch.tensor([*[0.0] * prompt_tokens, *addition.factors[:stop]])
         delta = factors[:, None] * addition.vector
-        layer = self.model.model.layers[addition.layer]
+        text = getattr(self.model.model, "language_model", self.model.model)
+        layer = text.layers[addition.layer]
         hook = layer.register_forward_hook(lambda module, args, output: output + delta)
         try:
             yield

@@ -21,7 +21,12 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_INVARIANT_CHECK": "2",
 }
-_TOP = ("rid", "stream", "require_reasoning")  # of a body, beside the sampling parameters
+_TOP = (
+    "rid",
+    "stream",
+    "require_reasoning",
+    "image_data",
+)  # of a body, beside the sampling parameters
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_vision import processor, vision_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
-FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu")
+FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu", "qwen2_5_vl", "qwen3_vl")
+#: that read images
+WITH_VISION = ("qwen2_5_vl", "qwen3_vl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 LINE_ENDS = (
     *("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", ":\n", ",\n", "?\n", "!\n", ";\n", "]\n\n"),
@@ -34,6 +37,13 @@ BLANKS = frozenset(map(PIECES.index, (" ", "\n", "\n\n")))
 #: of the family "thinking" only, a Llama
 THOUGHTS = ("<think>", "</think>")
 THINK_START, THINK_END = VOCAB_SIZE, VOCAB_SIZE + 1
+#: of models that read images
+MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(MEDIA))
+_MEDIA_IDS = {
+    **{"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END},
+    **{"image_token_id": IMAGE, "video_token_id": VIDEO},
+}
 
 
 def prompt_ids(seed: int | str, tokens: int) -> list[int]:
@@ -60,6 +70,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 4, "num_key_value_heads": 1},
     },
     "qwen3": {"head_dim": 16},
+    # Positions on three axes, in sections of a head's frequencies, and interleaved.
+    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {
+        "head_dim": 16,
+        "rope_parameters": {
+            **{"rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+            "rope_theta": 10000.0,
+        },
+    },
     "qwen3_moe": {
         **{"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 64},
@@ -148,7 +167,7 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
     """One token per character, plus the line ends, and the thinking tokens if they are pieces."""
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    whole = (*LINE_ENDS, *(piece for piece in THOUGHTS if piece in pieces))
+    whole = (*LINE_ENDS, *(piece for piece in (*THOUGHTS, *MEDIA) if piece in pieces))
     longest_first = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest_first}|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -164,14 +183,20 @@ def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
 
 def save_model(family: str, folder: Path) -> Path:
     """Write one random model with its tokenizer; the same weights every time."""
-    pieces = PIECES + THOUGHTS if family == "thinking" else PIECES
+    sees = family in WITH_VISION
+    pieces = PIECES + (THOUGHTS if family == "thinking" else MEDIA if sees else ())
     kinds = {"thinking": "llama", "gemma3": "gemma3_text", "for_a_gpu": "qwen2"}
     kind = kinds.get(family, family)
     torch.manual_seed(FAMILIES.index(family))
     sizes = {**_SIZES, **_EXTRA.get(family, {}), "vocab_size": len(pieces)}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    if sees:
+        model = vision_model(family, sizes, _MEDIA_IDS)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if ".visual." in name:
+                continue
             parameter.mul_(next(by for part, by in _GAINS.items() if part in name))
             if family == "for_a_gpu" and "proj" in name:
                 parameter.mul_(_FOR_16_BITS)
@@ -185,6 +210,9 @@ def save_model(family: str, folder: Path) -> Path:
                 parameter.copy_(torch.tensor(SINKS))
         if family == "thinking":  # most outputs have one, and an answer behind it
             model.lm_head.weight[THINK_END] *= 1.3
+        if sees:
+            model.lm_head.weight[VOCAB_SIZE:] = 0.0  # it generates text
     model.save_pretrained(folder)
-    build_tokenizer(pieces).save_pretrained(folder)
+    tokenizer = build_tokenizer(pieces)
+    (processor(family, tokenizer) if sees else tokenizer).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Eleven model families under the masking oracle: every policy, and steering where it is supported.
+"""Thirteen model families under the masking oracle: every policy, and steering where it works.
 
 Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
 
@@ -28,10 +28,12 @@ from isolated import isolate
 isolate()  # before anything imports sglang
 
 from fleet import CHECKED, ONE_BATCH, addition_of, flags_of
+from media_oracle import oracle_of
 from oracle import MaskingOracle
+from pictures import image_data, with_picture
 from row_table import show
 from servers import Server, logprob_gap
-from tiny_models import ARGUMENTS, ENVIRONMENT, prompt_ids, save_model
+from tiny_models import ARGUMENTS, ENVIRONMENT, WITH_VISION, prompt_ids, save_model
 
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
@@ -39,11 +41,12 @@ from sgl_skipkv.policy import names, policy_class
 FAMILIES = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
     *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "gpt_oss"),
+    *WITH_VISION,
 )
 UNSTEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3")
 POLICIES = [name for name in names() if name != "full"]
-#: MLA, whose queries no policy turns back
-LATENT = ("deepseek_v3",)
+#: whose queries no policy turns back: MLA, and rotary embeddings with three axes
+NOT_TURNED_BACK = ("deepseek_v3", *WITH_VISION)
 STEERED_POLICIES = ("full", "streaming", "skipkv+")
 BUDGET, INTERVAL, TOKENS, PROMPT_TOKENS = 40, 16, 150, 60
 LAYER, STRENGTH = 1, 1.25
@@ -53,11 +56,13 @@ START_WITHIN_S = 600
 Row = dict[str, Any]
 
 
-def request(rid: str, policy: str, **keys: Any) -> Row:
+def request(family: str, rid: str, policy: str, **keys: Any) -> Row:
+    prompt = (with_picture if family in WITH_VISION else prompt_ids)(rid, PROMPT_TOKENS)
     parameters = {"interval": INTERVAL, "delimiters": "any-newline"}
     budget = {} if policy == "full" else {"kv_budget": BUDGET, "kv_params": parameters}
     return {
-        **{"rid": rid, "input_ids": prompt_ids(rid, PROMPT_TOKENS), "tokens": TOKENS},
+        **{"rid": rid, "input_ids": prompt, "tokens": TOKENS},
+        **({"image_data": image_data(prompt)} if family in WITH_VISION else {}),
         **{"kv_policy": policy, **budget, **keys},
     }
 
@@ -80,8 +85,9 @@ def judged(
         answer, events = asked["answer"], server.events(asked["rid"])
         ids = answer["output_ids"]
         added = addition_of(LAYER, ids, asked["steering"]) if steered else None
-        verdict = oracle.judge(asked["input_ids"], ids, events, added)
-        blind = oracle.judge(asked["input_ids"], ids, [])  # neither masks nor vector
+        prompt = oracle.expanded(asked["input_ids"])
+        verdict = oracle.judge(prompt, ids, events, added)
+        blind = oracle.judge(prompt, ids, [])  # neither masks nor vector
         found["compactions"] += answer["meta_info"]["skipkv"].get("compactions", 0)
         found["tokens"] += len(ids)
         found["wrong_tokens"] += len(verdict.wrong)
@@ -97,14 +103,19 @@ def judged(
 
 def run(family: str, folder: Path, count: int) -> list[Row]:
     model, steers = save_model(family, folder / "model"), family not in UNSTEERED
-    policies = [
-        name for name in POLICIES if family not in LATENT or not policy_class(name).needs_rotation
-    ]
+    refused_policies = [name for name in POLICIES if policy_class(name).needs_rotation]
+    if family not in NOT_TURNED_BACK:
+        refused_policies = []
     asked = {
-        policy: [request(f"{policy}-{i}", policy) for i in range(count)] for policy in policies
+        name: [request(family, f"{name}-{i}", name) for i in range(count)]
+        for name in POLICIES
+        if name not in refused_policies
     }
     steered = {
-        policy: [request(f"steered-{policy}-{i}", policy, steering=STRENGTH) for i in range(count)]
+        policy: [
+            request(family, f"steered-{policy}-{i}", policy, steering=STRENGTH)
+            for i in range(count)
+        ]
         for policy in (STEERED_POLICIES if steers else ())
     }
     groups = [*asked.items(), *steered.items()]
@@ -114,7 +125,7 @@ def run(family: str, folder: Path, count: int) -> list[Row]:
         for one, answer in zip(every, server.generate_all(every), strict=True):
             one["answer"] = answer
         server.assert_clean()
-    oracle = MaskingOracle(model)
+    oracle = oracle_of(family, model)
     rows = [judged(family, oracle, server, policy, requests) for policy, requests in groups]
     return rows if steers else [*rows, refused(family, model, folder / "refused")]
 

@@ -226,8 +226,8 @@ def test_speculative_decoding_is_refused() -> None:
         ("hybrid / mamba", "hybrid / mamba (is_hybrid_ssm)"),
         ("encoder-decoder", "encoder-decoder (model_config.is_encoder_decoder)"),
         (
-            "multimodal rotary positions",
-            "multimodal rotary positions (model_config.model_is_mrope)",
+            "routers by modality",
+            "routers by modality (model_config.requires_mm_token_modalities)",
         ),
     ],
 )
