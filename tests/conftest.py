@@ -40,6 +40,7 @@ LONGEST_FIRST = (
     *("bad_input", "retraction", "fuzz", "demo", "accuracy", "oracle_thoughts", "extract"),
     *("tensor_parallel", "ranks"),
     *("float8", "out_of_memory", "launches", "runtime_on_triton", "kernel_attention"),
+    *("state_machine", "kernel_key_redundancy", "policies"),
 )
 
 

@@ -170,7 +170,7 @@ def test_openai_client(chat: Any, turns: list[Turn], mode: str) -> None:
     assert_second(choice.model_extra["meta_info"]["skipkv"], turns[0], mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["budget", pytest.param("keep", marks=pytest.mark.slow)])
 def test_a_chat_that_sends_back_the_answer_alone(chat: Any, turns: list[Turn], mode: str) -> None:
     """The template has no thought then; ``drop_thoughts`` lets the next turn find the answer."""
     parameters = {"interval": INTERVAL, "drop_thoughts": True}

@@ -113,7 +113,10 @@ def test_only_a_gpus_rows_are_in_the_tables_of_one(
     assert device_tables.on_gpu("decode") == [{"device": "NVIDIA H100 80GB HBM3"}]
 
 
-@pytest.mark.parametrize("policy", ["distinct", "rkv", "skipkv"])
+@pytest.mark.parametrize(
+    "policy",
+    ["distinct", *(pytest.param(one, marks=pytest.mark.slow) for one in ("rkv", "skipkv"))],
+)
 def test_the_loop_with_kernels_is_the_loop_without(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

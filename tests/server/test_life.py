@@ -224,6 +224,7 @@ def test_disconnects_leak_nothing(server: Server) -> None:
 # -- retraction of everything
 
 
+@pytest.mark.slow
 def test_a_call_that_cannot_come_back_ends_with_a_clear_error(server: Server) -> None:
     """Pausing with ``retract`` takes every request's KV; a trace longer than the pool is lost."""
     server.post("/flush_cache")

@@ -13,8 +13,14 @@ from synthetic import SyntheticServer, decode_until_due, unlike
 
 from sgl_skipkv.policy import policy_class
 
+#: one that reads values, one that reads sentences, one that follows attention; the others are slow
+QUICK = ("distinct", "skipkv", "h2o")
 
-@pytest.mark.parametrize("name", POLICIES)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in POLICIES],
+)
 def test_many_due_requests_start_few_operations(name: str) -> None:
     """At most 60, replay and rewrite included; each kernel as often as for two requests. Rows of
     the benchmark have sixteen."""

@@ -111,6 +111,7 @@ def _by_kernels(ranks: Ranks, policies: Sequence[str]) -> Any:
         return lives(ranks, policies, steps=70)
 
 
+@pytest.mark.slow
 def test_kernels_score_each_rank_s_heads() -> None:
     policies = ["skipkv", "vase", "raas"]
     first, second = on_ranks(2, _by_kernels, policies)
