@@ -31,7 +31,7 @@ class ModelReport:
         tested: whether the type is one of ``FAMILIES``.
         reasons: why eviction cannot work; none: nothing in the file is against it.
         steered: whether steering is supported.
-        rotation: of queries and keys, by its name in the file.
+        rotation: of queries and keys, by its name in the file; ``mrope``: by three axes.
         measures_queries: whether ``triattention`` and ``expected`` are supported.
         window_tokens: the largest window of its layers; 0: they have none.
     """
@@ -97,7 +97,9 @@ def check_model(path: Path) -> ModelReport:
         ),
         steered=FAMILIES.get(architecture) is not None,
         # Of layers that see everything, where a file has one for each kind.
-        rotation=str(rope.get("full_attention", rope).get("rope_type", "default")),
+        rotation="mrope"
+        if config.model_is_mrope
+        else str(rope.get("full_attention", rope).get("rope_type", "default")),
         window_tokens=int(config.sliding_window_size or 0) if _windows(config) else 0,
     )
 

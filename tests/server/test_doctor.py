@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, WITH_VISION
 from transformers import AutoConfig
 
 from sgl_skipkv.cli.doctor import show
@@ -142,6 +142,10 @@ CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("gpt_oss", "GptOssForCausalLM", {}, "--disable-hybrid-swa-memory helps"),
     ("qwen3_next", "Qwen3NextForCausalLM", {}, "hybrid / mamba (layers without a KV cache)"),
     ("bert", "BertModel", {}, "embedding models (BertModel)"),
+    (
+        *("glm_image", "GlmImageForConditionalGeneration", {}),
+        "generated images (GlmImageForConditionalGeneration)",
+    ),
 )
 
 
@@ -167,6 +171,7 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
     cached = "1 latent of 32" if latent else "2 KV heads of 16"
     assert architecture in printed and f"{layers} layers, 4 query heads, {cached}" in printed
     assert ("no: 400 (MLA, rope yarn)" in printed) == latent
+    assert ("no: 400 (heads, rope mrope)" in printed) == (kind in WITH_VISION)
     least = "37 tokens: each compaction keeps the window of 32" if kind == "gemma3" else "13 tokens"
     assert re.search(rf"least kv_budget +│ {least}", printed)
     assert least.startswith(f"{found['least_budget_tokens']} ") and found["layers"] == layers
