@@ -55,9 +55,20 @@ class KernelCompilation:
             logger.info("sgl_skipkv: kernels compiled in %.1f s", time.perf_counter() - started)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device of this thread, for another one: a new thread begins with GPU 0."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @contextmanager
 def separate_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's launches on a separate stream, and wait for them at the end."""
+    """Run this thread's launches on a separate stream, and wait for them at the end.
+
+    Args:
+        device: see ``with_index``.
+    """
     if device.type != "cuda":
         yield
         return

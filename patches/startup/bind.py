@@ -19,7 +19,7 @@ from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
-from sgl_skipkv.patches.engine.kernel_compilation import separate_stream
+from sgl_skipkv.patches.engine.kernel_compilation import separate_stream, with_index
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
@@ -247,8 +247,10 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         buffers=kv_buffers(allocator),
     )
 
+    device = with_index(recorder.device)
+
     def compile_kernels() -> None:
-        with separate_stream(recorder.device):
+        with separate_stream(device):
             launch(recorder.scratch(), None if cache is None else cache.scratch(), *options)
 
     if binding.config.enabled:

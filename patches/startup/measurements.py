@@ -147,14 +147,18 @@ def _prefill(scheduler: Any, ids: list[int]) -> None:
     batch = ScheduleBatch.init_new(
         *([req], pages, allocator, tree, scheduler.model_config, False, scheduler.spec_algorithm)
     )
-    batch.prepare_for_extend()
-    batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
-    with torch.inference_mode():
-        runner.forward(ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False))
-    tree.reset()
-    pages.clear()
-    allocator.clear()
-    pages.req_to_token.zero_()
+    try:
+        batch.prepare_for_extend()
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        with torch.inference_mode():
+            runner.forward(
+                ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+            )
+    finally:  # a server that nobody asked to evict goes on without us, and misses no slot
+        tree.reset()
+        pages.clear()
+        allocator.clear()
+        pages.req_to_token.zero_()
 
 
 def rotation_of(model: Any) -> Rotation:

@@ -110,4 +110,6 @@ def _order(rotation: Rotation, device: torch.device) -> Tensor | None:
 def means(rotation: Rotation, queries: Tensor) -> Means:
     """One layer's ``mean`` and ``magnitude``, of float [T, Hq, d]: positions from 0."""
     bands = rotation.unrotated(queries.float(), range(len(queries)))
-    return bands.mean(dim=0), bands.abs().mean(dim=0)
+    # Not ``mean`` of complex numbers: with --enable-deterministic-inference SGLang has a Triton
+    # kernel in its place, and Triton knows no complex numbers.
+    return bands.sum(dim=0) / len(bands), bands.abs().mean(dim=0)

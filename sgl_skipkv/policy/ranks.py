@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# The second is its name before torch 2.14.
+_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class RanksError(RuntimeError):
     """The ranks cannot act as one any more, so the server must end."""
@@ -60,9 +63,7 @@ class Ranks:
         found = part.new_empty(self.size, *part.shape)
         if part.numel():
             try:
-                dist.all_gather_single(
-                    found.view(-1), part.contiguous().view(-1), group=self._group
-                )
+                _all_gather(found.view(-1), part.contiguous().view(-1), group=self._group)
             except RuntimeError as error:
                 raise RanksError(f"a gather over {self.size} ranks failed: {error}") from error
         return found

@@ -23,7 +23,7 @@ all requests: operations grow with the layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import ClassVar
@@ -78,8 +78,8 @@ class VaSE(Policy):
             ranges, attended = (torch.cat(part) for part in zip(*parts, strict=True))
         else:
             tokens, owner = joined_tokens(requests, spans)
-            layers = [tokens.values(layer) for layer in range(requests[0].layers)]
-            ranges = largest_range(layers, owner, counts)
+            layers = range(requests[0].layers)
+            ranges = largest_range(map(tokens.values, layers), owner, counts)
             kernel = self.params.kernel
             pooled = pooled_attention(requests, spans, zeros, window=window, kernel=kernel)
             attended = torch.cat(pooled)
@@ -101,7 +101,8 @@ class VaSE(Policy):
         """int64 and float32 [candidates]: ranges and ``a`` of this rank's heads."""
         assert inputs.values is not None
         owner = torch.zeros_like(inputs.positions[first:stop])
-        layers = [inputs.values(layer)[first:stop] for layer in range(inputs.layers)]
+        values = inputs.values
+        layers = (values(layer)[first:stop] for layer in range(inputs.layers))
         ranges = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
@@ -134,24 +135,28 @@ class VaSE(Policy):
         return torch.where(rank >= least[owner], scores + _LARGE, scores)
 
 
-def largest_range(layers: Sequence[Tensor], owner: Tensor, counts: Sequence[int]) -> Tensor:
+def largest_range(layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]) -> Tensor:
     """int64 [n], range of each token's values in steps of its request's mean: the largest of all
     layers and KV heads.
 
     Args:
-        layers: float [n, Hkv, d] each. owner: int64 [n], whose token each is. counts: tokens of
-            each request.
+        layers: float [n, Hkv, d] each. A layer is gone when the next one is taken: together they
+            may be many times what a compaction is allowed to take.
+        owner: int64 [n], whose token each is. counts: tokens of each request.
     """
-    spread = []
-    for values in layers:
-        least, most = values.aminmax(dim=-1)
-        spread.append(most.float() - least.float())
+    spread = torch.cat([*map(_range, layers)], dim=1)
     # In fixed point, so that neither the order of the sum nor the batch changes a bit.
-    fixed = (torch.cat(spread, dim=1) * _ONE).long()
+    fixed = (spread * _ONE).long()
     total = fixed.new_zeros(len(counts), fixed.shape[1]).index_add_(0, owner, fixed)
     steps = device_tensor([_STEPS * count for count in counts], fixed.device)
     step = total.div_(steps[:, None], rounding_mode="floor").clamp_min_(1)
     return fixed.div_(step[owner], rounding_mode="floor").amax(dim=1)
+
+
+def _range(values: Tensor) -> Tensor:
+    """float32 [n, Hkv] of float [n, Hkv, d]."""
+    least, most = values.aminmax(dim=-1)
+    return most.float() - least.float()
 
 
 def _gumbel(requests: Sequence[ScoreInput], counts: Sequence[int]) -> Tensor:

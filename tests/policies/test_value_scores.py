@@ -6,6 +6,7 @@ import cmath
 import dataclasses
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.batched_scores import joined_sentences
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.vase import largest_range
 
 #: which coordinates are one band, what both are multiplied with, and how many are rotated
 LAYOUTS = [(True, 1.0, 8), (False, 1.0, 8), (True, 1.3, 4), (False, 1.0, 4)]
@@ -191,6 +193,21 @@ def test_vase_scores(protect_prompt: bool, large: float, kernel: int) -> None:
     assert not scores[:first].any() and not scores[last:].any()
     shift = scores[first:last] - torch.tensor(exact, dtype=torch.float64)
     assert (shift - math.log(8)).abs().max() <= 2e-4  # of numbers around 1000
+
+
+def test_vase_holds_the_values_of_one_layer() -> None:
+    """The workspace of a compaction counts one."""
+    taken: list[weakref.ref[torch.Tensor]] = []
+
+    def values(layer: int) -> torch.Tensor:
+        assert all(one() is None for one in taken)
+        found = torch.rand(9, 2, 8)
+        taken.append(weakref.ref(found))
+        return found
+
+    owner = torch.zeros(9, dtype=torch.int64)
+    assert largest_range(map(values, range(4)), owner, [9]).shape == (9,)
+    assert len(taken) == 4
 
 
 def test_vase_draws_in_proportion_to_attention() -> None:

@@ -18,6 +18,7 @@ from score_inputs import score_input
 from score_oracle import ScoreOracle
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.startup import measurements
@@ -25,7 +26,7 @@ from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.measurements import NoRotation, _rotation, measure, rotation_of
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.head_reach import head_reach
-from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation
+from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation, means
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -218,6 +219,42 @@ def test_a_model_that_attends_otherwise_is_refused(measuring: Any) -> None:
     with pytest.raises(AttentionMismatch, match="attention layer 0 is not that of its recorded"):
         measure(scheduler, side, ServerConfig())
     assert not scheduler.tp_worker.model_runner.model[0].attn._forward_hooks
+
+
+class _RealMeans(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mean.dim:
+            assert not args[0].is_complex()
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mean_of_complex_numbers() -> None:
+    """SGLang's kernel for means, with --enable-deterministic-inference, knows real numbers only."""
+    with _RealMeans(), torch.inference_mode():
+        mean, magnitude = means(_rotation(embedding()), torch.randn(70, 4, 16))
+        with pytest.raises(AssertionError):
+            mean.mean(dim=0)
+    assert mean.shape == magnitude.shape == (4, 8) and mean.is_complex()
+
+
+def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any) -> None:
+    """The server goes on without eviction, and SGLang would find the slots missing."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    world = World()
+    pools = world.token_to_kv_pool_allocator, world.req_to_token_pool
+    for holder in (world, world.req_to_token_pool):
+        holder.skipkv = None  # as it is while the server starts
+    runner = SimpleNamespace(forward=fails)
+    monkeypatch.setattr(world, "tp_worker", SimpleNamespace(model_runner=runner), raising=False)
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda *args, **kwargs: None)
+    free = [pool.available_size() for pool in pools]
+    with pytest.raises(torch.OutOfMemoryError):
+        measurements._prefill(world, [*range(3, 43)])
+    assert [pool.available_size() for pool in pools] == free
 
 
 def test_a_request_without_centres_is_refused() -> None:

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_tools import triton_type
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.engine.kernel_compilation import with_index
 from sgl_skipkv.patches.startup import bind
 
 KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": PARAMETERS}
@@ -149,6 +150,13 @@ def test_when_a_server_with_kernels_compiles(
         assert (recorder is world.recorder, beside) == (enabled, not enabled)
         assert ("queries" in vars(world.recorder)) == enabled
         assert world.skipkv.compilation.refusal is None
+
+
+def test_kernels_are_compiled_on_the_gpu_of_their_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a replica that is not the first: a new thread's device would be GPU 0."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert with_index(torch.device("cuda")) == torch.device("cuda:1")
+    assert with_index(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_a_server_in_pages_compiles_the_move_before_it_is_ready(
