@@ -28,7 +28,7 @@ from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
-from sgl_skipkv.patches.engine.reuse import row_ids
+from sgl_skipkv.patches.engine.reuse import own_row, row_ids
 from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
 from sgl_skipkv.request.state import RequestState
 
@@ -75,8 +75,14 @@ def lengthen_input(req: Any) -> None:
     req.full_untruncated_fill_ids = row_ids(req, req.skipkv)
 
 
+def row_slots(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
+    """AROUND ``allocation._prefix_kv_indices``: slots that a row begins with. One hook for both
+    cases, because SGLang warns of two around one function."""
+    return restore_row(partial(own_row, original), batch, req)
+
+
 def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
-    """AROUND ``allocation._prefix_kv_indices``: slots of the row; new ones get the backup's KV.
+    """Slots of the row; new ones get the backup's KV.
 
     Prompt tokens that are still in the radix tree are shared, not restored.
     """

@@ -73,11 +73,6 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "the radix tree knows a history by its keys",
     ),
     around(
-        "mem_cache.allocation._prefix_kv_indices(batch, req)",
-        "engine.reuse:own_row",
-        "a request that may evict from a history gets a copy",
-    ),
-    around(
         "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree(self, req, *, "
         "up_to, **kwargs)",
         "engine.reuse:split_behind_row_prompt",
@@ -95,8 +90,8 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     around(
         "mem_cache.allocation._prefix_kv_indices(batch, req)",
-        "engine.backup:restore_row",
-        "restore the row of a request from its backup in host memory",
+        "engine.backup:row_slots",
+        "a row is restored from its backup, or copied from a history that it may evict from",
     ),
     before(
         "managers.scheduler.Scheduler.send_abort_output(self, abort_req, req)",

@@ -153,7 +153,7 @@ def row_ids(req: Any, state: RequestState) -> array[int]:
 
 
 def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
-    """AROUND ``allocation._prefix_kv_indices``: slots of the history's row.
+    """Slots of the history's row.
 
     What the request may write gets a copy in slots of its own, because the tree's may be read by
     other branches: what it may evict from, and a last page that its own tokens go on in. From then
