@@ -24,8 +24,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [QUICK_STARTS, os.environ.get("PYTHONPATH")])
 )
 # So is a start that imports only the models which tests load, of SGLang's two hundred.
-MODELS = ("llama", "qwen2", "qwen3", "glm4", "gemma3_causal", "deepseek_v2", "qwen2_5_vl")
-MODELS += ("qwen3_vl", "registry")
+MODELS = (
+    *("llama", "qwen2", "qwen3", "glm4", "gemma3_causal", "deepseek_v2"),
+    *("qwen2_5_vl", "qwen3_vl", "registry"),
+)
 _FOUND = find_spec("sglang")
 assert _FOUND is not None and _FOUND.submodule_search_locations
 _FOLDER = Path(_FOUND.submodule_search_locations[0], "srt", "models")

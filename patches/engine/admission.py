@@ -91,13 +91,13 @@ class _BudgetedAdder:
         # A request that could not be recomputed must not be preempted; nor one whose row would be
         # of no use, because ``req`` would wait for a track all the same. The base class skips
         # requests that are already on the list.
-        state, running_reqs = state_of(req), self.running_batch.reqs
+        state = state_of(req)
         lacks_track = state is not None and not self._has_track(state)
         if lacks_track and self.track_missing:
-            return False  # the next track is for a request before it
+            return True  # the next track is for a request before it; see below
         fixed = [
             running
-            for running in running_reqs
+            for running in self.running_batch.reqs
             if must_not_retract(running) or (lacks_track and not _holds_track(running))
         ]
         self.preempt_list.extend(fixed)
@@ -107,7 +107,9 @@ class _BudgetedAdder:
         finally:
             for running in fixed:
                 self.preempt_list.remove(running)
-        return preempted
+        # With False SGLang ends the pass. ``add_one_req`` skips a request that lacks a track, and
+        # lets those that need none pass it.
+        return preempted or lacks_track
 
     def _has_track(self, state: RequestState) -> bool:
         """Whether a track is free for the request. Requests that wait for one keep their order."""

@@ -56,7 +56,7 @@ class KernelCompilation:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device of this thread, for another one: a new thread begins with GPU 0."""
+    """The GPU of this thread with its number, which another thread needs: it begins with GPU 0."""
     if device.type != "cuda":
         return device
     return torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +67,7 @@ def separate_stream(device: torch.device) -> Iterator[None]:
     """Run this thread's launches on a separate stream, and wait for them at the end.
 
     Args:
-        device: see ``with_index``.
+        device: with its number.
     """
     if device.type != "cuda":
         yield

@@ -13,21 +13,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.reuse.histories import Found
 
 
-def media_behind(req: Any, tokens: int) -> bool:
-    """Whether a part of the prompt's media is behind its first ``tokens`` tokens."""
-    media = req.multimodal_inputs
-    return media is not None and any(
-        # Models that place them by themselves leave no offsets.
-        not item.offsets or any(stop >= tokens for _, stop in item.offsets)
+def would_miss_media(req: Any, found: Found) -> bool:
+    """Whether SGLang would look for the media of a request that continues this history in the wrong
+    place: some are behind it, or its row is longer than the prompt whose places SGLang knows."""
+    media, history = req.multimodal_inputs, found.history
+    if media is None or not history.evicted_tokens:
+        return False
+    sent_tokens = found.cut - history.unsent_tokens
+    # Dropped thoughts leave in the row what opened them.
+    is_longer = history.unsent_tokens > history.evicted_tokens
+    return is_longer or any(
+        # Models that place media by themselves say no offsets.
+        not item.offsets or any(last >= sent_tokens for _, last in item.offsets)
         for item in media.mm_items
     )
 
 
 def prepare_media(forward: Any, batch: Any, shifts: Sequence[int], counts: Sequence[int]) -> None:
-    """What a forward pass is told of rows that have evicted: no media, and the positions behind
-    them.
+    """Rows that have evicted: take their media from a forward pass, and set their three axes from
+    the logical position.
 
     Args:
         forward: ``ForwardBatch`` with logical positions.
@@ -40,12 +47,12 @@ def prepare_media(forward: Any, batch: Any, shifts: Sequence[int], counts: Seque
         forward.mm_inputs = [None if shift else one for one, shift in pairs]
     if forward.mrope_positions is None:
         return
-    columns, deltas, first = list[int](), list[int](), 0
+    tokens, deltas, first = list[int](), list[int](), 0
     for one, shift, count in zip(media, shifts, counts, strict=True):
         if shift:
-            columns += range(first, first + count)
+            tokens += range(first, first + count)
             deltas += [0 if one is None else int(one.mrope_position_delta)] * count
         first += count
     device = forward.positions.device
-    at = device_tensor(columns, device)
+    at = device_tensor(tokens, device)
     forward.mrope_positions[:, at] = forward.positions[at] + device_tensor(deltas, device)

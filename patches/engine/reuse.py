@@ -29,7 +29,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
     release_evicted,
     wait_for_forward,
 )
-from sgl_skipkv.patches.engine.media import media_behind
+from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.continuation import Left, namespace_of
@@ -67,7 +67,7 @@ def continue_history(
             found, state.reuse.miss = None, "logprobs"
         if found is not None and not _fits_context(req, state, found, positions):
             found, state.reuse.miss = None, "context"
-        if found is not None and _would_miss_media(req, found):
+        if found is not None and would_miss_media(req, found):
             found, state.reuse.miss = None, "media"
         _continue(req, state, found, positions)
         if found is not None and not fits_alone(state, req):
@@ -122,13 +122,6 @@ def _fits_context(req: Any, state: RequestState, found: Found, positions: int) -
     if state.reuse.runs_to_context_end:
         return prompt_tokens <= positions // 2
     return prompt_tokens + int(req.sampling_params.max_new_tokens) <= positions
-
-
-def _would_miss_media(req: Any, found: Found) -> bool:
-    """Whether the request would compute media in a row that has evicted: SGLang looks for them by
-    row entries."""
-    sent_tokens = found.cut - found.history.unsent_tokens
-    return found.history.evicted_tokens > 0 and media_behind(req, sent_tokens)
 
 
 def fill_with_keys(result: None, req: Any) -> None:

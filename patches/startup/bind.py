@@ -246,7 +246,6 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         page_tokens=runtime.page_tokens,
         buffers=kv_buffers(allocator),
     )
-
     device = with_index(recorder.device)
 
     def compile_kernels() -> None:

@@ -60,9 +60,22 @@ def _rocm(scheduler: Any) -> str | None:
     return None if version is None else f"ROCm {version}: untested"
 
 
-def _generates_images(scheduler: Any) -> str | None:
-    kind = scheduler.model_config.hf_config.model_type
-    return f"generated images (model_type={kind})" if kind == "glm_image" else None
+def generates_images(hf_config: Any) -> bool:
+    return bool(hf_config.model_type == "glm_image")
+
+
+def _generated_images(scheduler: Any) -> str | None:
+    hf_config = scheduler.model_config.hf_config
+    named = f"generated images (model_type={hf_config.model_type})"
+    return named if generates_images(hf_config) else None
+
+
+def _axes_of_text(scheduler: Any) -> str | None:
+    from sglang.srt.runtime_context import get_exec
+
+    of_text = get_exec().deterministic.rl_on_policy_target is not None
+    named = "--rl-on-policy-target with a multimodal rotary embedding"
+    return named if of_text and scheduler.model_config.model_is_mrope else None
 
 
 def _graphs(scheduler: Any) -> str | None:
@@ -198,7 +211,8 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("chunked attention", "chunks and temperatures count row entries", counting_attention),
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("capped attention logits", "scores have no cap", logit_cap),
-    ("generated images", "their positions are planned for a whole row", _generates_images),
+    ("generated images", "their positions are planned for a whole row", _generated_images),
+    ("three axes on policy", "SGLang then places images as if they were text", _axes_of_text),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
         "speculative decoding",

@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.families import FAMILIES
-from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, generates_images
 from sgl_skipkv.policy import policy_class, with_params
 
 #: rotations whose turn follows from the position: see ``rotation_of`` in measurements.py
@@ -140,7 +140,7 @@ def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
             isinstance(kv_heads, list | tuple) or (config.has_asymmetric_kv and not latent),
         ),
         ("routers by modality", architecture, config.requires_mm_token_modalities),
-        ("generated images", architecture, config.hf_config.model_type == "glm_image"),
+        ("generated images", architecture, generates_images(config.hf_config)),
         ("encoder-decoder", architecture, config.is_encoder_decoder),
         ("embedding models", architecture, not config.is_generation),
     )

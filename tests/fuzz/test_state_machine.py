@@ -363,9 +363,12 @@ def test_who_needs_no_track_waits_for_none() -> None:
     world.drain()
 
 
-@pytest.mark.parametrize("tracked_victim", [True, False])
-def test_who_waits_for_a_track_preempts_only_who_holds_one(tracked_victim: bool) -> None:
-    """Of another it would get the row and no track, so that one would come and go in every step."""
+@pytest.mark.parametrize("low", ["plain", "plain and a holder"])
+def test_who_waits_for_a_track_preempts_only_who_holds_one(low: str) -> None:
+    """Of another it would get the row and no track, so that one would come and go in every step.
+    Either way SGLang goes on with the queue: requests that need no track pass."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     world = World()
     holders = [world.arrive([5, 6, 7, 20 + i], 90, **asks(8, "skipkv")) for i in range(TRACKED)]
     while len(world.owners()) < TRACKED:
@@ -373,14 +376,23 @@ def test_who_waits_for_a_track_preempts_only_who_holds_one(tracked_victim: bool)
     plain = world.arrive([5, 6, 8, 20], 40)
     while plain not in world.running_batch.reqs:
         world.step()
-    urgent = world.arrive([5, 6, 9, 20], 10, **asks(8, "skipkv"))
-    for req in (*holders, plain, urgent):
-        req.priority = 0 if req in (plain, *holders[: int(tracked_victim)]) else 50
-    urgent.priority = 100
-    urgent.init_next_round_input(world.tree_cache)
+    urgent = [world.arrive([5, 6, 9, 20 + i], 10, **asks(8, "skipkv")) for i in range(2)]
+    free = world.arrive([5, 6, 10, 20], 10)
+    for req in holders:
+        req.priority = 50
+    for req in (*urgent, free):
+        req.priority = 100
+        req.init_next_round_input(world.tree_cache)
+    for req in (plain, *holders[:1]) if low == "plain and a holder" else (plain,):
+        req.priority = 0
     adder = world.adder()
     adder.priority_scheduling_preemption_threshold = 75
-    assert adder.preempt_to_schedule(urgent) == tracked_victim
-    assert plain in world.running_batch.reqs
-    assert (holders[0] in world.running_batch.reqs) != tracked_victim
-    assert len(world.recorder.free_tracks) == tracked_victim
+    assert adder.preempt_to_schedule(urgent[0])
+    running = world.running_batch.reqs
+    assert plain in running and (holders[0] in running) == (low == "plain")
+    added = [adder.add_one_req(req, False, None) for req in urgent]
+    assert added == [AddReqResult.CONTINUE] * 2
+    assert adder.can_run_list == ([] if low == "plain" else urgent[:1])
+    # Another one that waits for a track, behind the one that has to wait first.
+    assert adder.preempt_to_schedule(urgent[1]) and plain in world.running_batch.reqs
+    assert adder.preempt_to_schedule(free) and plain not in world.running_batch.reqs

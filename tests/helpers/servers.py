@@ -21,12 +21,8 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_INVARIANT_CHECK": "2",
 }
-_TOP = (
-    "rid",
-    "stream",
-    "require_reasoning",
-    "image_data",
-)  # of a body, beside the sampling parameters
+#: of a body, beside the sampling parameters
+_TOP = ("rid", "stream", "require_reasoning", "image_data")
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 

@@ -103,13 +103,10 @@ def judged(
 
 def run(family: str, folder: Path, count: int) -> list[Row]:
     model, steers = save_model(family, folder / "model"), family not in UNSTEERED
-    refused_policies = [name for name in POLICIES if policy_class(name).needs_rotation]
-    if family not in NOT_TURNED_BACK:
-        refused_policies = []
     asked = {
         name: [request(family, f"{name}-{i}", name) for i in range(count)]
         for name in POLICIES
-        if name not in refused_policies
+        if not (family in NOT_TURNED_BACK and policy_class(name).needs_rotation)
     }
     steered = {
         policy: [

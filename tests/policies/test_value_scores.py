@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from loops import TOLERANCE, assert_near, attention, dot
 from score_inputs import all_values, score_input, some_sentences
 from torch import Tensor
 
-from sgl_skipkv.policy import make_policy
+from sgl_skipkv.policy import make_policy, vase
 from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.batched_scores import joined_sentences
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
@@ -195,9 +196,9 @@ def test_vase_scores(protect_prompt: bool, large: float, kernel: int) -> None:
     assert (shift - math.log(8)).abs().max() <= 2e-4  # of numbers around 1000
 
 
-def test_vase_holds_the_values_of_one_layer() -> None:
+def test_vase_holds_the_values_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace of a compaction counts one."""
-    taken: list[weakref.ref[torch.Tensor]] = []
+    taken, one_by_one = list[weakref.ref[torch.Tensor]](), list[bool]()
 
     def values(layer: int) -> torch.Tensor:
         assert all(one() is None for one in taken)
@@ -205,9 +206,15 @@ def test_vase_holds_the_values_of_one_layer() -> None:
         taken.append(weakref.ref(found))
         return found
 
+    def spied(layers: Any, *others: Any) -> torch.Tensor:
+        one_by_one.append(iter(layers) is layers)
+        return largest_range(layers, *others)
+
     owner = torch.zeros(9, dtype=torch.int64)
-    assert largest_range(map(values, range(4)), owner, [9]).shape == (9,)
-    assert len(taken) == 4
+    assert largest_range(map(values, range(4)), owner, [9]).shape == (9,) and len(taken) == 4
+    monkeypatch.setattr(vase, "largest_range", spied)
+    make_policy("vase").scores_together([score_input(seed=5)])
+    assert one_by_one == [True]
 
 
 def test_vase_draws_in_proportion_to_attention() -> None:

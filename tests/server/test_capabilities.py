@@ -236,6 +236,15 @@ def test_what_docs_models_names(name: str, said: str) -> None:
     assert check(nested(check.attribute, True)) == said
 
 
+def test_three_axes_on_policy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = row_named("three axes on policy").check
+    for target, axes in (("fsdp", True), (None, True), ("fsdp", False)):
+        on_a_server(monkeypatch, "exec.deterministic.rl_on_policy_target", target)
+        refused = check(nested("model_config.model_is_mrope", axes))
+        said = "--rl-on-policy-target with a multimodal rotary embedding"
+        assert refused == (said if target and axes else None)
+
+
 def test_pd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("prefill", "decode"):
         on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)

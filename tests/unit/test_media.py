@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_skipkv.patches.engine.media import media_behind, prepare_media
+from sgl_skipkv.patches.engine.media import prepare_media, would_miss_media
 
 
 def media(*offsets: Any, delta: int = 0) -> SimpleNamespace:
@@ -16,19 +16,34 @@ def media(*offsets: Any, delta: int = 0) -> SimpleNamespace:
     return SimpleNamespace(mm_items=items, mrope_position_delta=torch.tensor([[delta]]))
 
 
+def missed(images: Any, cut: int, evicted_tokens: int = 1, unsent_tokens: int = 0) -> bool:
+    """Whether a request with these images may not continue such a history."""
+    history = SimpleNamespace(evicted_tokens=evicted_tokens, unsent_tokens=unsent_tokens)
+    found: Any = SimpleNamespace(cut=cut, history=history)
+    return would_miss_media(SimpleNamespace(multimodal_inputs=images), found)
+
+
 @pytest.mark.parametrize(
-    ("offsets", "behind"),
-    [([[(3, 9)]], 10), ([[(3, 9), (20, 29)]], 30), ([[(3, 9)], [(20, 29)]], 30), ([], 0)],
+    ("offsets", "stop"),
+    [([[(3, 9)]], 10), ([[(3, 9), (20, 29)]], 30), ([[(3, 9)], [(20, 29)]], 30)],
 )
-def test_media_end_at_their_last_token(offsets: list[Any], behind: int) -> None:
-    req = SimpleNamespace(multimodal_inputs=media(*offsets))
-    assert not media_behind(req, behind)
-    assert not offsets or media_behind(req, behind - 1)
+def test_a_history_ends_behind_all_media(offsets: list[Any], stop: int) -> None:
+    assert not missed(media(*offsets), stop)
+    assert missed(media(*offsets), stop - 1)
+    assert not missed(media(*offsets), stop - 1, evicted_tokens=0)  # the row is the prompt
+    # The prompt is shorter than the text by what was dropped.
+    assert not missed(media(*offsets), stop + 6, evicted_tokens=6, unsent_tokens=6)
+    assert missed(media(*offsets), stop + 5, evicted_tokens=6, unsent_tokens=6)
 
 
 def test_media_without_places_are_behind_everything() -> None:
-    assert media_behind(SimpleNamespace(multimodal_inputs=media([(3, 9)], None)), 100)
-    assert not media_behind(SimpleNamespace(multimodal_inputs=None), 0)
+    assert missed(media([(3, 9)], None), 100) and not missed(None, 0)
+
+
+def test_a_row_that_is_longer_than_its_prompt() -> None:
+    """SGLang has three axes for the prompt's tokens, and none for a row entry behind them."""
+    assert missed(media([(3, 9)]), 100, evicted_tokens=20, unsent_tokens=21)
+    assert not missed(media([(3, 9)]), 100, evicted_tokens=21, unsent_tokens=21)
 
 
 @pytest.mark.parametrize("axes", [True, False])
