@@ -1,6 +1,6 @@
 # make setup   a fresh .venv with the exact SGLang this package is written for (about 11 GB)
 # make demo    the real server on the bundled model: what a KV budget does (5 minutes, 10 on 2 slow cores)
-# make test    many tests through real servers (15 minutes on 2 slow cores)
+# make test    many tests through real servers (13 minutes on 2 slow cores)
 # make test-slow   the tests that take longest (longer)
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)

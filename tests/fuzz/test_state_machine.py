@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
 
 
+@pytest.mark.slow
 @settings(MACHINE, max_examples=7)
 @given(
     st.lists(

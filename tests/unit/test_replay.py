@@ -33,7 +33,7 @@ def opened(steps: int) -> tuple[SyntheticServer, list[Call]]:
 
 
 @pytest.mark.parametrize("way", ["torch", "kernels"])
-@pytest.mark.parametrize("steps", [3, 9, 33])
+@pytest.mark.parametrize("steps", [3, 9, pytest.param(33, marks=pytest.mark.slow)])
 def test_together_is_alone_to_the_bit(steps: int, way: str) -> None:
     (server, calls), (other, others) = opened(steps), opened(steps)
     with on_triton() if way == "kernels" else nullcontext():
