@@ -70,12 +70,12 @@ def _generated_images(scheduler: Any) -> str | None:
     return named if generates_images(hf_config) else None
 
 
-def _axes_of_text(scheduler: Any) -> str | None:
+def _mrope_on_policy(scheduler: Any) -> str | None:
     from sglang.srt.runtime_context import get_exec
 
-    of_text = get_exec().deterministic.rl_on_policy_target is not None
-    named = "--rl-on-policy-target with a multimodal rotary embedding"
-    return named if of_text and scheduler.model_config.model_is_mrope else None
+    on_policy = get_exec().deterministic.rl_on_policy_target is not None
+    both = on_policy and scheduler.model_config.model_is_mrope
+    return "mrope with --rl-on-policy-target" if both else None
 
 
 def _graphs(scheduler: Any) -> str | None:
@@ -212,7 +212,11 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("capped attention logits", "scores have no cap", logit_cap),
     ("generated images", "their positions are planned for a whole row", _generated_images),
-    ("three axes on policy", "SGLang then places images as if they were text", _axes_of_text),
+    (
+        "mrope with --rl-on-policy-target",
+        "SGLang then places images as if they were text",
+        _mrope_on_policy,
+    ),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
         "speculative decoding",

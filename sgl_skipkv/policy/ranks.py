@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The second is its name before torch 2.14.
+# The second is its older name, the only one in torch 2.11.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

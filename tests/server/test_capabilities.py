@@ -236,12 +236,12 @@ def test_what_docs_models_names(name: str, said: str) -> None:
     assert check(nested(check.attribute, True)) == said
 
 
-def test_three_axes_on_policy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = row_named("three axes on policy").check
+def test_mrope_on_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = row_named("mrope with --rl-on-policy-target").check
     for target, axes in (("fsdp", True), (None, True), ("fsdp", False)):
         on_a_server(monkeypatch, "exec.deterministic.rl_on_policy_target", target)
         refused = check(nested("model_config.model_is_mrope", axes))
-        said = "--rl-on-policy-target with a multimodal rotary embedding"
+        said = "mrope with --rl-on-policy-target"
         assert refused == (said if target and axes else None)
 
 
