@@ -135,7 +135,7 @@ class PagedKeys:
         }
 
     def check_queries(self, queries: Tensor) -> None:
-        """Refuse a ring of queries, [L, slots, R, Hq, d], that does not fit these keys.
+        """Refuse a ring of queries, [L, tracks, R, Hq, d], that does not fit these keys.
 
         Raises:
             ValueError: another dtype, shape or stride.
@@ -149,7 +149,7 @@ class PagedKeys:
             or query_heads % self.kv_heads
         ):
             raise ValueError(
-                f"queries: expected {dtypes} [{self.layers}, slots, R, a multiple of "
+                f"queries: expected {dtypes} [{self.layers}, tracks, R, a multiple of "
                 f"{self.kv_heads}, {self.head_dim}], got {queries.dtype} {[*queries.shape]}"
             )
 

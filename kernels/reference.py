@@ -260,7 +260,7 @@ def sentence_similarity(v: Tensor) -> Tensor:
 
 def sentence_step(
     hidden: Tensor,
-    slots: Tensor,
+    tracks: Tensor,
     is_delimiter: Tensor,
     *,
     total: Tensor,
@@ -273,35 +273,35 @@ def sentence_step(
 
     A token that follows a delimiter and is none itself opens sentence ``index + 1``; a delimiter
     that follows a delimiter joins the sentence before it. At a delimiter
-    ``vectors[slot, index] = total / length``, L2-normalised. A full table keeps writing its last
+    ``vectors[track, index] = total / length``, L2-normalised. A full table keeps writing its last
     entry, so memory is bounded and the newest sentence always has a vector.
 
     Source: SkipKV (arXiv 2512.07993) section 4.1. Graph-safe: fixed shapes, no host reads.
 
     Args:
         hidden: float [B, D], hidden states after the final norm.
-        slots: int64 [B], row of each table; slot 0 is scratch for rows nobody tracks.
+        tracks: int64 [B], row of each table; track 0 is scratch for rows nobody tracks.
         is_delimiter: bool [B].
-        total: float32 [slots, D], running sums (changed in place, as are all below).
-        length: float32 [slots], tokens in the running sum.
-        index: int64 [slots], sentence that the running sum belongs to.
-        after_delimiter: bool [slots], whether the last token was a delimiter.
-        vectors: float [slots, capacity, D], stored means.
+        total: float32 [tracks, D], running sums (changed in place, as are all below).
+        length: float32 [tracks], tokens in the running sum.
+        index: int64 [tracks], sentence that the running sum belongs to.
+        after_delimiter: bool [tracks], whether the last token was a delimiter.
+        vectors: float [tracks, capacity, D], stored means.
     """
-    opens = after_delimiter[slots] & ~is_delimiter
+    opens = after_delimiter[tracks] & ~is_delimiter
     keep = (~opens).unsqueeze(1)
-    new_total = torch.where(keep, total[slots], 0.0) + hidden.float()
-    new_length = torch.where(opens, 0.0, length[slots]) + 1.0
-    new_index = index[slots] + opens
-    total[slots] = new_total
-    length[slots] = new_length
-    index[slots] = new_index
-    after_delimiter[slots] = is_delimiter
+    new_total = torch.where(keep, total[tracks], 0.0) + hidden.float()
+    new_length = torch.where(opens, 0.0, length[tracks]) + 1.0
+    new_index = index[tracks] + opens
+    total[tracks] = new_total
+    length[tracks] = new_length
+    index[tracks] = new_index
+    after_delimiter[tracks] = is_delimiter
     mean = new_total / new_length.unsqueeze(1)
     unit = mean / mean.norm(dim=-1, keepdim=True).clamp_min(_EPS)
     entry = new_index.clamp_max(vectors.shape[1] - 1)
-    stored = vectors[slots, entry]
-    vectors[slots, entry] = torch.where(is_delimiter.unsqueeze(1), unit.to(stored.dtype), stored)
+    stored = vectors[tracks, entry]
+    vectors[tracks, entry] = torch.where(is_delimiter.unsqueeze(1), unit.to(stored.dtype), stored)
 
 
 def steering_step(

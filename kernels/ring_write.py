@@ -1,12 +1,12 @@
 """Store this step's rotated queries where the next compaction reads them: one launch per layer.
 
-``ring[slots[b], positions[b] % R] = q[b]`` for every token b of a tracked request.
+``ring[tracks[b], positions[b] % R] = q[b]`` for every token b of a tracked request.
 
 Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
 2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
-its writes to slot 0, which nobody reads.
+its writes to track 0, which nobody reads.
 
-Mutates ``ring``. Graph-safe: slots and positions are read on the device, only shapes decide the
+Mutates ``ring``. Graph-safe: tracks and positions are read on the device, only shapes decide the
 launch, nothing is allocated.
 
 Floors for T tracked tokens of B: bytes ``T Hq d (q_bytes + ring_bytes)`` and the indices, 16 for
@@ -25,29 +25,29 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def _ring_write_kernel(
-    q, slots, positions, ring, q_stride, window, width, BLOCK: tl.constexpr,
+    q, tracks, positions, ring, q_stride, window, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot == 0:
+    track = tl.load(tracks + token).to(tl.int64)
+    if track == 0:
         return
-    entry = slot * window + tl.load(positions + token) % window
+    entry = track * window + tl.load(positions + token) % window
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(q + token * q_stride + i, mask=i < width)
     tl.store(ring + entry * width + i, values, mask=i < width)
 
 
-def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> None:
+def ring_write(q: Tensor, tracks: Tensor, positions: Tensor, ring: Tensor) -> None:
     """Store one query per token.
 
     Args:
         q: float16, bfloat16 or float32 [B, Hq, d] or [B, Hq * d]; a row is contiguous, rows may
             lie apart, as in a view of a fused QKV product.
-        slots: int64 or int32 [B], recording slot of each token, 0 for none; any number of tokens
-            may have none, no two others share slot and ring entry.
+        tracks: int64 or int32 [B], track id of each token, 0 for none; any number of tokens
+            may have none, no two others share track and ring entry.
         positions: int64 [B], logical position of each token, from 0.
-        ring: as q in dtype or another of the three, contiguous [slots, R, Hq, d], one layer's
-            recent queries (changed in place). Slot 0 is scratch and is not touched.
+        ring: as q in dtype or another of the three, contiguous [tracks, R, Hq, d], one layer's
+            recent queries (changed in place). Track 0 is scratch and is not touched.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -65,7 +65,7 @@ def ring_write(q: Tensor, slots: Tensor, positions: Tensor, ring: Tensor) -> Non
     if tokens == 0:
         return
     _ring_write_kernel[(tokens, triton.cdiv(width, _BLOCK))](
-        *(q, slots, positions, ring, q.stride(0), ring.shape[1], width),
+        *(q, tracks, positions, ring, q.stride(0), ring.shape[1], width),
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )

@@ -23,16 +23,16 @@ _EPS = tl.constexpr(1e-8)
 _TILE, _TILE_DEPTH = 32, 64
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "counts"])  # parts of one packed tensor
+@triton.jit(do_not_specialize_on_alignment=["tracks", "counts"])  # parts of one packed tensor
 def _raise_redundancy_kernel(
-    vectors, redundancy, slots, counts, width, capacity,
+    vectors, redundancy, tracks, counts, width, capacity,
     TILE: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
     later_tile, tile, call = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + call)
     if (later_tile < tile) | (later_tile * TILE >= count):
         return
-    first = tl.load(slots + call) * capacity
+    first = tl.load(tracks + call) * capacity
     i = tile * TILE + tl.arange(0, TILE)
     j = later_tile * TILE + tl.arange(0, TILE)
     own = vectors + (first + i)[:, None] * width
@@ -58,15 +58,15 @@ def _raise_redundancy_kernel(
 
 
 def raise_redundancy(
-    vectors: Tensor, redundancy: Tensor, slots: Tensor, counts: Tensor, *, max_count: int
+    vectors: Tensor, redundancy: Tensor, tracks: Tensor, counts: Tensor, *, max_count: int
 ) -> None:
     """Raise each entry's redundancy to its similarity with any later entry.
 
     Args:
-        vectors: float16, bfloat16 or float32 [slots, capacity, D], contiguous, sentence vectors;
+        vectors: float16, bfloat16 or float32 [tracks, capacity, D], contiguous, sentence vectors;
             normalised again here.
-        redundancy: float32 [slots, capacity], contiguous, -1 or more (changed in place).
-        slots: int64 [B], whose tables; no slot twice.
+        redundancy: float32 [tracks, capacity], contiguous, -1 or more (changed in place).
+        tracks: int64 [B], whose tables; no track twice.
         counts: int64 or int32 [B], entries in use.
         max_count: the largest of them, or more.
 
@@ -83,11 +83,11 @@ def raise_redundancy(
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got strides {[*table.stride()]}"
             )
-    if slots.shape[0] == 0 or max_count < 2:
+    if tracks.shape[0] == 0 or max_count < 2:
         return
     tiles = triton.cdiv(max_count, _TILE)
-    _raise_redundancy_kernel[(tiles, tiles, slots.shape[0])](
-        *(vectors, redundancy, slots, counts, vectors.shape[2], vectors.shape[1]),
+    _raise_redundancy_kernel[(tiles, tiles, tracks.shape[0])](
+        *(vectors, redundancy, tracks, counts, vectors.shape[2], vectors.shape[1]),
         TILE=_TILE,
         TILE_DEPTH=_TILE_DEPTH,
     )

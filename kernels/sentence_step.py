@@ -1,16 +1,16 @@
 """Add one token per call to its open sentence, and close it at a delimiter: one launch per step.
 
-``total[slot] += hidden[b]``, from zero where the token opens a sentence; at a delimiter
-``vectors[slot, sentence] = total / length``, L2-normalised. The truth is
-``reference.sentence_step``, less its writes to slot 0, which nobody reads.
+``total[track] += hidden[b]``, from zero where the token opens a sentence; at a delimiter
+``vectors[track, sentence] = total / length``, L2-normalised. The truth is
+``reference.sentence_step``, less its writes to track 0, which nobody reads.
 
-Source: SkipKV (arXiv 2512.07993) section 4.1. Mutates the tables of the slots. Graph-safe: slots
+Source: SkipKV (arXiv 2512.07993) section 4.1. Mutates the tables of the tracks. Graph-safe: tracks
 and tokens are read on the device, only B decides the launch, nothing is allocated.
 
-One program per token, with its hidden state in registers: it alone updates the slot, once.
+One program per token, with its hidden state in registers: it alone updates the track, once.
 
 Floors for T tracked tokens, C of them at a delimiter: bytes
-``T (D (hidden_bytes + 8) + 44) + C D vector_bytes`` (the 44 are token, slot and its entries);
+``T (D (hidden_bytes + 8) + 44) + C D vector_bytes`` (the 44 are token, track and its entries);
 operations ``2 T D + 5 C D``.
 """
 
@@ -25,27 +25,27 @@ _EPS = tl.constexpr(1e-8)
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])  # a prefill's, from any token on
 def _sentence_step_kernel(
-    hidden, slots, token_ids, bits, preset, total, length, index, after_delimiter, vectors,
+    hidden, tracks, token_ids, bits, preset, total, length, index, after_delimiter, vectors,
     hidden_stride, width, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + b).to(tl.int64)
-    if slot == 0:
+    track = tl.load(tracks + b).to(tl.int64)
+    if track == 0:
         return
     token_bits = tl.load(bits + tl.load(token_ids + b).to(tl.int64))
-    is_delimiter = (token_bits & tl.load(preset + slot)) != 0
-    opens = tl.load(after_delimiter + slot) & (is_delimiter == 0)
-    tokens = tl.where(opens, 0.0, tl.load(length + slot)) + 1.0
-    sentence = tl.load(index + slot) + opens.to(tl.int64)
-    # Every warp has loaded the slot's entries before the first one stores them: one that came late
+    is_delimiter = (token_bits & tl.load(preset + track)) != 0
+    opens = tl.load(after_delimiter + track) & (is_delimiter == 0)
+    tokens = tl.where(opens, 0.0, tl.load(length + track)) + 1.0
+    sentence = tl.load(index + track) + opens.to(tl.int64)
+    # Every warp has loaded the track's entries before the first one stores them: one that came late
     # would see this token as the last one.
     tl.debug_barrier()
-    tl.store(length + slot, tokens)
-    tl.store(index + slot, sentence)
-    tl.store(after_delimiter + slot, is_delimiter)
+    tl.store(length + track, tokens)
+    tl.store(index + track, sentence)
+    tl.store(after_delimiter + track, is_delimiter)
     i = tl.arange(0, BLOCK)
     inside = i < width
-    own = total + slot * width + i
+    own = total + track * width + i
     new = tl.load(own, mask=inside & (opens == 0), other=0.0)
     new += tl.load(hidden + b * hidden_stride + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(own, new, mask=inside)
@@ -53,13 +53,13 @@ def _sentence_step_kernel(
         mean = tl.div_rn(new, tokens)
         norm = tl.sqrt_rn(tl.sum(mean * mean, axis=0))
         unit = tl.div_rn(mean, tl.maximum(norm, _EPS))
-        entry = slot * capacity + tl.minimum(sentence, capacity - 1)
+        entry = track * capacity + tl.minimum(sentence, capacity - 1)
         tl.store(vectors + entry * width + i, unit, mask=inside)
 
 
 def sentence_step(
     hidden: Tensor,
-    slots: Tensor,
+    tracks: Tensor,
     token_ids: Tensor,
     *,
     bits: Tensor,
@@ -76,13 +76,13 @@ def sentence_step(
 
     Args:
         hidden: float16, bfloat16 or float32 [B, D], rows contiguous, after the final norm.
-        slots: int64 or int32 [B], recording slot of each token, 0 for none; any number of tokens
-            may have none, no two others share a slot.
+        tracks: int64 or int32 [B], track id of each token, 0 for none; any number of tokens
+            may have none, no two others share a track.
         token_ids: int64 or int32 [B], the token that each hidden state belongs to.
         bits: uint8 [vocabulary], the presets under which each token closes a sentence.
-        preset: uint8 [slots], the preset of each slot as a bit.
+        preset: uint8 [tracks], the preset of each track as a bit.
         total, length, index, after_delimiter, vectors: as in ``reference.sentence_step`` (changed
-            in place, except slot 0); total and vectors contiguous, vectors in any of the three.
+            in place, except track 0); total and vectors contiguous, vectors in any of the three.
 
     Raises:
         ValueError: shapes or strides that do not fit.
@@ -101,7 +101,7 @@ def sentence_step(
     if count == 0:
         return
     _sentence_step_kernel[(count,)](
-        *(hidden, slots, token_ids, bits, preset),
+        *(hidden, tracks, token_ids, bits, preset),
         *(total, length, index, after_delimiter, vectors),
         *(hidden.stride(0), width, vectors.shape[1]),
         **_options(width),

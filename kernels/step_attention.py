@@ -70,7 +70,7 @@ def _logits(q, keys, slot, inside, factor, d, K_SLOT_STRIDE: tl.constexpr, FLOAT
 @triton.jit(do_not_specialize=_RUNTIME)
 def _normaliser_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, k_scales,
-    queries, query_slots, last_positions, layer_stride, slot_stride, entry_stride, head_stride,
+    queries, query_tracks, last_positions, layer_stride, track_stride, entry_stride, head_stride,
     step_counts, firsts, causal, tiles, highest, normaliser, scale_log2,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
@@ -97,7 +97,7 @@ def _normaliser_kernel(
         tile, steps, tl.load(last_positions + request), head, entry_stride, head_stride,
         RING, GROUP, GROUP_PADDED, STEP_TILE,
     )  # fmt: skip
-    own_queries = queries + layer * layer_stride + tl.load(query_slots + request) * slot_stride
+    own_queries = queries + layer * layer_stride + tl.load(query_tracks + request) * track_stride
     q = tl.load(own_queries + place[:, None] + d[None, :])
     stop = (tokens - steps + causal * (step + 1)).to(tl.int32)
     top = tl.full([STEP_TILE * GROUP_PADDED], float("-inf"), tl.float32)
@@ -121,7 +121,7 @@ def _normaliser_kernel(
 @triton.jit(do_not_specialize=_RUNTIME)
 def _mean_attention_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, k_scales,
-    queries, query_slots, last_positions, layer_stride, slot_stride, entry_stride, head_stride,
+    queries, query_tracks, last_positions, layer_stride, track_stride, entry_stride, head_stride,
     step_counts, firsts, causal, tiles, highest, normaliser, scale_log2,
     out, most_steps, columns, blocks,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -141,7 +141,7 @@ def _mean_attention_kernel(
     page = req_to_token + tl.load(rows + request) * page_stride
     slot = tl.load(page + i, mask=inside, other=0).to(tl.int64)
     last, first = tl.load(last_positions + request), tl.load(firsts + request)
-    query_slot = tl.load(query_slots + request)
+    query_track = tl.load(query_tracks + request)
     d = tl.arange(0, HEAD_DIM)
     m = tl.arange(0, STEP_TILE * GROUP_PADDED)
     own_step = tile * STEP_TILE + m // GROUP_PADDED
@@ -166,7 +166,7 @@ def _mean_attention_kernel(
             tile, steps, last, head, entry_stride, head_stride,
             RING, GROUP, GROUP_PADDED, STEP_TILE,
         )  # fmt: skip
-        own_queries = queries + layer * layer_stride + query_slot * slot_stride
+        own_queries = queries + layer * layer_stride + query_track * track_stride
         q = tl.load(own_queries + place[:, None] + d[None, :])
         task = (tl.cast(request, tl.int64) * LAYERS + layer) * KV_HEADS + head
         own = (task * tiles + tile) * (STEP_TILE * GROUP_PADDED) + m
@@ -199,7 +199,7 @@ def _mean_attention_kernel(
 def step_attention(
     paged: PagedKeys,
     queries: Tensor,
-    query_slots: Tensor,
+    query_tracks: Tensor,
     last_positions: Tensor,
     steps: Sequence[int],
     firsts: Sequence[int],
@@ -212,7 +212,7 @@ def step_attention(
 
     Args:
         paged: requests of as many tokens as steps, or more.
-        queries, query_slots, last_positions: as ``window_attention.window_attention`` takes them.
+        queries, query_tracks, last_positions: as ``window_attention.window_attention`` takes them.
         steps: T of each request, 1 to R.
         firsts: of each request the first column that its steps see; every step must see one.
         causal: each step sees its own token and those before it; otherwise no step sees the last T.
@@ -245,7 +245,7 @@ def step_attention(
     step_counts, first_columns = device_tensors([steps, firsts], paged.device)
     arguments = (
         *(*paged.arguments, paged.k_scales),
-        *(queries, query_slots, last_positions, *queries.stride()[:4]),
+        *(queries, query_tracks, last_positions, *queries.stride()[:4]),
         *(step_counts, first_columns, int(causal), tiles),
         *(highest, normaliser, scale * math.log2(math.e)),
     )

@@ -41,7 +41,7 @@ _POOL = {"HEAD_TILE": 16, "BLOCK": 64}
 @triton.jit(do_not_specialize=["scratch_tokens", "columns", "tasks"])
 def _importance_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, k_scales,
-    queries, query_slots, last_positions, layer_stride, slot_stride, entry_stride, head_stride,
+    queries, query_tracks, last_positions, layer_stride, track_stride, entry_stride, head_stride,
     scratch, scratch_tokens, importance, columns, scale_log2, tasks,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
@@ -65,8 +65,8 @@ def _importance_kernel(
         page = req_to_token + tl.load(rows + request) * page_stride
         keys = tl.load(k_ptrs + layer).to(tl.pointer_type(K_TYPE)) + head * K_HEAD_STRIDE
         keys = tl.multiple_of(keys, 16)
-        query_slot = tl.load(query_slots + request)
-        own_queries = queries + layer * layer_stride + query_slot * slot_stride
+        query_track = tl.load(query_tracks + request)
+        own_queries = queries + layer * layer_stride + query_track * track_stride
         last = tl.load(last_positions + request)
         factor = scale_log2
         if k_scales is not None:
@@ -165,7 +165,7 @@ def _pool_kernel(
 def window_attention(
     paged: PagedKeys,
     queries: Tensor,
-    query_slots: Tensor,
+    query_tracks: Tensor,
     last_positions: Tensor,
     widths: Tensor,
     *,
@@ -177,10 +177,10 @@ def window_attention(
 
     Args:
         paged: requests of more than ``window`` tokens each.
-        queries: [L, query slots, R, Hq, d] in the dtype of the keys, float16, bfloat16 or float32
+        queries: [L, tracks, R, Hq, d] in the dtype of the keys, float16, bfloat16 or float32
             if those are float8: ring buffer of rotated queries, that of logical position p at
             ``p % R``.
-        query_slots: int64 [B], where in it each request's queries are.
+        query_tracks: int64 [B], where in it each request's queries are.
         last_positions: int64 [B], logical position of each request's newest query, ``window - 1``
             or more.
         widths: int32 [B], odd width of each request's max-pool, in tokens.
@@ -212,7 +212,7 @@ def window_attention(
     options = _options(queries.dtype, paged.head_dim, queries.shape[2], window, group)
     _importance_kernel[(programs,)](
         *(*paged.arguments, paged.k_scales),
-        *(queries, query_slots, last_positions, *queries.stride()[:4]),
+        *(queries, query_tracks, last_positions, *queries.stride()[:4]),
         *(scratch, longest, importance, columns, scale * math.log2(math.e), paged.tasks),
         **paged.constants,
         **options,

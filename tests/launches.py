@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
 
 def launches(*names: str) -> Counter[str]:
     """Of the second compaction of requests of these policies that are due in the same step."""
-    server = SyntheticServer(rows=len(names), slots=len(names), check_ledger=False)
+    server = SyntheticServer(rows=len(names), tracks=len(names), check_ledger=False)
     asked = [{"seed": seed, "kv_policy": name, "kv_budget": 20} for seed, name in enumerate(names)]
     opened = [served(server, **keys) for keys in asked]
     decode_until_due(server, opened)

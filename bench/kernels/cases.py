@@ -80,7 +80,7 @@ class Cache:
             *(shape.query_heads, shape.head_dim),
         )
         self.k_ptrs = device_tensor([k.data_ptr() for k in self.k], device)
-        self.slots = torch.arange(1, shape.requests + 1, device=device)
+        self.tracks = torch.arange(1, shape.requests + 1, device=device)
 
     def random(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(sizes, dtype=dtype or self.dtype, device=self.device)
@@ -90,7 +90,7 @@ class Cache:
         counts = [tokens] * self.shape.requests
         offsets = device_tensor([0, *accumulate(counts)], self.device)
         return PagedKeys(
-            *(self.k[0], self.k_ptrs, self.req_to_token, self.slots - 1, counts, offsets)
+            *(self.k[0], self.k_ptrs, self.req_to_token, self.tracks - 1, counts, offsets)
         )
 
     def mean_over_layers(self, score: Callable[[int, int, Tensor], Tensor], tokens: int) -> Tensor:
@@ -112,7 +112,7 @@ def importance(cache: Cache) -> Case:
     widths = torch.full_like(last, POOL_WIDTH, dtype=torch.int32)
 
     def launch() -> tuple[Tensor, ...]:
-        queries = (cache.queries, cache.slots, last, widths)
+        queries = (cache.queries, cache.tracks, last, widths)
         scale = shape.head_dim**-0.5
         return (window_attention(paged, *queries, window=shape.window, scale=scale),)
 
@@ -134,7 +134,7 @@ def steps(cache: Cache) -> Case:
     counts, firsts = [shape.window] * shape.requests, [0] * shape.requests
 
     def launch() -> tuple[Tensor, ...]:
-        queries, scale = (cache.queries, cache.slots, last), shape.head_dim**-0.5
+        queries, scale = (cache.queries, cache.tracks, last), shape.head_dim**-0.5
         return (step_attention(paged, *queries, counts, firsts, causal=True, scale=scale),)
 
     def plain() -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ def redundancy(cache: Cache) -> Case:
 def values(cache: Cache) -> Case:
     """Of values that lie where the keys do."""
     tokens, compared = cache.shape.tokens + cache.shape.interval, middle_layers(cache.shape.layers)
-    firsts, paged = torch.zeros_like(cache.slots), cache.paged(tokens)
+    firsts, paged = torch.zeros_like(cache.tracks), cache.paged(tokens)
     heads = cache.shape.layers, cache.shape.kv_heads
     weights = torch.full(heads, 1 / math.prod(heads), device=firsts.device)
 
@@ -196,10 +196,10 @@ def sentences(cache: Cache) -> Case:
     shape, count = cache.shape, cache.shape.sentences
     vectors = cache.random(shape.requests + 1, count, shape.hidden_size)
     highest = torch.full((shape.requests + 1, count), -1.0, device=cache.device)
-    counts = torch.full_like(cache.slots, count)
+    counts = torch.full_like(cache.tracks, count)
 
     def launch() -> tuple[Tensor, ...]:
-        raise_redundancy(vectors, highest, cache.slots, counts, max_count=count)
+        raise_redundancy(vectors, highest, cache.tracks, counts, max_count=count)
         return (highest[1:],)
 
     def plain() -> tuple[Tensor, ...]:
@@ -282,7 +282,7 @@ def rows(cache: Cache) -> Case:
     def launch() -> tuple[Tensor, ...]:
         freed, stay = torch.empty_like(evicted), torch.empty_like(kept)
         halves = (kept, bounds[0], evicted, bounds[1])
-        compact_rows(table, cache.slots - 1, *halves, positions, freed, stay)
+        compact_rows(table, cache.tracks - 1, *halves, positions, freed, stay)
         return freed, stay, table
 
     def plain() -> tuple[Tensor, ...]:
@@ -298,14 +298,14 @@ def moves(cache: Cache) -> Case:
     shape, device, table = cache.shape, cache.device, cache.req_to_token
     buffers = [*cache.k, *(cache.random(*k.shape) for k in cache.k)]
     parts = [kept for kept, _ in chosen_at_random(cache)]
-    kept, firsts = torch.cat(parts), torch.zeros_like(cache.slots)
+    kept, firsts = torch.cat(parts), torch.zeros_like(cache.tracks)
     offsets = torch.arange(shape.requests + 1, device=device) * shape.tokens
     targets = table[:, : shape.tokens].reshape(-1).long()
     sources = table.gather(1, torch.stack(parts)).reshape(-1).long()
     alike = SlotBuffers.of(buffers, device)
 
     def launch() -> tuple[Tensor, ...]:
-        move_kv(alike, table, cache.slots - 1, firsts, kept, offsets)
+        move_kv(alike, table, cache.tracks - 1, firsts, kept, offsets)
         return tuple(buffers)
 
     def plain() -> tuple[Tensor, ...]:

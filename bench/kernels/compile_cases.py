@@ -168,7 +168,7 @@ def ring_write_cases() -> list[CompileCase]:
             function=ring_write._ring_write_kernel,
             signature={
                 "q": f"*{name}",
-                "slots": "*i64",
+                "tracks": "*i64",
                 "positions": "*i64",
                 "ring": f"*{name}",
                 "q_stride": "i32",
@@ -236,7 +236,7 @@ def sentence_redundancy_cases() -> list[CompileCase]:
             signature={
                 "vectors": f"*{name}",
                 "redundancy": "*fp32",
-                **dict.fromkeys(("slots", "counts"), "*i64"),
+                **dict.fromkeys(("tracks", "counts"), "*i64"),
                 **dict.fromkeys(("width", "capacity"), "i32"),
             },
             constexprs={
@@ -260,7 +260,7 @@ def sentence_step_cases() -> list[CompileCase]:
                 function=sentence_step._sentence_step_kernel,
                 signature={
                     "hidden": f"*{name}",
-                    **dict.fromkeys(("slots", "token_ids", "index"), "*i64"),
+                    **dict.fromkeys(("tracks", "token_ids", "index"), "*i64"),
                     **dict.fromkeys(("bits", "preset"), "*u8"),
                     **dict.fromkeys(("total", "length"), "*fp32"),
                     "vectors": f"*{name}",
@@ -329,7 +329,7 @@ def steering_add_cases() -> list[CompileCase]:
 
 def window_attention_cases() -> list[CompileCase]:
     """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), and one of several products."""
-    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    strides = ("layer_stride", "track_stride", "entry_stride", "head_stride")
     cases = []
     groups = {128: ((7, 8), (4, 8)), 64: ((5, 32),), 256: ((8, 8),)}
     for dtype, head_dim in COMPILED:
@@ -337,7 +337,7 @@ def window_attention_cases() -> list[CompileCase]:
         signature = {
             **_PAGED,
             "queries": f"*{TRITON_NAMES[wide]}",
-            **dict.fromkeys(("query_slots", "last_positions"), "*i64"),
+            **dict.fromkeys(("query_tracks", "last_positions"), "*i64"),
             **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
             **dict.fromkeys(("scratch", "importance"), "*fp32"),
             "scale_log2": "fp32",
@@ -396,14 +396,14 @@ def sentence_scores_cases() -> list[CompileCase]:
 
 def step_attention_cases() -> list[CompileCase]:
     """R1-Qwen-7B (7 query heads per KV head), R1-Llama-8B (4), with rings of 8 queries."""
-    strides = ("layer_stride", "slot_stride", "entry_stride", "head_stride")
+    strides = ("layer_stride", "track_stride", "entry_stride", "head_stride")
     cases = []
     for dtype, head_dim in COMPILED:
         wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
         both = {
             **_PAGED,
             "queries": f"*{TRITON_NAMES[wide]}",
-            **dict.fromkeys(("query_slots", "last_positions", "step_counts", "firsts"), "*i64"),
+            **dict.fromkeys(("query_tracks", "last_positions", "step_counts", "firsts"), "*i64"),
             **dict.fromkeys((*strides, "causal", "tiles"), "i32"),
             **dict.fromkeys(("highest", "normaliser"), "*fp32"),
             "scale_log2": "fp32",

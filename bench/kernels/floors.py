@@ -141,7 +141,7 @@ def sentence_redundancy(shape: Shape, dtype: torch.dtype) -> Work:
     moved = {
         "vectors": vectors * shape.hidden_size * dtype.itemsize,
         "redundancy": 8 * vectors,
-        "slots": 16 * shape.requests,
+        "tracks": 16 * shape.requests,
     }
     return Work(0, moved, vectors * (shape.sentences - 1) * shape.hidden_size, dtype)
 
@@ -198,7 +198,7 @@ def sentence_step(shape: Shape, dtype: torch.dtype) -> Work:
     moved = {
         "hidden": hidden * dtype.itemsize,
         "sums": 8 * hidden,
-        # slot and token 16, bits and preset 2; read and written: length 8, index 16, flag 2
+        # track and token 16, bits and preset 2; read and written: length 8, index 16, flag 2
         "entries": 44 * shape.requests,
         "vectors": shape.closing * shape.hidden_size * dtype.itemsize,
     }

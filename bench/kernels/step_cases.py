@@ -29,11 +29,11 @@ def ring(cache: Cache) -> Case:
         own = cache.random(shape.requests + 1, shape.window, *size)
 
         def launch(q: Tensor = q, own: Tensor = own) -> tuple[Tensor, ...]:
-            ring_write(q, cache.slots, positions, own)
+            ring_write(q, cache.tracks, positions, own)
             return (own,)
 
         def plain(q: Tensor = q, own: Tensor = own) -> tuple[Tensor, ...]:
-            own[cache.slots, positions % shape.window] = q
+            own[cache.tracks, positions % shape.window] = q
             return (own,)
 
         launches.append(launch)
@@ -66,14 +66,14 @@ def open_sentences(cache: Cache) -> Case:
         def launch(
             hidden: Tensor = hidden, tables: dict[str, Tensor] = tables
         ) -> tuple[Tensor, ...]:
-            sentence_step(hidden, cache.slots, token_ids, bits=bits, preset=preset, **tables)
+            sentence_step(hidden, cache.tracks, token_ids, bits=bits, preset=preset, **tables)
             return tuple(tables.values())
 
         def plain(
             hidden: Tensor = hidden, tables: dict[str, Tensor] = tables
         ) -> tuple[Tensor, ...]:
-            is_delimiter = (bits[token_ids] & preset[cache.slots]) != 0
-            reference.sentence_step(hidden, cache.slots, is_delimiter, **tables)
+            is_delimiter = (bits[token_ids] & preset[cache.tracks]) != 0
+            reference.sentence_step(hidden, cache.tracks, is_delimiter, **tables)
             return tuple(tables.values())
 
         launches.append(launch)
@@ -84,7 +84,7 @@ def open_sentences(cache: Cache) -> Case:
 def steering(cache: Cache) -> Case:
     shape, launches, references = cache.shape, [], []
     bits, token_ids = delimiters(cache)
-    which = cache.slots - 1
+    which = cache.tracks - 1
     vector = cache.random(shape.hidden_size, dtype=torch.float32)
     for _ in range(shape.layers):
         residual = cache.random(shape.requests, shape.hidden_size)

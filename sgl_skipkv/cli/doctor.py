@@ -7,6 +7,7 @@ import os
 import platform
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -22,6 +23,22 @@ CHOICES: Final = "the environment of your server, or pip install 'sgl-skipkv[sgl
 _PACKAGES: Final = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 _HOOK_COLOURS: Final = {"ok": "", "changed": "yellow", "wrong": "red"}
 _CAPABILITY_COLOURS: Final = {"yes": "green", "no": "red", "per request": "yellow"}
+
+
+def add_doctor(commands: Any, tables: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    checks = commands.add_parser(
+        "doctor", parents=[tables], help="versions, platform, hooks and supported SGLang features"
+    )
+    checks.set_defaults(run=doctor)
+    instead = checks.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--url", help="check a running server or router instead: do budgets reach it?"
+    )
+    instead.add_argument(
+        "--model", type=Path, help="check a model instead: its config.json or the folder"
+    )
+    checks.add_argument("--api-key", help="for --url, where the server asks for one")
 
 
 def doctor(arguments: argparse.Namespace, console: Console) -> int:

@@ -16,6 +16,15 @@ from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.request.trace import read_trace
 
 
+def add_trace(commands: Any) -> None:
+    """Add the command to the parser."""
+    trace = commands.add_parser("trace", help="show a trace with evicted tokens struck through")
+    trace.set_defaults(run=show_trace)
+    trace.add_argument("file", help="written by --skipkv-trace")
+    trace.add_argument("--model-path", required=True, help="folder with the model's tokenizer")
+    trace.add_argument("--rid", help="request id; default: the last finished request")
+
+
 def show_trace(arguments: Namespace, console: Console) -> int:
     """Print one finished request of a trace file; returns 1 if there is none."""
     events, rid = read_trace(arguments.file), arguments.rid

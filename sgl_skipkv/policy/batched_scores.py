@@ -253,7 +253,7 @@ def paged_at(
         row_tokens: cached tokens of each request.
 
     Returns:
-        keys, ring, and int64 [B] of each request's queries: query slots and last positions.
+        keys, ring, and int64 [B] of each request's queries: tracks and last positions.
     """
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 

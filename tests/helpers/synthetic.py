@@ -87,7 +87,7 @@ class SyntheticServer:
         self,
         *,
         rows: int = 4,
-        slots: int = 4,
+        tracks: int = 4,
         width: int = 600,
         pool_tokens: int = 2000,
         trace: TraceWriter | None = None,
@@ -108,7 +108,7 @@ class SyntheticServer:
         self.free_slots = list(range(1, pool_tokens + 1))
         self.recorder = Recorder(
             ModelShape(LAYERS, query_heads, HEAD_DIM, HIDDEN),
-            track_count=slots,
+            track_count=tracks,
             query_window=self.config.query_window,
             max_sentences=self.config.max_sentences,
             delimiters=Delimiters(TEXTS, VOCAB),

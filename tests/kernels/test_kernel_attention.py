@@ -380,8 +380,8 @@ def test_two_launches_whatever_the_batch(
 def test_what_it_refuses(kind: str, device: torch.device) -> None:
     batch = case(kind, [20, 30], device=device)
     of_both: list[tuple[dict[str, Any], str]] = [
-        ({"ring": batch.ring.half()}, r"queries: expected \[torch.float32\] \[2, slots, R"),
-        ({"ring": batch.ring[:1]}, r"\[2, slots, R, .* got torch.float32 \[1, 9, 8"),
+        ({"ring": batch.ring.half()}, r"queries: expected \[torch.float32\] \[2, tracks, R"),
+        ({"ring": batch.ring[:1]}, r"\[2, tracks, R, .* got torch.float32 \[1, 9, 8"),
         ({"ring": batch.ring[:, :, :, :3]}, "a multiple of 2"),
     ]
     of_one: dict[str, list[tuple[dict[str, Any], str]]] = {

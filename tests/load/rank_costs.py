@@ -31,7 +31,7 @@ class LaunchesAndGathers(Launches):
 def second_compaction(ranks: Ranks, policy: str, count: int) -> tuple[int, int, int, int]:
     """Operations, gathers, bytes sent, and the row's tokens, of requests that are due together."""
     memory = {"retraction_backup_bytes": 1 << 16, "kv_reuse_bytes": 1 << 16}
-    shape = {"rows": count, "slots": count, "pool_tokens": 400 * count, "check_ledger": False}
+    shape = {"rows": count, "tracks": count, "pool_tokens": 400 * count, "check_ledger": False}
     server = SyntheticServer(**shape, ranks=ranks, **memory)
     asked = {"kv_policy": policy, "kv_budget": BUDGET}
     calls = [served(server, seed=seed, **asked) for seed in range(count)]

@@ -176,7 +176,7 @@ def test_a_coverage_of_everything_changes_nothing(name: str) -> None:
 
 def test_requests_are_measured_in_a_batch_as_alone() -> None:
     """Of every policy, with windows, prompts and coverages of their own."""
-    servers = [SyntheticServer(rows=len(EVICTING), slots=len(EVICTING)) for _ in range(2)]
+    servers = [SyntheticServer(rows=len(EVICTING), tracks=len(EVICTING)) for _ in range(2)]
     asked = [
         {
             **{"kv_policy": name, "seed": i, "prompt": [3] * (6 + i)},

@@ -66,7 +66,7 @@ OWN = [
 def test_a_request_keeps_in_a_batch_what_it_keeps_alone(asked: list[tuple[str, Any]]) -> None:
     """Two servers with the same requests; one plans them together, replay included. Requests with
     the same policy and parameters are scored as one; who else is due changes nothing."""
-    size = {"rows": len(asked), "slots": len(asked), "pool_tokens": 4000}
+    size = {"rows": len(asked), "tracks": len(asked), "pool_tokens": 4000}
     servers = [SyntheticServer(check_ledger=False, **size) for _ in range(2)]
     together, alone = (unlike(server, asked, kv_budget=24) for server in servers)
     for server, calls in zip(servers, (together, alone), strict=True):

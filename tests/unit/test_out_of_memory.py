@@ -34,7 +34,7 @@ def due_together(policy: str, **keys: Any) -> tuple[SyntheticServer, list[Call]]
     """Requests that have compacted once and are due again, with sentences of every length."""
     # Every world is copied many times; host memory for backups would be copied with it.
     small = {"max_sentences": 12, "retraction_backup_bytes": 0}
-    server = SyntheticServer(rows=REQUESTS, slots=REQUESTS, **small)
+    server = SyntheticServer(rows=REQUESTS, tracks=REQUESTS, **small)
     parameters = {"tau": 0.2} if policy.startswith("skipkv") else {}
     calls = unlike(server, [(policy, parameters)] * REQUESTS, **keys)
     decode_until_due(server, calls)

@@ -41,7 +41,7 @@ def lives(
     if plant is not None:
         plant(ranks)
     count = len(policies)
-    server = SyntheticServer(rows=count, slots=count, pool_tokens=4000, ranks=ranks, **SMALL)
+    server = SyntheticServer(rows=count, tracks=count, pool_tokens=4000, ranks=ranks, **SMALL)
     calls = unlike(server, [(name, PARAMETERS.get(name, {})) for name in policies])
     for _ in range(steps):
         running = [call for call in calls if call.state.failure is None]
@@ -54,7 +54,7 @@ def _told(call: Call) -> tuple[list[list[int]], str | None]:
 
 
 def _with_quotas(ranks: Ranks, policies: Sequence[str]) -> list[tuple[Any, str | None]]:
-    server = SyntheticServer(rows=len(policies), slots=len(policies), ranks=ranks, **SMALL)
+    server = SyntheticServer(rows=len(policies), tracks=len(policies), ranks=ranks, **SMALL)
     calls = unlike(server, [(name, {"quotas": True}) for name in policies])
     for _ in range(90):
         server.decode(*calls)
@@ -90,7 +90,7 @@ def test_blocks_of_values_change_nothing(block: int, alone) -> None:
 
 def _watched(ranks: Ranks, policies: Sequence[str]) -> int:
     """Compactions in which nothing that waits for a device was started."""
-    server = SyntheticServer(rows=1, slots=1, ranks=ranks, check_ledger=False, **SMALL)
+    server = SyntheticServer(rows=1, tracks=1, ranks=ranks, check_ledger=False, **SMALL)
     for name in policies:
         (call,) = unlike(server, [(name, PARAMETERS.get(name, {}))])
         for _ in range(2):

@@ -240,7 +240,7 @@ def test_a_prompt_leaves_its_last_queries_and_no_sentence() -> None:
 
 def test_a_row_of_a_closed_request_writes_to_scratch() -> None:
     """The step that was in flight when the request ended, and whoever gets the row next."""
-    server = SyntheticServer(slots=1)
+    server = SyntheticServer(tracks=1)
     call = server.open(words(5, 5), kv_budget=64)
     server.prefill(call)
     server.run(call, 6)

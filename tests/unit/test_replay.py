@@ -22,7 +22,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 def opened(steps: int) -> tuple[SyntheticServer, list[Call]]:
     """Requests with prompts of different lengths; each joins when the others are further."""
-    server, calls = SyntheticServer(query_window=16, rows=10, slots=10), list[Call]()
+    server, calls = SyntheticServer(query_window=16, rows=10, tracks=10), list[Call]()
     for seed, (name, parameters) in enumerate(ASKED):
         prompt = [3] * (4 + 11 * seed)
         calls.append(served(server, seed=seed, kv_policy=name, kv_params=parameters, prompt=prompt))

@@ -181,7 +181,7 @@ def test_a_request_that_never_got_a_row_holds_nothing() -> None:
 
 def test_slots_bound_admission() -> None:
     """A slot is counted as soon as a request of the same step will take it."""
-    server = SyntheticServer(slots=2)
+    server = SyntheticServer(tracks=2)
     first, waiting = served(server), served(server, prefill=False)
     streaming = served(server, prefill=False, kv_policy="streaming")
     runtime = server.runtime
@@ -198,7 +198,7 @@ def test_slots_bound_admission() -> None:
 
 
 def test_policies_that_record_nothing_take_no_slot() -> None:
-    server = SyntheticServer(slots=1)
+    server = SyntheticServer(tracks=1)
     calls = [served(server, kv_policy=name) for name in ("streaming", "random", "skipkv")]
     assert [bool(call.state.held.track_id) for call in calls] == [False, False, True]
     server.decode(*calls)

@@ -45,7 +45,7 @@ FUNCTIONS = {
 
 def history(steps: int) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]:
     """Kept positions of every compaction of every request, and what was recorded."""
-    server = SyntheticServer(check_ledger=False, rows=len(ASKED), slots=len(ASKED))
+    server = SyntheticServer(check_ledger=False, rows=len(ASKED), tracks=len(ASKED))
     calls = unlike(server, ASKED, kv_budget=24)
     for _ in range(steps):
         server.decode(*calls)
