@@ -60,9 +60,9 @@ def launches(*names: str) -> Counter[str]:
     decode_until_due(server, opened)
     counted = Launches()
     with on_triton(), as_one_each(lambda name, again: counted.names.update([name])):
-        due = [server.due(call) for call in opened]
+        compact = server.compaction_of(opened)
         with counted:
-            server.runtime.compactor.compact(due, server.req_to_token)
+            compact()
     return counted.names
 
 

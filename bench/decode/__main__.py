@@ -83,21 +83,21 @@ class PagedLoop:
         self._fill([calls.prompt_tokens + own for own in owned])
         before = statistics.mean(self.row_tokens)
         new_ids = torch.randint(self.model.size.vocabulary, (calls.interval, batch))
-        due = [] if compactor is None else compactor.observe(self.row_tokens, [])
+        work = None if compactor is None else compactor.observe(self.row_tokens, [])
         step_s, compaction_s, compactions = [], 0.0, 0
         for ids, host_ids in zip(new_ids.to(self.device), new_ids.tolist(), strict=True):
             synchronize(self.device)
             start = time.perf_counter()
-            if compactor is not None and due:
-                self._give_back(compactor.compact(due, self.row_tokens))
+            if compactor is not None and work is not None and any(work):
+                self._give_back(compactor.before_step(work, self.row_tokens))
                 synchronize(self.device)
-                compactions += len(due)
+                compactions += len(work.compacted)
                 compaction_s += time.perf_counter() - start
                 start = time.perf_counter()
             self._prepare(ids)
             self.replay()
             if compactor is not None:  # the host's part, while the device works
-                due = compactor.observe(self.row_tokens, host_ids)
+                work = compactor.observe(self.row_tokens, host_ids)
             self.sampled.tolist()  # a scheduler needs them too
             step_s.append(time.perf_counter() - start)
         if compactor is not None:

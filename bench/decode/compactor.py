@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.decode.model import DecodeModel, KVPool, Size
 from sgl_skipkv.cli import report
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
@@ -178,33 +179,32 @@ class Compactor:
                 raise RuntimeError(f"call {state.rid}: {state.failure}")
         self.states, self.output_ids = [], []
 
-    def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> list[int]:
-        """Before a step: note the tokens of the last one; the requests that are compacted first."""
-        due = []
-        for b, (state, tokens) in enumerate(zip(self.states, row_tokens, strict=True)):
+    def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> StepWork:
+        """Before a step: note the tokens of the last one, and what is done first."""
+        for state, tokens in zip(self.states, row_tokens, strict=True):
             self.runtime.observe(state, tokens)
-            if self.runtime.compactor.due(state, tokens):
-                due.append(b)
         for ids, token in zip(self.output_ids, new_ids, strict=False):
             ids.append(token)
-        return due
+        lengths = dict(zip(self.states, row_tokens, strict=True))
+        return self.runtime.compactor.work_before_step(lengths)
 
-    def compact(self, due: Sequence[int], row_tokens: list[int]) -> Tensor:
-        """Score, select, rewrite the rows, and shorten ``row_tokens``.
+    def before_step(self, work: StepWork, row_tokens: list[int]) -> Tensor:
+        """Do it: rows are rewritten, and ``row_tokens`` shortened.
 
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
-        calls = [
-            Due(
-                *(self.states[b], row_tokens[b], self.output_ids[b]),
+        freed = [torch.empty(0, dtype=torch.int64, device=self.req_to_token.device)]
+
+        def due_of(state: RequestState) -> Due:
+            b = state.held.row
+            return Due(
+                *(state, row_tokens[b], self.output_ids[b]),
                 *(partial(self._cached, of, b, row_tokens[b]) for of in (self.pool.k, self.pool.v)),
                 self.cache,
             )
-            for b in due
-        ]
-        freed: list[Tensor] = []
-        for done in self.runtime.compactor.compact(calls, self.req_to_token):
+
+        for done in self.runtime.compactor.before_step(work, due_of, self.req_to_token):
             freed += done.freed
             for plan in done.plans:
                 row_tokens[plan.state.held.row] -= plan.evicted_tokens

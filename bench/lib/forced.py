@@ -30,6 +30,7 @@ from bench.reasoner.model import Block, rope_table
 from bench.reasoner.problems import heldout_problem, solution_text
 from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import Policy
@@ -200,7 +201,7 @@ class _Run:
             self._before_step()
             start = self.row_tokens
             steps = 1
-            while self.logical_tokens + steps < last and not self._acts(start + steps):
+            while self.logical_tokens + steps < last and not any(self._work(start + steps)):
                 steps += 1
             self.kv_steps += sum(range(start + 1, start + steps + 1)) - steps * self.prompt_tokens
             self._forward(steps)
@@ -211,32 +212,21 @@ class _Run:
     def logical_tokens(self) -> int:
         return self.row_tokens + self.state.kv.evicted_tokens
 
-    def _acts(self, row_tokens: int) -> bool:
-        """Whether something happens before the decode step of a row of this length."""
-        state = self.state
-        return (
-            self.runtime.compactor.due(state, row_tokens)
-            or self.runtime.compactor.must_track(state, row_tokens)
-            or state.must_measure(row_tokens)
-        )
+    def _work(self, row_tokens: int) -> StepWork:
+        """What happens before the decode step of a row of this length."""
+        return self.runtime.compactor.work_before_step({self.state: row_tokens})
 
     def _before_step(self) -> None:
-        """As ``compact_due_requests`` in ``patches/engine/batch.py``."""
-        state, due = self.state, self._due()
-        if self.runtime.compactor.due(state, self.row_tokens):
-            start = time.perf_counter()
-            (done,) = self.runtime.compactor.compact([due], self.req_to_token)
+        work, state = self._work(self.row_tokens), self.state
+        start = time.perf_counter()
+        done = self.runtime.compactor.before_step(work, lambda _: self._due(), self.req_to_token)
+        assert state.failure is None, state.failure
+        for compaction in done:
             self.compaction_s += time.perf_counter() - start
-            (plan,) = done.plans
+            (plan,) = compaction.plans
             self.row_tokens -= plan.evicted_tokens
             assert state.kv.last is not None
             self.kept.append(state.kv.last.positions.tolist())
-        else:
-            if self.runtime.compactor.must_track(state, self.row_tokens):
-                self.runtime.compactor.track([due])
-            if state.must_measure(self.row_tokens):
-                self.runtime.compactor.measure([due])
-        assert state.failure is None, state.failure
 
     def _due(self) -> Due:
         rows = self.req_to_token[ROW, : self.row_tokens].long()

@@ -41,46 +41,34 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     runtime = runtime_of(batch.req_to_token_pool)
     if selected_indices is not None or runtime is None or runtime.open_requests == 0:
         return
-    reqs: dict[RequestState, Any] = {}
-    due, tracked, measured = list[RequestState](), list[RequestState](), list[RequestState]()
+    places, row_tokens = dict[RequestState, int](), dict[RequestState, int]()
     for i, req in enumerate(batch.reqs):
         state = state_of(req)
         if state is None:
             continue
-        reqs[state], row_tokens = req, req.kv.kv_allocated_len
-        runtime.observe(state, row_tokens)
+        places[state], row_tokens[state] = i, req.kv.kv_allocated_len
+        runtime.observe(state, row_tokens[state])
         if state.failure is not None:
             end_request(req, state)
-            continue
-        is_due = runtime.compactor.due(state, row_tokens)
-        if is_due:
-            check_lengths(req, state, int(batch.seq_lens_cpu[i]))
-            due.append(state)
-        if runtime.compactor.must_track(state, row_tokens, is_due):
-            tracked.append(state)
-        if not is_due and state.must_measure(row_tokens):
-            measured.append(state)
     if runtime.metrics.gauges_due():
-        runtime.metrics.running({state: req.kv.kv_allocated_len for state, req in reqs.items()})
-    if not due and not tracked and not measured:
+        runtime.metrics.running(row_tokens)
+    work = runtime.compactor.work_before_step(row_tokens)
+    if not any(work):
         return
     # The running step writes keys, queries and hidden states on the forward stream.
     wait_for_forward(batch.req_to_token_pool)
     pools = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
     cache = paged_cache(*pools)
 
-    def sound(states: Sequence[RequestState]) -> list[Due]:
-        """The planner's input for those that have not failed."""
-        pairs = [(reqs[state], state) for state in states if state.failure is None]
-        return [due_of(req, state, req.kv.kv_allocated_len, *pools, cache) for req, state in pairs]
+    def due(state: RequestState) -> Due:
+        req, seq_len = batch.reqs[places[state]], int(batch.seq_lens_cpu[places[state]])
+        check_lengths(req, state, seq_len)
+        return due_of(req, state, row_tokens[state], *pools, cache)
 
-    runtime.compactor.track(sound(tracked))
-    runtime.compactor.measure(sound(measured))
-    wanted = sound(due)
     table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
-    done = runtime.compactor.compact(wanted, table, buffers) if wanted else []
+    done = runtime.compactor.before_step(work, due, table, buffers)
     if done:
-        _shorten(batch, done, reqs)
+        _shorten(batch, done, {state: batch.reqs[i] for state, i in places.items()})
 
 
 def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState, Any]) -> None:

@@ -45,13 +45,13 @@ def attach(model: Any, recorder: Recorder) -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
     for place, layer in enumerate(scored_layers(attention_layers(model))):
-        layer.skipkv, layer.skipkv_place = recorder, place
+        layer.skipkv, layer.skipkv_layer = recorder, place
     for module in model.modules():
         if isinstance(module, LogitsProcessor):
             module.skipkv = recorder
 
 
-def whole(part: Tensor, rotary: Tensor | None) -> Tensor:
+def with_rotary_part(part: Tensor, rotary: Tensor | None) -> Tensor:
     """float [T, heads, d], queries or keys as they are cached: with MLA some backends get the
     latent part and the rotary part apart."""
     return part if rotary is None else torch.cat([part, rotary], dim=-1)
@@ -78,21 +78,32 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         return
     shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
     if result.forward_mode.is_decode():
-        positions = result.orig_seq_lens - 1  # a new tensor: the old one is shared
-        result.positions = positions.to(result.positions.dtype)
+        _place_decode(result, batch, shifts)
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
-        if result.mrope_positions is not None and any(shifts):
-            prepare_media(result, batch, shifts, [1] * len(shifts))
     elif result.forward_mode.is_extend():
         if any(shifts):  # of restored rows
-            note_shifts(result.sampling_info, device_tensor(shifts, recorder.device))
-            counts = zip(shifts, batch.extend_lens, strict=True)
-            shifted = [shift for shift, count in counts for _ in range(count)]
-            result.positions = result.positions + device_tensor(shifted, recorder.device)
-            prepare_media(result, batch, shifts, batch.extend_lens)
+            _place_prefill(result, batch, shifts)
         firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
         recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
         prepare_prefill(binding.runtime, batch, states, firsts)
+
+
+def _place_decode(result: Any, batch: Any, shifts: list[int]) -> None:
+    """Logical positions of a decode step."""
+    positions = result.orig_seq_lens - 1  # a new tensor: the old one is shared
+    result.positions = positions.to(result.positions.dtype)
+    if result.mrope_positions is not None and any(shifts):
+        prepare_media(result, batch, shifts, [1] * len(shifts))
+
+
+def _place_prefill(result: Any, batch: Any, shifts: list[int]) -> None:
+    """Logical positions of a prefill, and of what is sampled behind it."""
+    device = result.positions.device
+    note_shifts(result.sampling_info, device_tensor(shifts, device))
+    counts = zip(shifts, batch.extend_lens, strict=True)
+    shifted = [shift for shift, count in counts for _ in range(count)]
+    result.positions = result.positions + device_tensor(shifted, device)
+    prepare_media(result, batch, shifts, batch.extend_lens)
 
 
 def _prefill_recording(
@@ -140,7 +151,7 @@ def record_queries(
     recorder: Recorder | None = vars(attention).get("skipkv")
     if recorder is None:
         return
-    place = attention.skipkv_place
+    place = attention.skipkv_layer
     begins_step = place == 0 and forward_batch.forward_mode.is_decode()
     if begins_step and (recorder.records_decode or is_capturing()):
         # A captured step records every row; untracked and padded rows write to scratch. It must
@@ -149,7 +160,7 @@ def record_queries(
             forward_batch.req_pool_indices, forward_batch.positions.long()
         )
     if recorder.current is not None:
-        recorder.record_queries(recorder.current, place, whole(q, kwargs.get("q_rope")))
+        recorder.record_queries(recorder.current, place, with_rotary_part(q, kwargs.get("q_rope")))
 
 
 def record_hidden(

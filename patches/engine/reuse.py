@@ -32,7 +32,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
 from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
 from sgl_skipkv.request.state import RequestState
-from sgl_skipkv.reuse.continuation import Left, namespace_of
+from sgl_skipkv.reuse.continuation import FinishedRow, namespace_of
 from sgl_skipkv.reuse.histories import Found
 from sgl_skipkv.reuse.history import History
 
@@ -58,17 +58,12 @@ def continue_history(
     assert binding is not None
     positions = context_tokens(binding.scheduler)
     lost = state.reuse.miss == "evicted"  # in an earlier round
-    # Row entries are not prompt positions, by which SGLang picks the log-probabilities.
-    wants_logprobs = req.return_logprob and 0 <= req.logprob_start_len < len(prompt)
     while True:
         found, left = runtime.histories.find(_namespace(state, req), prompt)
         state.reuse.miss = "evicted" if lost else "diverged" if left else "none"
-        if found is not None and wants_logprobs:
-            found, state.reuse.miss = None, "logprobs"
-        if found is not None and not _fits_context(req, state, found, positions):
-            found, state.reuse.miss = None, "context"
-        if found is not None and would_miss_media(req, found):
-            found, state.reuse.miss = None, "media"
+        reason = None if found is None else _why_not(req, state, found, positions)
+        if reason is not None:
+            found, state.reuse.miss = None, reason
         _continue(req, state, found, positions)
         if found is not None and not fits_alone(state, req):
             # The pool cannot hold history and copy together: the request would wait for ever.
@@ -79,6 +74,16 @@ def continue_history(
             return
         runtime.histories.drop(found.history)
         lost = True
+
+
+def _why_not(req: Any, state: RequestState, found: Found, positions: int) -> str | None:
+    """The ``kv_reuse_miss`` of a request that cannot continue the history; None: it can."""
+    # Row entries are not prompt positions, by which SGLang picks the log-probabilities.
+    if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
+        return "logprobs"
+    if not _fits_context(req, state, found, positions):
+        return "context"
+    return "media" if would_miss_media(req, found) else None
 
 
 def _continue(req: Any, state: RequestState, found: Found | None, positions: int) -> None:
@@ -256,7 +261,7 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
         state.failure is not None or not _drop(req, state, thought.tokens, *pools)
     ):
         return None
-    left = Left(prompt, tokens, row_ids(req, state)[: kv.kv_allocated_len], thought)
+    left = FinishedRow(prompt, tokens, row_ids(req, state)[: kv.kv_allocated_len], thought)
     history: History | None = runtime.leave_history(state, _namespace(state, req), left)
     return history
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.patches.engine.forward import whole
+from sgl_skipkv.patches.engine.forward import with_rotary_part
 from sgl_skipkv.policy.head_reach import softmax_with_sinks
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 
@@ -79,7 +79,7 @@ class AttentionCheck:
 
     def before(self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook: the layer may change its queries in place."""
-        queries = whole(args[0], kwargs.get("q_rope")).detach()
+        queries = with_rotary_part(args[0], kwargs.get("q_rope")).detach()
         recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
         self._queries[layer.layer_id] = recent.clone()
 

@@ -27,7 +27,7 @@ from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.patches.startup.measurements import measure
+from sgl_skipkv.patches.startup.measurements import measure_model
 from sgl_skipkv.patches.startup.parallel import is_first_rank, open_ranks, reasons_of_ranks
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.request.settings import check_server_defaults
@@ -200,7 +200,7 @@ def _build(
             side = build_model_side(config, scheduler)
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
-        centres, reach, refused_policies = measure(scheduler, side, config, ranks)
+        centres, reach, refused_policies = measure_model(scheduler, side, config, ranks)
         if (why := refused_policies.get(config.kv_policy)) is not None:
             reasons.append(f"kv_policy {config.kv_policy}: {why}")
         buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)

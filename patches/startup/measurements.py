@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.patches.engine.forward import attention_layers, whole
+from sgl_skipkv.patches.engine.forward import attention_layers, with_rotary_part
 from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
@@ -51,7 +51,7 @@ class Measurements(NamedTuple):
     refused: dict[str, str]
 
 
-def measure(
+def measure_model(
     scheduler: Any, side: ModelSide, config: ServerConfig, ranks: Ranks = ONE_RANK
 ) -> Measurements:
     """Prefill a text once and record each head's mean query and its reach, and whether the
@@ -101,7 +101,10 @@ def _seen(
     centres, reach = dict[int, Means](), dict[int, Tensor]()
 
     def remember(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        both = whole(args[0], kwargs.get("q_rope")), whole(args[1], kwargs.get("k_rope"))
+        both = (
+            with_rotary_part(args[0], kwargs.get("q_rope")),
+            with_rotary_part(args[1], kwargs.get("k_rope")),
+        )
         queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in both)
         reach[layer.layer_id] = head_reach(queries, keys, side.scale, kwargs.get("sinks"))
         if rotation is not None:

@@ -7,8 +7,9 @@ several ranks tells the others instead (``policy/ranks.py``).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Compaction, Plan
-from sgl_skipkv.eviction.coverage import measure
+from sgl_skipkv.eviction.coverage import measure_demand
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.in_parts import attempted, in_parts
+from sgl_skipkv.eviction.in_parts import in_parts, retried_alone
 from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
@@ -30,6 +31,21 @@ from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.request.trace import TraceWriter
+
+
+class StepWork(NamedTuple):
+    """Requests with work before their next decode step.
+
+    Attributes:
+        compacted: those grown ``interval`` past their budget.
+        tracked: those whose statistics are brought up to date: before a compaction, and before the
+            step overwrites a query that they have not seen.
+        measured: those whose demand is measured.
+    """
+
+    compacted: list[RequestState]
+    tracked: list[RequestState]
+    measured: list[RequestState]
 
 
 class Compactor:
@@ -74,38 +90,63 @@ class Compactor:
         decodes = row_tokens + state.kv.evicted_tokens >= state.kv.not_before
         return decodes and state.is_due(row_tokens)
 
-    def must_track(self, state: RequestState, row_tokens: int, is_due: bool = False) -> bool:
-        """Whether the request's statistics must be brought up to date in this step: before a
-        compaction, and before a decode step overwrites a query that they have not seen."""
+    def work_before_step(self, row_tokens: Mapping[RequestState, int]) -> StepWork:
+        """What has to be done before the next decode step of requests with these row lengths."""
+        work = StepWork([], [], [])
+        for state, tokens in row_tokens.items():
+            if state.failure is not None:
+                continue
+            is_due = self.due(state, tokens)
+            if is_due:
+                work.compacted.append(state)
+            elif state.must_measure(tokens):
+                work.measured.append(state)
+            if self._must_track(state, tokens, is_due):
+                work.tracked.append(state)
+        return work
+
+    def _must_track(self, state: RequestState, row_tokens: int, is_due: bool) -> bool:
         policy = state.settings.policy
         if not policy.needs_attention or is_due:
             return policy.needs_attention
         untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
         return not policy.tracks_compactions and untracked >= self._recorder.query_window
 
+    def before_step(
+        self,
+        work: StepWork,
+        due_of: Callable[[RequestState], Due],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor] = (),
+    ) -> list[Compaction]:
+        """Do this work. A request whose work fails keeps its row, and its ``failure`` is set.
+
+        Args:
+            due_of: the planner's input for a request.
+            req_to_token: int32 [rows, width], SGLang's page table (changed in place).
+            buffers: of ``Compaction``; not read with pages of one token.
+        """
+
+        def sound(states: Sequence[RequestState]) -> list[Due]:
+            return [due_of(state) for state in states if state.failure is None]
+
+        self.track(sound(work.tracked))
+        self._replay(measure_demand, sound(work.measured))
+        due = sound(work.compacted)
+        return self._compact(due, req_to_token, buffers) if due else []
+
     def track(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
         self._replay(replay_steps, due)
-
-    def measure(self, due: Sequence[Due]) -> None:
-        """Measure the requests' demands; a request's ``failure`` is set if that fails."""
-        self._replay(measure, due)
 
     def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
         replay = partial(work, recorder=self._recorder, scale=self._scale, ranks=self._ranks)
         alone, steps = self._ranks.size == 1, self._query_window
         list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
-    def compact(
-        self, due: Sequence[Due], req_to_token: Tensor, buffers: Sequence[Tensor] = ()
+    def _compact(
+        self, due: Sequence[Due], req_to_token: Tensor, buffers: Sequence[Tensor]
     ) -> list[Compaction]:
-        """Compact the requests that are due. A request whose planning fails keeps its row, and its
-        ``failure`` is set.
-
-        Args:
-            req_to_token: int32 [rows, width], SGLang's page table (changed in place).
-            buffers: of ``Compaction``; not read with pages of one token.
-        """
         cache, prepare = due[0].cache, partial(self._prepare, req_to_token, buffers)
         heads = key_numbers = 0
         if cache is not None:
@@ -165,7 +206,7 @@ class Compactor:
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
         prepare = partial(self._prepare_drop, span, req_to_token, buffers)
-        prepared = next(attempted([due], prepare), None)
+        prepared = next(retried_alone([due], prepare), None)
         if self._ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared

@@ -28,7 +28,7 @@ from sgl_skipkv.request.demand import UNKNOWN, Demand
 _UNITS = 2**32
 
 
-def measure(
+def measure_demand(
     requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
 ) -> None:
     """Set the requests' demands, which the CPU reads at their next compaction. If one of several

@@ -29,10 +29,10 @@ def in_parts(
     """
     for part in split_to_fit([one.row_tokens for one in due], work_bytes, **sizes):
         chosen = [due[i] for i in part]
-        yield from attempted(chosen, work) if alone else [work(chosen)]
+        yield from retried_alone(chosen, work) if alone else [work(chosen)]
 
 
-def attempted(due: Sequence[Due], work: Work[T]) -> Iterator[T]:
+def retried_alone(due: Sequence[Due], work: Work[T]) -> Iterator[T]:
     """``work`` on all requests at once. If that raises, on each alone; a request for which it
     raises again has its ``failure`` set."""
     what = ", ".join(f"kv_budget request {one.state.rid}" for one in due)
@@ -41,6 +41,6 @@ def attempted(due: Sequence[Due], work: Work[T]) -> Iterator[T]:
         yield from done
     elif len(due) > 1:
         for one in due:
-            yield from attempted([one], work)
+            yield from retried_alone([one], work)
     else:
         due[0].state.failure = error

@@ -16,7 +16,6 @@ from torch import Tensor
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Plan, TableEntries
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
@@ -54,11 +53,10 @@ class Planner:
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays, of requests whose last compaction is read back, so that ``live`` is
-        true. Those with the same policy and parameters share one scoring call."""
+        true, and whose statistics are up to date. Those with the same policy and parameters share
+        one scoring call."""
         for one in due:
             one.state.sentences.feed(one.generated_ids)
-        followed = [one for one in due if one.state.settings.policy.needs_attention]
-        replay_steps(followed, self._recorder, scale=self._scale, ranks=self._ranks)
         tables, positions = [self._table(one.state) for one in due], self._positions(due)
         score_inputs = partial(self._score_inputs, due, positions, tables)
         if self._ranks.size == 1:
@@ -167,7 +165,7 @@ class Planner:
             sentences=sentences,
             seed=seed,
             logical_tokens=due.logical_tokens,
-            given_sentences=state.given_sentences() if policy.needs_spans else (),
+            given_sentences=state.input_sentences() if policy.needs_spans else (),
             centres=self._centres if policy.needs_rotation else None,
             reach=self._reach if policy.needs_reach else None,
             values=due.values if policy.needs_values else None,

@@ -25,7 +25,7 @@ from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.request.summary import summarise, trace_fields
 from sgl_skipkv.request.trace import TraceWriter
-from sgl_skipkv.reuse.continuation import Left, continue_history, history_of
+from sgl_skipkv.reuse.continuation import FinishedRow, continue_history, history_of
 from sgl_skipkv.reuse.histories import Found, Histories
 from sgl_skipkv.reuse.history import History
 from sgl_skipkv.reuse.thoughts import ThoughtTokens
@@ -289,10 +289,12 @@ class Runtime:
         if found is not None:
             continue_history(state, found, state.sentences.tracker, max_new_tokens)
 
-    def leave_history(self, state: RequestState, namespace: Hashable, left: Left) -> History | None:
+    def leave_history(
+        self, state: RequestState, namespace: Hashable, finished: FinishedRow
+    ) -> History | None:
         """What a request leaves that has finished and has not been closed yet; None: nothing."""
         read_back(state, self._trace)
-        last, tokens = state.kv.last, left.tokens
+        last, tokens = state.kv.last, finished.tokens
         if self.ranks.any(state.kv.lost):
             return None
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
@@ -305,7 +307,7 @@ class Runtime:
             copies = HostCopies(self.histories.memory)
             recorded = self.recorder.save(state.held.track_id, copies)
         capacity = self.recorder.max_sentences
-        return history_of(state, namespace, left, recorded, table_capacity=capacity)
+        return history_of(state, namespace, finished, recorded, table_capacity=capacity)
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
         return SentenceState(

@@ -42,7 +42,7 @@ def scores_of_ranks(
         together = [due[i] for i in chosen]
         if together[0].state.settings.policy.over_ranks is not None:
             own = None if inputs is None else [inputs[i] for i in chosen]
-            found = _attempted(together, own, ranks)
+            found = _scores_or_nan(together, own, ranks)
         elif inputs is None:
             found = scores_of(together, [score_inputs()[i] for i in chosen])
         else:
@@ -52,7 +52,7 @@ def scores_of_ranks(
     return [scores[i] for i in range(len(due))]
 
 
-def _attempted(
+def _scores_or_nan(
     due: Sequence[Due], inputs: Sequence[ScoreInput] | None, ranks: Ranks
 ) -> list[Tensor]:
     """Scores of this rank, of requests with one policy; NaN if it fails."""

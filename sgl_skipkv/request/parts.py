@@ -164,7 +164,7 @@ class Continued:
         tokens: of the history; those before ``cut`` are the request's.
         cut: logical tokens of the history.
         unsent_tokens: of these, dropped thoughts, which the prompt does not contain.
-        given: spans of what users and tools wrote behind the prompt of the conversation's first
+        input_spans: of what users and tools wrote behind the prompt of the conversation's first
             request, this one's included; none unless that counts as generated.
         recorded_tokens: logical tokens whose queries may be among the recordings, those included
             that the prompt leaves out.
@@ -182,7 +182,7 @@ class Continued:
     cut: int
     unsent_tokens: int
     recorded_tokens: int
-    given: Sequence[tuple[int, int]] = ()
+    input_spans: Sequence[tuple[int, int]] = ()
     recorded: Mapping[str, HostCopy] | None = None
     copies: bool = False
     shared_tokens: int = 0

@@ -74,11 +74,11 @@ class RequestState:
         start, stop = self.sentences.tracker.closed[sentence]
         return start + self.prompt.uncounted_tokens, stop + self.prompt.uncounted_tokens
 
-    def given_sentences(self) -> frozenset[int]:
+    def input_sentences(self) -> frozenset[int]:
         """Numbers, among the live ones, of sentences that users and tools wrote in later turns."""
         if self.reuse.continued is None:
             return frozenset()
-        edges, live = [*chain(*self.reuse.continued.given)], enumerate(self.sentences.live)
+        edges, live = [*chain(*self.reuse.continued.input_spans)], enumerate(self.sentences.live)
         return frozenset(i for i, one in live if bisect_right(edges, self.span(one)[0]) % 2)
 
     @property

@@ -24,7 +24,7 @@ from sgl_skipkv.reuse.history import History, Recordings, private_keys
 from sgl_skipkv.reuse.thoughts import Thought
 
 
-class Left(NamedTuple):
+class FinishedRow(NamedTuple):
     """What is in a finished request's row.
 
     Attributes:
@@ -94,8 +94,8 @@ def continue_history(
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
     )
-    earlier = [(start, min(stop, cut)) for start, stop in recordings.given if start < cut]
-    continued.given = [*earlier, (cut, prompt.tokens)]
+    earlier = [(start, min(stop, cut)) for start, stop in recordings.input_spans if start < cut]
+    continued.input_spans = [*earlier, (cut, prompt.tokens)]
     continued.recorded = recordings.recorded
     # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
     # steps evict, and the first generated token comes from the prefill.
@@ -108,13 +108,13 @@ def continue_history(
 def history_of(
     state: RequestState,
     namespace: Hashable,
-    left: Left,
+    finished: FinishedRow,
     recorded: Mapping[str, HostCopy] | None,
     *,
     table_capacity: int,
 ) -> History:
     """What a finished request leaves. Its last compaction is read back, its sentences are fed."""
-    continued, key = state.reuse.continued, left.key
+    continued, key = state.reuse.continued, finished.key
     has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
     if has_evicted or state.settings.steers:
         shared = state.shared_row_tokens
@@ -123,26 +123,26 @@ def history_of(
     if state.settings.kv_reuse == "budget":
         recordings = Recordings(
             closed=tuple(state.sentences.tracker.closed),
-            given=() if continued is None else tuple(continued.given),
+            input_spans=() if continued is None else tuple(continued.input_spans),
             live=tuple(state.sentences.live),
             table=tuple(state.sentences.entries(table_capacity)),
             recorded=recorded,
             recorded_tokens=max(
-                len(left.tokens), 0 if continued is None else continued.recorded_tokens
+                len(finished.tokens), 0 if continued is None else continued.recorded_tokens
             ),
             statistics=dict(state.kv.statistics),
             tracked_tokens=state.kv.tracked_tokens,
             # What is dropped follows no score, so the budget of a later compaction ignores it.
-            compactions=state.compactions - (left.thought is not None),
+            compactions=state.compactions - (finished.thought is not None),
         )
     return History(
         state.rid,
         namespace,
-        left.tokens,
-        sent_tokens(state, left),
+        finished.tokens,
+        sent_tokens(state, finished),
         key,
         own_prompt_tokens=state.prompt.sent_tokens,
-        edge_tokens=0 if left.thought is None else left.thought.edge_tokens,
+        edge_tokens=0 if finished.thought is None else finished.thought.edge_tokens,
         prompt_tokens=state.prompt.uncounted_tokens,
         last=state.kv.last,
         recordings=recordings,
@@ -150,10 +150,10 @@ def history_of(
     )
 
 
-def sent_tokens(state: RequestState, left: Left) -> array[int]:
+def sent_tokens(state: RequestState, finished: FinishedRow) -> array[int]:
     """Prompt and output as the next prompt has them."""
-    thought_tokens, opener_tokens, _ = left.thought or (0, 0, 0)
+    thought_tokens, opener_tokens, _ = finished.thought or (0, 0, 0)
     if not state.unsent_tokens + thought_tokens:
-        return left.tokens
-    prompt = left.prompt[: len(left.prompt) - opener_tokens]
-    return prompt + left.tokens[state.prompt.tokens + thought_tokens :]
+        return finished.tokens
+    prompt = finished.prompt[: len(finished.prompt) - opener_tokens]
+    return prompt + finished.tokens[state.prompt.tokens + thought_tokens :]

@@ -36,7 +36,7 @@ class Recordings:
 
     Attributes:
         closed: spans of its closed sentences, from its first prompt on.
-        given: logical spans of what users and tools wrote behind its first prompt, ascending.
+        input_spans: logical spans of what users and tools wrote behind its first prompt, ascending.
         live: indices of those that are not known to be evicted.
         table: sentence index of each entry of the sentence table.
         recorded: query ring and sentence table in host memory; None: its policy uses neither.
@@ -48,7 +48,7 @@ class Recordings:
     """
 
     closed: Sequence[tuple[int, int]]
-    given: Sequence[tuple[int, int]]
+    input_spans: Sequence[tuple[int, int]]
     live: Sequence[int]
     table: Sequence[int]
     recorded: Mapping[str, HostCopy] | None

@@ -202,11 +202,13 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a row keeps its track": ("of_row[row] = 0", "of_row[0] = 0"),
             "a row stays steered": ("self.steerer.stop(row)", "pass"),
         },
-        forward.prepare_forward: {
+        forward._place_decode: {
             "positions are physical": (
                 "positions = result.orig_seq_lens - 1",
                 "positions = batch.seq_lens - 1",
             ),
+        },
+        forward.prepare_forward: {
             "a restored token has its place in the row for a position": (
                 "if any(shifts):",
                 "if False:",

@@ -162,7 +162,7 @@ class Forward(Books):
         from sgl_skipkv.patches.engine.forward import record_hidden, record_queries
 
         recorder = self.req_to_token_pool.skipkv.runtime.recorder
-        layer = SimpleNamespace(skipkv=recorder, skipkv_place=0)
+        layer = SimpleNamespace(skipkv=recorder, skipkv_layer=0)
         tags = [one.tag for one in written]
         record_queries(layer, self.widened(queries_of(tags)), None, None, forward)
         record_hidden(layer, torch.tensor(tokens), hidden_of(tags))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
+from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.runtime import Runtime
@@ -213,16 +215,17 @@ class SyntheticServer:
         for call in calls:
             self.runtime.observe(call.state, len(call.slots))
         running = [call for call in calls if call.decoded]
-        due = [call for call in running if self.is_due(call)]
-        others = [call for call in running if call not in due]
-        must_track = self.runtime.compactor.must_track
-        behind = [call for call in others if must_track(call.state, len(call.slots))]
-        if behind:
-            self.runtime.compactor.track([self.due(call) for call in behind])
-        measured = [call for call in others if call.state.must_measure(len(call.slots))]
-        if measured:
-            self.runtime.compactor.measure([self.due(call) for call in measured])
-        return self.compact(due) if due else []
+        rows = {call.state: len(call.slots) for call in running}
+        work = self.runtime.compactor.work_before_step(rows)
+        return self.book(self.before_step(work, running)(), running)
+
+    def before_step(self, work: StepWork, calls: Sequence[Call]) -> Callable[[], list[Compaction]]:
+        """Does this work for some of these requests. The test's own part is done already."""
+        asked = {state for states in work for state in states}
+        due = {call.state: self.due(call) for call in calls if call.state in asked}
+        return partial(
+            *(self.runtime.compactor.before_step, work, due.__getitem__, self.req_to_token)
+        )
 
     def is_due(self, call: Call) -> bool:
         return self.runtime.compactor.due(call.state, len(call.slots))
@@ -234,6 +237,8 @@ class SyntheticServer:
     def plans(self, calls: Sequence[Call]) -> list[Plan]:
         """What a compaction of several requests would do now."""
         self.read_back(calls)
+        followed = [call for call in calls if call.state.settings.policy.needs_attention]
+        self.runtime.compactor.track([self.due(call) for call in followed])
         return self.runtime.compactor.planner.plan([self.due(call) for call in calls])
 
     def read_back(self, calls: Sequence[Call]) -> None:
@@ -242,9 +247,14 @@ class SyntheticServer:
             read_back(call.state, self.runtime._trace)
 
     def compact(self, calls: Sequence[Call]) -> list[Plan]:
-        """Compact these requests together, as a server does."""
-        done = self.runtime.compactor.compact([self.due(call) for call in calls], self.req_to_token)
-        return self.book(done, calls)
+        """Compact these requests together, due or not."""
+        return self.book(self.compaction_of(calls)(), calls)
+
+    def compaction_of(self, calls: Sequence[Call]) -> Callable[[], list[Compaction]]:
+        """Compacts these requests together; what that returns is to be booked."""
+        states = [call.state for call in calls]
+        followed = [state for state in states if state.settings.policy.needs_attention]
+        return self.before_step(StepWork(states, followed, []), calls)
 
     def book(self, done: Sequence[Compaction], calls: Sequence[Call]) -> list[Plan]:
         """Free the slots of compactions, and hold the rows against them."""

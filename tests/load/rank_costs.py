@@ -38,10 +38,11 @@ def second_compaction(ranks: Ranks, policy: str, count: int) -> tuple[int, int, 
     decode_until_due(server, calls)
     server.decode(*calls)
     decode_until_due(server, calls)
-    counted, due = LaunchesAndGathers(), [server.due(call) for call in calls]
+    counted, row_tokens = LaunchesAndGathers(), server.due(calls[0]).row_tokens
+    compact = server.compaction_of(calls)
     with counted:
-        server.runtime.compactor.compact(due, server.req_to_token)
-    return counted.names.total(), counted.gathers, counted.sent_bytes, due[0].row_tokens
+        compact()
+    return counted.names.total(), counted.gathers, counted.sent_bytes, row_tokens
 
 
 def costs() -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from synthetic import (
 )
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.coverage import needed_tokens
 from sgl_skipkv.policy import make_policy, names, policy_class
 from sgl_skipkv.request.demand import AHEAD_TOKENS
@@ -202,9 +203,8 @@ def test_kernels_measure_what_torch_measures() -> None:
         server.run(calls[0], 30)
         server.run(calls[1], 44)
         with on_triton() if kernels else nullcontext():
-            due = [server.due(call) for call in calls]
-            assert all((one.cache is not None) == kernels for one in due)
-            server.runtime.compactor.measure(due)
+            assert all((server.due(call).cache is not None) == kernels for call in calls)
+            server.before_step(StepWork([], [], [call.state for call in calls]), calls)()
         demands = [call.state.kv.demand for call in calls]
         counts.append([one.measured_row_tokens for one in demands if one is not None])
     assert len(counts[0]) == 2

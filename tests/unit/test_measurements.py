@@ -23,7 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.startup import measurements
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
-from sgl_skipkv.patches.startup.measurements import NoRotation, _rotation, measure, rotation_of
+from sgl_skipkv.patches.startup.measurements import (
+    NoRotation,
+    _rotation,
+    measure_model,
+    rotation_of,
+)
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.head_reach import head_reach
 from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation, means
@@ -197,27 +202,27 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path: Path) -> None:
     scheduler, side = measuring
-    centres, reach, refused = measure(scheduler, side, ServerConfig())
+    centres, reach, refused = measure_model(scheduler, side, ServerConfig())
     assert centres is not None and centres.mean.shape == (1, 2, 8) and refused == {}
     assert reach.shape == (1, 2)
     assert scheduler.read == 512  # what the pool has room for
     text = tmp_path / "short.txt"
     text.write_text("word " * 64)
     with pytest.raises(SettingError, match=r"query_text: expected more than 64 tokens .*, got 64"):
-        measure(scheduler, side, ServerConfig(query_text=str(text)))
+        measure_model(scheduler, side, ServerConfig(query_text=str(text)))
     scheduler.tp_worker.model_runner.model[0].rotary_emb = None
-    centres, reach, refused = measure(scheduler, side, ServerConfig())
+    centres, reach, refused = measure_model(scheduler, side, ServerConfig())
     assert centres is None and reach.shape == (1, 2)
     assert [*refused] == ["triattention", "expected"]
     with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
-        measure(scheduler, side, ServerConfig(query_text="none.txt"))
+        measure_model(scheduler, side, ServerConfig(query_text="none.txt"))
 
 
 def test_a_model_that_attends_otherwise_is_refused(measuring: Any) -> None:
     scheduler, side = measuring
     scheduler.true_scale = 0.5
     with pytest.raises(AttentionMismatch, match="attention layer 0 is not that of its recorded"):
-        measure(scheduler, side, ServerConfig())
+        measure_model(scheduler, side, ServerConfig())
     assert not scheduler.tp_worker.model_runner.model[0].attn._forward_hooks
 
 

@@ -20,6 +20,7 @@ from synthetic import SyntheticServer, served
 from triton_tools import DEVICES
 
 from sgl_skipkv import policy
+from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.request.trace import TraceWriter
 
@@ -76,14 +77,16 @@ def test_no_operation_of_a_compaction_reads_the_device(
     for _ in range(102):
         for call in calls:
             if call.decoded and call.state.must_measure(len(call.slots)):
+                measure = server.before_step(StepWork([], [], [call.state]), [call])
                 with nothing_waits(device):
-                    server.runtime.compactor.measure([server.due(call)])
+                    measure()
         server.decode(*calls)
         for call in filter(server.is_due, calls):
             # What the last compaction kept arrived with its event; here it never left the host.
             server.read_back([call])
+            compact = server.compaction_of([call])
             with nothing_waits(device):
-                done = server.runtime.compactor.compact([server.due(call)], server.req_to_token)
+                done = compact()
             compactions += len(server.book(done, [call]))
     assert compactions >= 8
 

@@ -21,7 +21,7 @@ from synthetic import Call, SyntheticServer, decode_until_due, unlike
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.policy import names
 from sgl_skipkv.recording.sentence_table import TableMoves
-from sgl_skipkv.reuse.continuation import Left
+from sgl_skipkv.reuse.continuation import FinishedRow
 
 #: skipkv, rkv and snapkv allocate what skipkv+ allocates, or less
 SCORED = [name for name in names() if name not in ("full", "skipkv", "rkv", "snapkv")]
@@ -54,9 +54,9 @@ def compacted(
             stack.enter_context(on_triton())
             # What Triton's interpreter does to run a kernel is no allocation of ours.
             stack.enter_context(as_one_each(lambda name, again: None))
-        due = [server.due(call) for call in calls]
+        compact = server.compaction_of(calls)
         with scarce:
-            done = server.runtime.compactor.compact(due, server.req_to_token)
+            done = compact()
     server.book(done, calls)
     failed = [call for call in calls if call.state.failure is not None]
     for call in failed:
@@ -125,7 +125,7 @@ def test_dropping_thoughts_with_little_memory_changes_nothing() -> None:
         assert server.row_of(call) == row
         assert torch.equal(server.recorder.sentences.vectors, vectors)
         tokens = array("q", [3] * call.prompt_tokens + call.output_ids)
-        left = Left(tokens[: call.prompt_tokens], tokens, tokens[: len(row)])
+        left = FinishedRow(tokens[: call.prompt_tokens], tokens, tokens[: len(row)])
         assert server.runtime.leave_history(call.state, "namespace", left) is None
 
 

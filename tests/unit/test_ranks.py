@@ -95,8 +95,9 @@ def _watched(ranks: Ranks, policies: Sequence[str]) -> int:
         (call,) = unlike(server, [(name, PARAMETERS.get(name, {}))])
         for _ in range(2):
             decode_until_due(server, [call])
+            compact = server.compaction_of([call])
             with NoHostRead():
-                done = server.runtime.compactor.compact([server.due(call)], server.req_to_token)
+                done = compact()
             server.book(done, [call])
         server.finish(call)
     return len(policies)
@@ -267,8 +268,8 @@ def test_a_retry_of_one_rank_is_seen() -> None:
     """What fails may not be tried again by a rank alone: it would gather what nobody else does."""
 
     def plant(ranks: Ranks) -> None:
-        attempted = in_parts.attempted
-        runtime.in_parts = lambda due, work, *args, alone, **sizes: attempted(due, work)
+        retried_alone = in_parts.retried_alone
+        runtime.in_parts = lambda due, work, *args, alone, **sizes: retried_alone(due, work)
         if ranks.index == 1:
             failing(planner, "scores_of_ranks", once=True)
 

@@ -72,7 +72,7 @@ def test_kept_sets_and_tables_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
     def every_other(state: RequestState) -> frozenset[int]:
         return frozenset(range(0, len(state.sentences.live), 2))
 
-    monkeypatch.setattr(RequestState, "given_sentences", every_other)
+    monkeypatch.setattr(RequestState, "input_sentences", every_other)
     expected, tables = history(62)
     with on_triton():
         launched = seen_launches(monkeypatch, types)
