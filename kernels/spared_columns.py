@@ -106,8 +106,8 @@ def _spared_columns_kernel(
                 inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
                 is_similar = (product * inverse[None, :] > least[:, None]) & inside[None, :]
                 is_similar &= c[None, :] != r[:, None]
-                found = tl.max(tl.where(is_similar, c[None, :], -1), axis=1)
-                best = tl.maximum(best, found)  # later ones lie lower
+                last = tl.max(tl.where(is_similar, c[None, :], -1), axis=1)
+                best = tl.maximum(best, last)  # later ones lie lower
         passed += tiles_ahead
         tiles_ahead *= 2
         searching = tl.max((wanted & (best < 0)).to(tl.int32), axis=0)
