@@ -1,14 +1,14 @@
 """How much each cached key repeats others, for a batch of requests, with O(n) memory per head.
 
-Per layer and KV head: S the cosine matrix of a request's keys, diagonal 0, less in every row r the
-entry of its spared column; ``R = softmax over i of mean over rows of S[r, i]``; then the mean over
-KV heads and layers. The truth is ``reference.key_redundancy``, per request and layer.
+Per layer and KV head: S the cosine matrix of a request's keys, diagonal 0, in every row r also 0 at
+the last similar key; ``R = softmax over i of mean over rows of S[r, i]``; then the mean over KV
+heads and layers. The truth is ``reference.key_redundancy``, per request and layer.
 
 Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 
 How: with unit keys u the column sums are linear, ``sum_r S[r, i] = u_i . (sum_r u_r - u_i)``, so
-only the spared entries need rows to be compared with columns: ``spared_columns`` finds where they
-are, and their values ``u_r . u_spared(r)`` are n products more. Three more kernels: inverse norms,
+only the entries of last similar keys need rows to be compared with columns: ``last_similar.py``
+finds where they are, and their values are n products more. Three more kernels: inverse norms,
 a bound on 32 of them at a time, and the sum of unit keys; column sums and the softmax's normaliser;
 the mean, in one fixed order.
 
@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgl_skipkv.kernels.last_similar import BOUND_TOKENS, bound_columns, last_similar_keys
 from sgl_skipkv.kernels.on_device import TRITON_NAMES, register_limit
 from sgl_skipkv.kernels.paged_keys import PagedKeys, widened
-from sgl_skipkv.kernels.spared_columns import BOUND_TOKENS, bound_columns, spared_columns
 
 _EPS = tl.constexpr(1e-8)
 _BOUND_TOKENS = tl.constexpr(BOUND_TOKENS)
@@ -86,11 +86,11 @@ def _norms_kernel(
 @triton.jit(do_not_specialize=["columns", "tasks"])
 def _column_sums_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, unit_sums, sums, columns,
-    tasks, spared, normalisers, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    tasks, last_similar, normalisers, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr,
     K_TYPE: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, SUM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Column sums without the spared entries, and each task's sum of exp(mean over rows)."""
+    """Column sums without the last similar keys, and each task's sum of exp(mean over rows)."""
     d = tl.arange(0, HEAD_DIM)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head_index = tl.cast(task % (LAYERS * KV_HEADS), tl.int64)
@@ -113,15 +113,15 @@ def _column_sums_kernel(
             unit = k * inverse[:, None]
             others = tl.sum(unit * (total[None, :] - unit), axis=1)
             tl.atomic_add(sums + row + i, (others * _UNIT).to(tl.int64), inside, sem="relaxed")
-            c = tl.load(spared + row + i, mask=inside, other=-1)
-            spares = (c >= 0) & (c != i)  # the diagonal is 0 as it is
-            slot = tl.load(page + c, mask=spares, other=0).to(tl.int64)
+            c = tl.load(last_similar + row + i, mask=inside, other=-1)
+            has_similar = (c >= 0) & (c != i)  # the diagonal is 0 as it is
+            slot = tl.load(page + c, mask=has_similar, other=0).to(tl.int64)
             k_offset = slot[:, None] * K_SLOT_STRIDE + d[None, :]
-            k = tl.load(keys + k_offset, mask=spares[:, None], other=0)
+            k = tl.load(keys + k_offset, mask=has_similar[:, None], other=0)
             k = widened(k, FLOAT8).to(tl.float32)
-            inverse = tl.load(inverse_norms + row + c, mask=spares, other=0.0)
+            inverse = tl.load(inverse_norms + row + c, mask=has_similar, other=0.0)
             value = tl.sum(unit * (k * inverse[:, None]), axis=1)
-            tl.atomic_add(sums + row + c, (value * -_UNIT).to(tl.int64), spares, sem="relaxed")
+            tl.atomic_add(sums + row + c, (value * -_UNIT).to(tl.int64), has_similar, sem="relaxed")
         tl.debug_barrier()  # the sums are complete
         normaliser = tl.zeros([SUM_BLOCK], tl.float32)
         for start in range(0, n, SUM_BLOCK):
@@ -187,9 +187,9 @@ def key_redundancy(paged: PagedKeys, thresholds: Tensor, *, programs: int | None
         **constants,
         **register_limit(_max_registers(paged.layer.dtype, paged.head_dim), paged.device),
     )
-    spared = spared_columns(paged, inverse_norms, bounds, thresholds)
+    last_similar = last_similar_keys(paged, inverse_norms, bounds, thresholds)
     _column_sums_kernel[grid](
-        *(*arguments, spared, normalisers),
+        *(*arguments, last_similar, normalisers),
         BLOCK=sums_block,
         SUM_BLOCK=_SUM_BLOCK,
         num_warps=sums_warps,

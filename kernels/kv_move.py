@@ -84,7 +84,7 @@ class SlotBuffers:
         Raises:
             ValueError: slots that are not contiguous, or not aligned to 16 bytes.
         """
-        alike = defaultdict[tuple[int, int], list[int]](list)
+        by_size = defaultdict[tuple[int, int], list[int]](list)
         for buffer in buffers:
             slot, stride_bytes = buffer[0], buffer.stride(0) * buffer.itemsize
             if not slot.is_contiguous() or buffer.data_ptr() % 16:
@@ -92,8 +92,8 @@ class SlotBuffers:
                     f"buffers: expected contiguous slots at a multiple of 16 bytes, got strides "
                     f"{[*buffer.stride()]}, {buffer.data_ptr() % 16} bytes behind one"
                 )
-            alike[slot.numel() * buffer.itemsize, stride_bytes].append(buffer.data_ptr())
-        return [cls(device_tensor(ptrs, device), *size) for size, ptrs in alike.items()]
+            by_size[slot.numel() * buffer.itemsize, stride_bytes].append(buffer.data_ptr())
+        return [cls(device_tensor(ptrs, device), *size) for size, ptrs in by_size.items()]
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -133,18 +133,18 @@ def move_kv(
         ValueError: shapes or strides that do not fit.
     """
     requests = rows.shape[0]
-    found = firsts.shape[0], kept_offsets.shape[0] - 1, req_to_token.stride(1)
-    if found != (requests, requests, 1):
+    shapes = firsts.shape[0], kept_offsets.shape[0] - 1, req_to_token.stride(1)
+    if shapes != (requests, requests, 1):
         raise ValueError(
             f"firsts, kept_offsets, stride of a row: expected {requests}, {requests} + 1 and 1, "
-            f"got {found[0]}, {found[1]} + 1 and {found[2]}"
+            f"got {shapes[0]}, {shapes[1]} + 1 and {shapes[2]}"
         )
     if requests == 0:
         return
-    for alike in buffers:
-        sizes = alike.constants
-        _move_kv_kernel[(alike.pointers.shape[0] * sizes["SLICES"], requests)](
-            *(alike.pointers, req_to_token, rows, firsts, kept, kept_offsets),
+    for group in buffers:
+        sizes = group.constants
+        _move_kv_kernel[(group.pointers.shape[0] * sizes["SLICES"], requests)](
+            *(group.pointers, req_to_token, rows, firsts, kept, kept_offsets),
             req_to_token.stride(0),
             **sizes,
             num_warps=_WARPS,

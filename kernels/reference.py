@@ -148,8 +148,8 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     """How much each cached key repeats others.
 
     Cosine matrix ``S`` of the keys, diagonal 0. In every row the largest-index column with
-    ``S > threshold`` is set to 0, which spares the most recent similar token; a row without one
-    spares nothing. ``R = softmax over i of mean over rows of S[r, i]``.
+    ``S > threshold`` is set to 0, which leaves the most recent similar token out; a row without
+    one leaves nothing out. ``R = softmax over i of mean over rows of S[r, i]``.
 
     Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3. Deviation from
     their code: it zeroes column 0 in rows without a similar column, by accident.
@@ -177,14 +177,14 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
         own.copy_(own.maximum((similar * number[start:]).amax(dim=2)))
         rows = number[start:end, None]
         later.copy_(later.maximum((similar[:, :, end - start :] * rows).amax(dim=1)))
-    # The sum over rows of a column is one product with the sum of all unit keys; what the rows
-    # spare is taken off it.
-    spared = (last.long() - 1).clamp_min(0)
+    # The sum over rows of a column is one product with the sum of all unit keys; what the
+    # last similar keys add is taken off it.
+    last_similar = (last.long() - 1).clamp_min(0)
     head = torch.arange(unit.shape[0], device=k.device).unsqueeze(1)
-    value = (unit * unit[head, spared]).sum(dim=-1)
+    value = (unit * unit[head, last_similar]).sum(dim=-1)
     value.masked_fill_((last == 0) | (last == number), 0.0)
     total = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
-    redundancy: Tensor = (total.scatter_add_(1, spared, -value) / n).softmax(dim=-1)
+    redundancy: Tensor = (total.scatter_add_(1, last_similar, -value) / n).softmax(dim=-1)
     return redundancy
 
 

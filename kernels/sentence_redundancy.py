@@ -35,14 +35,14 @@ def _raise_redundancy_kernel(
     first = tl.load(tracks + call) * capacity
     i = tile * TILE + tl.arange(0, TILE)
     j = later_tile * TILE + tl.arange(0, TILE)
-    own = vectors + (first + i)[:, None] * width
+    earlier = vectors + (first + i)[:, None] * width
     later = vectors + (first + j)[:, None] * width
     product = tl.zeros((TILE, TILE), tl.float32)
     squares_i, squares_j = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for start in range(0, width, TILE_DEPTH):
         k = start + tl.arange(0, TILE_DEPTH)
         inside = (k < width)[None, :]
-        a = tl.load(own + k[None, :], mask=inside & (i < count)[:, None], other=0.0)
+        a = tl.load(earlier + k[None, :], mask=inside & (i < count)[:, None], other=0.0)
         b = tl.load(later + k[None, :], mask=inside & (j < count)[:, None], other=0.0)
         product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
         wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)

@@ -45,10 +45,10 @@ def _sentence_step_kernel(
     tl.store(after_delimiter + track, is_delimiter)
     i = tl.arange(0, BLOCK)
     inside = i < width
-    own = total + track * width + i
-    new = tl.load(own, mask=inside & (opens == 0), other=0.0)
+    sums = total + track * width + i
+    new = tl.load(sums, mask=inside & (opens == 0), other=0.0)
     new += tl.load(hidden + b * hidden_stride + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(own, new, mask=inside)
+    tl.store(sums, new, mask=inside)
     if is_delimiter:
         mean = tl.div_rn(new, tokens)
         norm = tl.sqrt_rn(tl.sum(mean * mean, axis=0))

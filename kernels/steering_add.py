@@ -56,12 +56,12 @@ def _steering_add_kernel(
     tl.store(thinking + row, thinks)
     if closes & thinks:
         strength = tl.load(alpha_0 + row) + gamma * count.to(tl.float32)
-        own = residual + b * residual_stride
+        hidden = residual + b * residual_stride
         for start in range(0, width, BLOCK):
             i = start + tl.arange(0, BLOCK)
-            values = tl.load(own + i, mask=i < width).to(tl.float32)
+            values = tl.load(hidden + i, mask=i < width).to(tl.float32)
             moved = values + strength * tl.load(vector + i, mask=i < width)
-            tl.store(own + i, moved, mask=i < width)
+            tl.store(hidden + i, moved, mask=i < width)
 
 
 def steering_add(

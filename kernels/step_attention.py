@@ -185,15 +185,15 @@ def _mean_attention_kernel(
     t = tile * STEP_TILE + tl.arange(0, STEP_TILE)
     if OVER == 1:
         of_step = tl.sum(tl.reshape(spoilt, [STEP_TILE, GROUP_PADDED]), axis=1)
-        found = received / (LAYERS * KV_HEADS) + tl.where(t < steps, of_step, 0.0)[:, None]
+        attended = received / (LAYERS * KV_HEADS) + tl.where(t < steps, of_step, 0.0)[:, None]
     else:
         by_step = tl.reshape(received, [STEP_TILE, GROUP_PADDED, BLOCK])
         if OVER == 0:
-            found = tl.sum(by_step, axis=1) / (LAYERS * KV_HEADS * GROUP)
+            attended = tl.sum(by_step, axis=1) / (LAYERS * KV_HEADS * GROUP)
         else:
-            found = tl.max(by_step, axis=1) + 0.0 * tl.sum(by_step, axis=1)
+            attended = tl.max(by_step, axis=1) + 0.0 * tl.sum(by_step, axis=1)
     to = out + t.to(tl.int64)[:, None] * columns + (begin + i)[None, :]
-    tl.store(to, found, mask=(t < most_steps)[:, None] & inside[None, :])
+    tl.store(to, attended, mask=(t < most_steps)[:, None] & inside[None, :])
 
 
 def step_attention(
@@ -261,10 +261,10 @@ def step_attention(
 
 def _over(over: str, dtype: torch.dtype) -> dict[str, int]:
     """Constants of the second kernel that depend on what is taken of the rows."""
-    found = {"OVER": OVER[over]}
+    constants = {"OVER": OVER[over]}
     if over == "group_max" and dtype == torch.float8_e4m3fn:
-        found["num_stages"] = 2  # a third would spill registers on sm_100
-    return found
+        constants["num_stages"] = 2  # a third would spill registers on sm_100
+    return constants
 
 
 def _options(dtype: torch.dtype, head_dim: int, ring: int, group: int) -> dict[str, int]:

@@ -46,8 +46,8 @@ def install() -> None:
     for owner, name, _, expected in _WRAPPED:
         parameters = list(inspect.signature(getattr(owner, name)).parameters)
         if expected and parameters != expected.split():
-            found = f"sgl_skipkv: {name} takes {parameters}, expected {expected}"
-            raise RuntimeError(f"{found}; this SGLang's frontend is not supported")
+            mismatch = f"sgl_skipkv: {name} takes {parameters}, expected {expected}"
+            raise RuntimeError(f"{mismatch}; this SGLang's frontend is not supported")
     for owner, name, around, _ in _WRAPPED:
         if around is not None:
             _wrap(owner, name, around)
@@ -164,7 +164,10 @@ _WRAPPED: tuple[tuple[Any, str, Callable[..., Any] | None, str], ...] = (
     *((ir.SglFunction, name, _run, "") for name in ("run", "run_batch")),
     (_PARAMS, "to_srt_kwargs", partial(_add_keys, "custom_params"), "self"),
     (_PARAMS, "to_openai_kwargs", partial(_add_keys, "extra_body"), "self"),
-    *((_PARAMS, f"to_{one}_kwargs", partial(_refuse_keys, one), "self") for one in _WITHOUT_KEYS),
+    *(
+        (_PARAMS, f"to_{backend}_kwargs", partial(_refuse_keys, backend), "self")
+        for backend in _WITHOUT_KEYS
+    ),
     (_EXECUTOR, "_resolve_sampling_params", _resolve_sampling_params, "self sampling_params"),
     (_EXECUTOR, "fork", _fork, "self size position_ids_offset"),
     (RuntimeEndpoint, "commit_lazy_operations", _commit, "self s"),

@@ -209,8 +209,8 @@ class Metrics(Refusals):
     def decided(self, state: str) -> None:
         """The server has started: the state that eviction is in, one of ``STATES``."""
         if self.on:
-            for one in STATES:
-                self._of("state", one).set(one == state)
+            for label in STATES:
+                self._of("state", label).set(label == state)
 
     def opened(self, state: RequestState) -> None:
         """A request with this state has arrived."""

@@ -57,14 +57,14 @@ def main() -> None:
                 cells += [
                     Cell(
                         level,
-                        one,
+                        policy,
                         round(share * trace_tokens),
-                        params_of(one, params),
+                        params_of(policy, params),
                         sampling,
                         seeds,
                     )
-                    for one in arguments.policies
-                    if one != "full"
+                    for policy in arguments.policies
+                    if policy != "full"
                     for share in arguments.shares
                 ]
             sweep.run(cells)

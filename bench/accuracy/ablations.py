@@ -72,7 +72,7 @@ def interval() -> list[Setting]:
 
 
 ABLATIONS: dict[str, Callable[[], list[Setting]]] = {
-    one.__name__: one for one in (components, prompt, thresholds, interval)
+    ablation.__name__: ablation for ablation in (components, prompt, thresholds, interval)
 }
 
 
@@ -85,7 +85,7 @@ def main() -> None:
     with sweep_over(arguments, "ablations") as sweep:
         cells = []
         for level, full in sweep.baseline().items():
-            for policy, share, params in (s for one in arguments.only for s in ABLATIONS[one]()):
+            for policy, share, params in (s for name in arguments.only for s in ABLATIONS[name]()):
                 # An evictable prompt is counted; the cache holds the same number of tokens.
                 extra = float(full["prompt_tokens"]) if params.get("count_prompt") else 0.0
                 budget = round(share * float(full["output_tokens"]) + extra)

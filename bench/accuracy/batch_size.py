@@ -63,17 +63,17 @@ def main() -> None:
             for event in read_trace(trace):
                 if event["event"] == "compact":
                     kept.setdefault(event["rid"], []).append(event["kept"])
-            found = [
+            outputs = [
                 (reply["output_ids"], kept.get(f"{size}:{problem.id}", []))
                 for reply, problem in zip(replies, problems, strict=True)
             ]
-            alone = alone or found
+            alone = alone or outputs
             right = sum(
                 is_right(reply["text"], problem.answer)
                 for reply, problem in zip(replies, problems, strict=True)
             )
             low, high = wilson(right, len(problems))
-            pairs = list(zip(found, alone, strict=True))
+            pairs = list(zip(outputs, alone, strict=True))
             append_row(
                 "batch_size",
                 {
@@ -87,9 +87,13 @@ def main() -> None:
                     "accuracy": round(right / len(problems), 4),
                     "wilson_low": round(low, 4),
                     "wilson_high": round(high, 4),
-                    "compactions": sum(len(sets) for _, sets in found),
-                    "same_kept_sets_as_alone": sum(one[1] == other[1] for one, other in pairs),
-                    "same_outputs_as_alone": sum(one[0] == other[0] for one, other in pairs),
+                    "compactions": sum(len(sets) for _, sets in outputs),
+                    "same_kept_sets_as_alone": sum(
+                        batched[1] == other[1] for batched, other in pairs
+                    ),
+                    "same_outputs_as_alone": sum(
+                        batched[0] == other[0] for batched, other in pairs
+                    ),
                 },
             )
 

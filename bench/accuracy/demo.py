@@ -39,11 +39,11 @@ def main() -> None:
             demo.run_round(server, problems, kv_budget, tokenizer, progress)
             for kv_budget in demo.BUDGETS
         ]
-    for one in rounds:
-        row = {**dataclasses.asdict(one), "pool_tokens": demo.POOL_TOKENS}
-        row["kv_budget"] = "" if one.kv_budget is None else one.kv_budget
-        row["seconds"] = round(one.seconds, 2)
-        row["tokens_per_s"] = round(one.output_tokens / one.seconds)
+    for measured in rounds:
+        row = {**dataclasses.asdict(measured), "pool_tokens": demo.POOL_TOKENS}
+        row["kv_budget"] = "" if measured.kv_budget is None else measured.kv_budget
+        row["seconds"] = round(measured.seconds, 2)
+        row["tokens_per_s"] = round(measured.output_tokens / measured.seconds)
         append_row("demo", row)
     console.print(demo.results_table(rounds))
 

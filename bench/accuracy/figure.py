@@ -45,13 +45,13 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    found = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
-    if not found:
+    rows = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
+    if not rows:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
-    cells = Counter((row["level"], int(row["problems"])) for row in found)
+    cells = Counter((row["level"], int(row["problems"])) for row in rows)
     # The last one stays: of equally many cells those with more problems.
-    most = dict(sorted(cells, key=lambda one: (cells[one], one[1])))
-    return [row for row in found if int(row["problems"]) == most[row["level"]]]
+    most = dict(sorted(cells, key=lambda cell: (cells[cell], cell[1])))
+    return [row for row in rows if int(row["problems"]) == most[row["level"]]]
 
 
 def levels_of(rows: Sequence[Row]) -> list[str]:

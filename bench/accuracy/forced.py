@@ -54,9 +54,9 @@ def run(folder: Path, cell: Cell) -> dict[str, float]:
     }
     for index in range(cell.first_problem, cell.first_problem + cell.problems):
         ids, prompt = encode(forced.tokenizer, heldout_task(cell.family, cell.size, index))
-        found = forced.run(ids, prompt, keys)
-        missed = forced.missed(ids, found.wrong)
-        right, wrong, held = right + (not missed), wrong + missed, held + found.mean_kv_tokens
+        forced_run = forced.run(ids, prompt, keys)
+        missed = forced.missed(ids, forced_run.wrong)
+        right, wrong, held = right + (not missed), wrong + missed, held + forced_run.mean_kv_tokens
     mean_kv_tokens = round(held / cell.problems, 1)
     return {**outcome(right, wrong, cell.problems), "mean_kv_tokens": mean_kv_tokens}
 

@@ -81,12 +81,12 @@ class Trace:
             self.keys[layer, start:stop] = k[0].transpose(0, 1)
             self.values[layer, start:stop] = v[0].transpose(0, 1)
             groups = model.shape.query_heads // model.shape.kv_heads
-            own = (self.seen[layer, :, None, :stop] & causal).repeat_interleave(groups, dim=0)
+            visible = (self.seen[layer, :, None, :stop] & causal).repeat_interleave(groups, dim=0)
             k, v = (
-                one[layer, :stop].transpose(0, 1).repeat_interleave(groups, dim=0)[None]
-                for one in (self.keys, self.values)
+                cached[layer, :stop].transpose(0, 1).repeat_interleave(groups, dim=0)[None]
+                for cached in (self.keys, self.values)
             )
-            x = block.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=own[None]))
+            x = block.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=visible[None]))
         self.choices += F.linear(model.norm_out(x), model.embed.weight)[0].argmax(-1).tolist()
         self.done = stop
 
@@ -100,11 +100,11 @@ class Trace:
         else:
             scores = score(self.seen[:1, :1]).expand_as(self.seen)
         for layer, head in ((m, h) for m in range(len(scores)) for h in range(scores.shape[1])):
-            own = scores[layer, head, first:stop].masked_fill(
+            candidates = scores[layer, head, first:stop].masked_fill(
                 ~self.seen[layer, head, first:stop], -torch.inf
             )
             self.seen[layer, head, first:stop] = False
-            self.seen[layer, head, own.topk(keep).indices + first] = True
+            self.seen[layer, head, candidates.topk(keep).indices + first] = True
 
     def _random(self, sets: Tensor) -> Tensor:
         """float32 [layers, heads, T], one draw for each set."""
@@ -123,8 +123,8 @@ class Trace:
                 k = self.keys[layer, at, head : head + 1]
                 important = window_attention(asking, k, kernel=params.kernel)[0]
                 redundant = key_redundancy(k, threshold=params.threshold)[0, : len(important)]
-                own = params.sigma * important - (1 - params.sigma) * redundant
-                scores[layer, head, at[: len(own)]] = own
+                combined = params.sigma * important - (1 - params.sigma) * redundant
+                scores[layer, head, at[: len(combined)]] = combined
         shared = sets.shape[:2] == (1, 1)
         return scores.mean(dim=(0, 1), keepdim=True) if shared else scores
 
@@ -155,7 +155,9 @@ def main() -> None:
     forced, cells, count = forced_model(REASONER_MODEL), [], arguments.problems
     for level in arguments.levels:
         solutions = [reasoner_task(level, i).solution for i in range(count)]
-        trace_tokens = sum(len(forced.tokenizer.encode(one).ids) for one in solutions) / count
+        trace_tokens = (
+            sum(len(forced.tokenizer.encode(solution).ids) for solution in solutions) / count
+        )
         cells += [
             Cell(level, policy, per_head, round(share * trace_tokens), count)
             for share in SHARES

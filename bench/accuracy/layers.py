@@ -94,10 +94,10 @@ def main() -> None:
             shared = top(scores.mean(dim=(0, 1)), prompt, keep)
             of_layer = top(scores.mean(dim=1), prompt, keep)
             of_head = top(scores, prompt, keep)
-            found = []
+            measures = []
             for layer, (_, _, weights) in enumerate(seen):
                 both = (shared & of_layer[layer])[prompt:].sum() / keep
-                found.append(
+                measures.append(
                     [
                         float(both),
                         lost(weights, shared[None], at),
@@ -105,7 +105,7 @@ def main() -> None:
                         lost(weights, of_head[layer], at),
                     ]
                 )
-            totals = torch.tensor(found) + (0 if totals is None else totals)
+            totals = torch.tensor(measures) + (0 if totals is None else totals)
             looks += 1
     assert totals is not None, "no trace is longer than the budget"
     for layer, means in enumerate((totals / looks).tolist()):
@@ -132,9 +132,9 @@ def traces(arguments: argparse.Namespace, model: Any) -> list[tuple[int, list[in
     problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
     prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
     model.set_attn_implementation("sdpa")
-    found = list(greedy_traces(model, tokenizer, prompts))
+    greedy = list(greedy_traces(model, tokenizer, prompts))
     model.set_attn_implementation("remembering")
-    return found
+    return greedy
 
 
 def greedy_traces(

@@ -72,12 +72,12 @@ def kept_tokens(
     for stop in range(prompt + 1, len(texts) + 1):
         if not texts[stop - 1].endswith("\n"):
             continue
-        found = STATEMENT.search("".join(texts[start:stop]))
-        if found and (which == "all statements" or found[1] not in stated):
+        statement = STATEMENT.search("".join(texts[start:stop]))
+        if statement and (which == "all statements" or statement[1] not in stated):
             last = stop if delimiter else stop - 1
             kept += range(max(start, stop - 1 - tokens), last)
-        if found:
-            stated.add(found[1])
+        if statement:
+            stated.add(statement[1])
         start = stop
     return kept
 

@@ -40,24 +40,24 @@ def seen_by(tensors: dict[str, Tensor], trace: int, rotation: Rotation) -> Score
     """What a compaction behind the last token of this trace would look at."""
     layers = 1 + max(int(name.split(".")[1]) for name in tensors)
 
-    def of(name: str, layer: int) -> Tensor:
+    def tensor(name: str, layer: int) -> Tensor:
         return tensors[f"{trace}.{layer}.{name}"]
 
-    queries = torch.stack([of("queries", layer).flip(0) for layer in range(layers)])
-    tokens = len(of("keys", 0))
+    queries = torch.stack([tensor("queries", layer).flip(0) for layer in range(layers)])
+    tokens = len(tensor("keys", 0))
     return ScoreInput(
         positions=torch.arange(tokens),
         prompt_tokens=0,
         keep_tokens=tokens,
         layers=layers,
-        keys=lambda layer: of("keys", layer),
+        keys=lambda layer: tensor("keys", layer),
         queries=queries,
         scale=queries.shape[-1] ** -0.5,
         sentences=None,
         seed=0,
         logical_tokens=tokens,
         centres=QueryCentres.measured(rotation, queries),
-        values=lambda layer: of("values", layer),
+        values=lambda layer: tensor("values", layer),
     )
 
 
@@ -94,7 +94,9 @@ def main() -> None:
             parts = [tensors[f"{trace}.{layer}.{name}"] for layer in range(inputs.layers)]
             theirs = torch.stack(parts).mean(dim=0)[first:stop]
             largest = max(largest, float((ours - theirs).abs().max() / theirs.abs().max()))
-            kept = [one.topk(int(KEPT_SHARE * (stop - first))).indices for one in (ours, theirs)]
+            kept = [
+                scores.topk(int(KEPT_SHARE * (stop - first))).indices for scores in (ours, theirs)
+            ]
             same += {*kept[0].tolist()} == {*kept[1].tolist()}
         append_row(
             "parity",

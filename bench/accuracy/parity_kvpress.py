@@ -50,7 +50,7 @@ def layer_tensors(model: Any, layer: int, hidden: Tensor, cache: Any, window: in
 
 @torch.no_grad()
 def main() -> None:
-    request, found = json.load(sys.stdin), dict[str, Tensor]()
+    request, seen_tensors = json.load(sys.stdin), dict[str, Tensor]()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(request["model_path"], dtype=torch.float32)
     for number, ids in enumerate(request["traces"]):
@@ -66,11 +66,11 @@ def main() -> None:
         for hook in hooks:
             hook.remove()
         names = ("keys", "values", "queries", "keydiff", "expected")
-        for layer, own in enumerate(hidden):
-            parts = layer_tensors(model, layer, own, cache, request["window"])
+        for layer, states in enumerate(hidden):
+            parts = layer_tensors(model, layer, states, cache, request["window"])
             pairs = zip(names, parts, strict=True)
-            found |= {f"{number}.{layer}.{name}": part for name, part in pairs}
-    save_file(found, request["out"])
+            seen_tensors |= {f"{number}.{layer}.{name}": part for name, part in pairs}
+    save_file(seen_tensors, request["out"])
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ def traces(model: ForcedModel, cell: Cell) -> list[list[Trace]]:
     if cell.model == "reasoner":
         return [[reasoner_trace(model, cell.size, i) for i in numbers]]
     tasks = [[heldout_task(family, cell.size, i) for i in numbers] for family in FAMILIES]
-    return [[encode(model.tokenizer, task) for task in own] for own in tasks]
+    return [
+        [encode(model.tokenizer, task) for task in tasks_of_family] for tasks_of_family in tasks
+    ]
 
 
 def run(cell: Cell) -> dict[str, float]:
@@ -155,7 +157,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=10, help="of each family, or level")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
-    places = [one for one in PLACES if one[0] in arguments.models]
+    places = [place for place in PLACES if place[0] in arguments.models]
     cells = [
         Cell(*place, name, arguments.problems) for place in places for name in arguments.variants
     ]

@@ -43,7 +43,9 @@ def report(
     seconds: float,
     parallel: int = 1,
 ) -> None:
-    right = sum(is_right(text, one.answer) for text, one in zip(texts, problems, strict=True))
+    right = sum(
+        is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)
+    )
     low, high = wilson(right, len(problems))
     append_row(
         "peer",
@@ -92,16 +94,16 @@ def main() -> None:
         peer.stdin.write(json.dumps(request))
         peer.stdin.close()
         for press, budget in tqdm(jobs, desc="kvpress"):
-            found = json.loads(peer.stdout.readline())
-            cost = {"tokens": found["tokens"], "seconds": found["seconds"]}
-            report("kvpress", press, budget, problems, found["answers"], **cost)
+            result = json.loads(peer.stdout.readline())
+            cost = {"tokens": result["tokens"], "seconds": result["seconds"]}
+            report("kvpress", press, budget, problems, result["answers"], **cost)
 
     with servers(arguments) as (server,):
 
         def run(policy: str, budget: int | None, parameters: dict[str, Any], parallel: int) -> None:
             cell = Cell(level, policy, budget, json.dumps({"interval": INTERVAL, **parameters}))
             params = cell.sampling_params(arguments.max_new_tokens, seed=0)
-            bodies = [{"text": one.text, "sampling_params": params} for one in problems]
+            bodies = [{"text": problem.text, "sampling_params": params} for problem in problems]
             started = time.monotonic()
             with ThreadPoolExecutor(parallel) as pool:
                 replies = list(pool.map(lambda body: server.post("/generate", body), bodies))

@@ -53,7 +53,9 @@ class Seen:
     @torch.inference_mode()
     def __init__(self, forced: ForcedModel, task: Task) -> None:
         ids, self.start = encode(forced.tokenizer, task)
-        self.texts = [forced.tokenizer.decode([one], skip_special_tokens=False) for one in ids]
+        self.texts = [
+            forced.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in ids
+        ]
         n, model = len(ids), forced.model
         at = torch.arange(n)
         future, far = at > at[:, None], at < at[:, None] - AWAY
@@ -77,16 +79,18 @@ class Seen:
 
     def needed(self, rule: Rule) -> Tensor:
         """bool [generated tokens], the numbers that the rule names."""
-        found = torch.zeros(len(self.texts), dtype=torch.bool)
+        is_needed = torch.zeros(len(self.texts), dtype=torch.bool)
         for position, _ in rule(self.texts, self.start):
-            found[position] = self.texts[position].strip().isdigit()
-        return found[self.start :]
+            is_needed[position] = self.texts[position].strip().isdigit()
+        return is_needed[self.start :]
 
 
 def area(signal: Tensor, needed: Tensor) -> float:
     """That a needed token has more than another one, a draw counting half."""
-    own, others = signal[needed][:, None], signal[~needed]
-    return float(((own > others).float() + 0.5 * (own == others).float()).mean())
+    needed_values, others = signal[needed][:, None], signal[~needed]
+    return float(
+        ((needed_values > others).float() + 0.5 * (needed_values == others).float()).mean()
+    )
 
 
 def signals(seen: Seen, needed: Tensor, reach: Tensor) -> Iterator[tuple[str, float]]:
@@ -112,10 +116,10 @@ def apart(seen: Seen) -> Iterator[tuple[int, bool, float]]:
             if texts[at - 2].strip().isalpha():
                 mentions[texts[at]].append(at)
     for places in mentions.values():
-        for one, other in combinations(places, 2):
-            gaps = (units[:, one] - units[:, other]).square().sum(dim=2).mean(dim=1).sqrt()
+        for place, other in combinations(places, 2):
+            gaps = (units[:, place] - units[:, other]).square().sum(dim=2).mean(dim=1).sqrt()
             for layer, gap in enumerate(gaps.tolist()):
-                yield layer, texts[one - 2] == texts[other - 2], gap
+                yield layer, texts[place - 2] == texts[other - 2], gap
 
 
 def main() -> None:
@@ -130,14 +134,14 @@ def main() -> None:
     ]
     kinds.append(("reasoner", reasoner, first_ends, [reasoner_task("medium", i) for i in numbers]))
     for kind, forced, rule, tasks in kinds:
-        found, gaps = defaultdict(list), defaultdict(list)
+        areas, gaps = defaultdict(list), defaultdict(list)
         for task in track(tasks, kind):
             seen = Seen(forced, task)
             for name, value in signals(seen, seen.needed(rule), forced.measured[1]):
-                found[name].append(value)
+                areas[name].append(value)
             for layer, same, gap in apart(seen):
                 gaps[f"layer {layer}, {'one name' if same else 'two names'}"].append(gap)
-        for name, values in [*found.items(), *sorted(gaps.items())]:
+        for name, values in [*areas.items(), *sorted(gaps.items())]:
             row = {"kind": kind, "signal": name, "value": round(mean(values), 3)}
             append_row("signals", {**row, "traces": arguments.problems})
 

@@ -34,13 +34,13 @@ def main() -> int:
     if status:
         print(printed.getvalue())
         return status
-    found = json.loads(printed.getvalue())
-    print("\n".join(found["sentences"]))
+    report = json.loads(printed.getvalue())
+    print("\n".join(report["sentences"]))
     cpu_seconds = round(sum(os.times()[:4]))  # its own, and of the server, which has ended
-    shared = {"prompts": found["prompts"], "seconds": seconds, "cpu_seconds": cpu_seconds}
-    shared["full_output_tokens_p50"] = found["full_output_tokens_p50"]
-    for i, row in enumerate(found["rows"]):
-        chosen = {"recommended": int(row == found["recommended"])}
+    shared = {"prompts": report["prompts"], "seconds": seconds, "cpu_seconds": cpu_seconds}
+    shared["full_output_tokens_p50"] = report["full_output_tokens_p50"]
+    for i, row in enumerate(report["rows"]):
+        chosen = {"recommended": int(row == report["recommended"])}
         append_row("tune", {**shared, "number": i, **chosen, **rounded(row)})
     return 0
 
@@ -48,7 +48,7 @@ def main() -> int:
 def rounded(row: dict[str, object]) -> dict[str, object]:
     """Columns with four digits, empty where there is no value."""
     values = ((name, "" if value is None else value) for name, value in row.items())
-    return {name: round(one, 4) if isinstance(one, float) else one for name, one in values}
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values}
 
 
 if __name__ == "__main__":

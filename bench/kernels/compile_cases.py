@@ -16,13 +16,13 @@ from sgl_skipkv.kernels import (
     distinct_values,
     key_redundancy,
     kv_move,
+    last_similar,
     ring_write,
     row_compaction,
     selection,
     sentence_redundancy,
     sentence_scores,
     sentence_step,
-    spared_columns,
     steering_add,
     step_attention,
     window_attention,
@@ -92,7 +92,7 @@ def key_redundancy_cases() -> list[CompileCase]:
         **dict.fromkeys(("columns", "tasks"), "i32"),
     }
     bounded = {**signature, "inverse_norm_bounds": "*fp32", "bounds_stride": "i32"}
-    both = {"spared": "*i32", "normalisers": "*fp32"}
+    both = {"last_similar": "*i32", "normalisers": "*fp32"}
     for dtype, head_dim in COMPILED:
         constants = _constants(dtype, head_dim)
         blocks, (many, few) = key_redundancy._blocks(dtype)
@@ -275,24 +275,24 @@ def sentence_step_cases() -> list[CompileCase]:
     return cases
 
 
-def spared_columns_cases() -> list[CompileCase]:
+def last_similar_cases() -> list[CompileCase]:
     """Every type of keys and size of heads."""
     cases = []
     signature = {
         **_PAGED,
         **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
-        "spared": "*i32",
-        **dict.fromkeys(spared_columns._VARYING, "i32"),
+        "last_similar": "*i32",
+        **dict.fromkeys(last_similar._VARYING, "i32"),
     }
     for dtype, head_dim in COMPILED:
-        options = spared_columns._options(dtype, head_dim)
+        options = last_similar._options(dtype, head_dim)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
         constexprs = {**_constants(dtype, head_dim), **options}
         how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        how["max_registers"] = spared_columns._max_registers(dtype)
+        how["max_registers"] = last_similar._max_registers(dtype)
         name = f"{KEY_NAMES[dtype]}-d{head_dim}"
         cases.append(
-            CompileCase(name, spared_columns._spared_columns_kernel, signature, constexprs, **how)
+            CompileCase(name, last_similar._last_similar_kernel, signature, constexprs, **how)
         )
     return cases
 
@@ -441,7 +441,7 @@ CASES: dict[str, Callable[[], list[CompileCase]]] = {
     "sentence_redundancy": sentence_redundancy_cases,
     "sentence_scores": sentence_scores_cases,
     "sentence_step": sentence_step_cases,
-    "spared_columns": spared_columns_cases,
+    "last_similar": last_similar_cases,
     "steering_add": steering_add_cases,
     "step_attention": step_attention_cases,
     "window_attention": window_attention_cases,

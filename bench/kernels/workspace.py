@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_skipkv.kernels.spared_columns import bound_columns
+from sgl_skipkv.kernels.last_similar import bound_columns
 from sgl_skipkv.kernels.window_attention import _programs_that_fit
 
 

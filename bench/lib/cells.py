@@ -21,8 +21,8 @@ C = TypeVar("C", bound="DataclassInstance")
 
 def is_in(cell: DataclassInstance, rows: Sequence[Mapping[str, str]]) -> bool:
     """Whether one of the rows is of this cell."""
-    own = {name: str(value) for name, value in asdict(cell).items()}
-    return any(own.items() <= row.items() for row in rows)
+    columns = {name: str(value) for name, value in asdict(cell).items()}
+    return any(columns.items() <= row.items() for row in rows)
 
 
 def run_cells(

@@ -131,9 +131,9 @@ def measured_ceilings(
     device: torch.device, dtypes: Sequence[torch.dtype], repeats: int
 ) -> Ceilings:
     """Copy and multiply random numbers."""
-    rates = {one: _matrix_rate(device, one, repeats) for one in dict.fromkeys(dtypes)}
-    one = torch.ones(1, device=device)
-    tiny = clock([lambda: one.mul_(1.0)] * 32, device, repeats, graph_safe=True)
+    rates = {dtype: _matrix_rate(device, dtype, repeats) for dtype in dict.fromkeys(dtypes)}
+    number = torch.ones(1, device=device)
+    tiny = clock([lambda: number.mul_(1.0)] * 32, device, repeats, graph_safe=True)
     return Ceilings(_copy_rate(device, repeats), rates, tiny.p50)
 
 

@@ -77,7 +77,10 @@ def measure(
         "metric": metric,
         **paired_ratio(*rates.values()),
         **{f"{way}_tokens_per_s_p50": round(statistics.median(rates[way])) for way in ways},
-        **{one: getattr(arguments, one) for one in ("rounds", "calls", "parallel", "tokens")},
+        **{
+            setting: getattr(arguments, setting)
+            for setting in ("rounds", "calls", "parallel", "tokens")
+        },
     }
     append_row(name, row)
     return row

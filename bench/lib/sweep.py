@@ -128,9 +128,9 @@ class Sweep:
             try:
                 for future in as_completed(running):
                     cell, problem, _ = task = running[future]
-                    found = future.result()
-                    answer = {"key": self._identity(*task), **_digest(found, problem)}
-                    answer["measures"] = self.measures(problem, found["text"])
+                    reply = future.result()
+                    answer = {"key": self._identity(*task), **_digest(reply, problem)}
+                    answer["measures"] = self.measures(problem, reply["text"])
                     log.write(json.dumps(answer) + "\n")
                     log.flush()
                     answers[answer["key"]] = answer
@@ -143,9 +143,9 @@ class Sweep:
         cells = {level: self.cell_type(level, "full") for level in self.problems}
         self.run(cells.values())
         rows = {self._key(row): row for row in recorded(self.name)}
-        found = {level: rows[self._key(self._columns(cell))] for level, cell in cells.items()}
-        self.expected_tokens = {level: float(row["output_tokens"]) for level, row in found.items()}
-        return found
+        full = {level: rows[self._key(self._columns(cell))] for level, cell in cells.items()}
+        self.expected_tokens = {level: float(row["output_tokens"]) for level, row in full.items()}
+        return full
 
     def _ask(self, number: int, cell: Cell, problem: Problem, seed: int) -> dict[str, Any]:
         body = {

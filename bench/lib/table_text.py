@@ -40,18 +40,17 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
 
 def parameters(row: Row) -> dict[str, Any]:
     """The ``kv_params`` of a row."""
-    found: dict[str, Any] = json.loads(row["kv_params"])
-    return found
+    values: dict[str, Any] = json.loads(row["kv_params"])
+    return values
 
 
 def budget(row: Row) -> str:
     return row["kv_budget"] or "none"
 
 
-def paired_ratio(name: str, what: str, found: list[Row]) -> str:
+def paired_ratio(name: str, what: str, rows: list[Row]) -> str:
     """Median ratio of paired rounds with its interval."""
     lines = [
-        [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]]
-        for row in found
+        [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]] for row in rows
     ]
-    return table([what, "95% interval", "paired rounds"], lines, found, name)
+    return table([what, "95% interval", "paired rounds"], lines, rows, name)

@@ -12,7 +12,7 @@ LEVELS = ("easy", "medium", "hard")
 
 
 def demo() -> str:
-    found = recorded("demo")
+    rows = recorded("demo")
     header = ["`kv_budget`", "right", "output tokens", "peak KV tokens of a request", "compactions"]
     header += ["evicted sentences", "peak running requests", "tokens/s"]
     lines = [
@@ -26,9 +26,9 @@ def demo() -> str:
             row["peak_running"],
             row["tokens_per_s"],
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "demo")
+    return table(header, lines, rows, "demo")
 
 
 def right(row: Row) -> str:
@@ -37,32 +37,34 @@ def right(row: Row) -> str:
     return f"{100 * float(row['accuracy']):.1f} [{low:.0f}, {high:.0f}]"
 
 
-def share(row: Row, full: Row) -> int:
+def share_of_trace(row: Row, full: Row) -> int:
     """Budget in percent of the mean trace of FullKV."""
     return round(100 * int(row["kv_budget"]) / float(full["output_tokens"]))
 
 
 def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
     """Level and policy down, budgets across."""
-    found = [
+    rows = [
         row
         for row in recorded("accuracy")
         if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
     ]
-    most = max(int(row["problems"]) for row in found)
-    found = [row for row in found if int(row["problems"]) == most]
+    most = max(int(row["problems"]) for row in rows)
+    rows = [row for row in rows if int(row["problems"]) == most]
     lines, shares = [], (8, 15, 25, 35, 50)
     for level in levels:
-        here = [row for row in found if row["level"] == level]
+        here = [row for row in rows if row["level"] == level]
         full = next(row for row in here if row["policy"] == "full")
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
         lines[-1] += [right(full), *[""] * (len(shares) - 1)]
         for policy in compared():
-            cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
+            cells = {
+                share_of_trace(row, full): right(row) for row in here if row["policy"] == policy
+            }
             if cells:
-                lines.append([level, f"`{policy}`", *(cells.get(one, "-") for one in shares)])
-    header = ["level", "policy", *(f"budget {one}%" for one in shares)]
-    return table(header, lines, found, "accuracy")
+                lines.append([level, f"`{policy}`", *(cells.get(share, "-") for share in shares)])
+    header = ["level", "policy", *(f"budget {share}%" for share in shares)]
+    return table(header, lines, rows, "accuracy")
 
 
 def ablation(label: Callable[[Row], str | None], first: str) -> str:
@@ -74,8 +76,8 @@ def ablation(label: Callable[[Row], str | None], first: str) -> str:
     lines = []
     for name in dict.fromkeys(name for name, _ in chosen):
         cells = {share_of_cache(row, full): right(row) for other, row in chosen if other == name}
-        lines.append([name, *(cells.get(one, "-") for one in shares)])
-    header = [first, *(f"budget {one}%" for one in shares)]
+        lines.append([name, *(cells.get(share, "-") for share in shares)])
+    header = [first, *(f"budget {share}%" for share in shares)]
     lines.append(["FullKV", right(full), *[""] * (len(shares) - 1)])
     return table(header, lines, [row for _, row in chosen], "ablations")
 
@@ -147,7 +149,7 @@ def interval() -> str:
 
 
 def batch_size() -> str:
-    found = recorded("batch_size")
+    rows = recorded("batch_size")
     header = ["policy", "batch", "right", "compactions", "same kept sets as alone", "same outputs"]
     lines = [
         [
@@ -158,31 +160,31 @@ def batch_size() -> str:
             f"{row['same_kept_sets_as_alone']} of {row['problems']}",
             f"{row['same_outputs_as_alone']} of {row['problems']}",
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "batch_size")
+    return table(header, lines, rows, "batch_size")
 
 
 def layers() -> str:
-    found = recorded("layers")
+    rows = recorded("layers")
     header = ["layer", "shared set that it would have chosen", "attention lost: one set for all"]
     header += ["its own set", "a set per head"]
     names = ("overlap", "lost_shared", "lost_per_layer", "lost_per_head")
-    lines = [[row["layer"], *(f"{100 * float(row[name]):.1f}%" for name in names)] for row in found]
-    return table(header, lines, found, "layers")
+    lines = [[row["layer"], *(f"{100 * float(row[name]):.1f}%" for name in names)] for row in rows]
+    return table(header, lines, rows, "layers")
 
 
 def needed_tokens() -> str:
-    found = recorded("needed_tokens")
+    rows = recorded("needed_tokens")
     header = ["kept of old sentences", "tokens before the delimiter", "and the delimiter"]
     header += ["recent tokens", "old tokens kept, per trace", "wrong next tokens, per trace"]
     names = ("sentences", "tokens_before_delimiter", "with_delimiter", "recent_tokens")
-    lines = [[row[name] for name in (*names, "old_tokens", "wrong_tokens")] for row in found]
-    return table(header, lines, found, "needed_tokens")
+    lines = [[row[name] for name in (*names, "old_tokens", "wrong_tokens")] for row in rows]
+    return table(header, lines, rows, "needed_tokens")
 
 
 def peer() -> str:
-    found = recorded("peer")
+    rows = recorded("peer")
     header = ["package", "policy", "`kv_budget`", "requests at once", "right", "output tokens"]
     header += ["tokens/s"]
     lines = [
@@ -195,13 +197,13 @@ def peer() -> str:
             row["output_tokens"],
             row["tokens_per_s"],
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "peer")
+    return table(header, lines, rows, "peer")
 
 
 def parity() -> str:
-    found = recorded("parity")
+    rows = recorded("parity")
     header = ["policy", "kvpress", "traces", "largest difference", "same kept sets"]
     lines = [
         [
@@ -211,16 +213,16 @@ def parity() -> str:
             row["largest_difference"],
             f"{row['same_kept_sets']} of {row['traces']}",
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "parity")
+    return table(header, lines, rows, "parity")
 
 
 def similarity() -> str:
-    found = recorded("similarity")
+    rows = recorded("similarity")
     header = ["pair of sentences", "pairs", "cosine, 1st percentile", "median", "99th"]
     lines = [
         [row["pair"], row["pairs"], row["cosine_p1"], row["cosine_p50"], row["cosine_p99"]]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "similarity")
+    return table(header, lines, rows, "similarity")

@@ -19,19 +19,19 @@ def way(row: Row) -> list[str]:
     return [f"`{row['policy']}`", row["kv_budget"], row["kv_reuse"]]
 
 
-def most(found: Sequence[Row]) -> list[Row]:
+def most(rows: Sequence[Row]) -> list[Row]:
     """The rows with the most conversations."""
-    count = max(int(row["conversations"]) for row in found)
-    return [row for row in found if int(row["conversations"]) == count]
+    count = max(int(row["conversations"]) for row in rows)
+    return [row for row in rows if int(row["conversations"]) == count]
 
 
 def conversation() -> str:
     """Accuracy by turn; memory and computation in the last one."""
-    found = most(recorded("conversation"))
+    shown = most(recorded("conversation"))
     turns: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row in found:
+    for row in shown:
         turns[tuple(row[name] for name in WAY)].append(row)
-    last = max(int(row["turn"]) for row in found)
+    last = max(int(row["turn"]) for row in shown)
     header = ["policy", "`kv_budget`", "`kv_reuse`", *(f"turn {i}" for i in range(1, last + 1))]
     header += [f"KV tokens held after turn {last}", f"prompt tokens computed, turns 2 to {last}"]
     lines = []
@@ -40,11 +40,11 @@ def conversation() -> str:
         computed = sum(float(row["computed_tokens"]) for row in rows[1:])
         held = float(rows[-1]["held_kv_tokens"])
         lines.append([*way(rows[0]), *right, f"{held:,.0f}", f"{computed:,.0f}"])
-    return table(header, lines, found, "conversation")
+    return table(header, lines, shown, "conversation")
 
 
 def conversation_first_token() -> str:
-    found = recorded("conversation_first_token")
+    rows = recorded("conversation_first_token")
     header = ["policy", "`kv_budget`", "`kv_reuse`", "first token, ms"]
     header += ["over the same budget without reuse", "prompt tokens computed"]
     lines = [
@@ -54,13 +54,13 @@ def conversation_first_token() -> str:
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
             f"{float(row['computed_tokens_p50']):,.0f}",
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "conversation_first_token")
+    return table(header, lines, rows, "conversation_first_token")
 
 
 def conversation_pressure() -> str:
-    found = recorded("conversation_pressure")
+    rows = recorded("conversation_pressure")
     header = ["policy", "`kv_budget`", "`kv_reuse`", "turns per minute", "over the full cache"]
     header += ["requests at once", "retractions"]
     lines = [
@@ -71,6 +71,6 @@ def conversation_pressure() -> str:
             f"{row['peak_running']} of {row['conversations']}",
             row["retractions"],
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "conversation_pressure")
+    return table(header, lines, rows, "conversation_pressure")

@@ -10,9 +10,8 @@ from bench.lib.record import recorded
 from bench.lib.table_text import Row, parameters, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
-from bench.report.accuracy_tables import LEVELS
+from bench.report.accuracy_tables import LEVELS, share_of_trace
 from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share as share_of_trace
 from bench.report.family_tables import PLAIN, RANKED, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
@@ -24,9 +23,9 @@ def signals() -> str:
     """Signals down, families and the reasoner across."""
     rows = recorded("signals")
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    found = {(row["signal"], row["kind"]): row["value"] for row in rows}
+    values = {(row["signal"], row["kind"]): row["value"] for row in rows}
     lines = [
-        [signal, *(found.get((signal, kind), "-") for kind in kinds)]
+        [signal, *(values.get((signal, kind), "-") for kind in kinds)]
         for signal in dict.fromkeys(row["signal"] for row in rows)
     ]
     lines = [["distance, " + name if name.startswith("layer") else name, *r] for name, *r in lines]
@@ -37,11 +36,13 @@ def parts() -> str:
     """Right traces in percent, one part of the default changed at a time."""
     rows = recorded("parts")
     places = list(dict.fromkeys((row["model"], row["size"], row["percent"]) for row in rows))
-    found = {(row["variant"], row["model"], row["size"], row["percent"]): row for row in rows}
+    by_variant = {(row["variant"], row["model"], row["size"], row["percent"]): row for row in rows}
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        own = [found[(variant, *place)] for place in places]
-        lines.append([variant, *(f"{100 * int(r['right']) / int(r['traces']):.0f}" for r in own)])
+        of_variant = [by_variant[(variant, *place)] for place in places]
+        lines.append(
+            [variant, *(f"{100 * int(r['right']) / int(r['traces']):.0f}" for r in of_variant)]
+        )
     header = ["changed", *(f"{kind}, {size}, {percent}%" for kind, size, percent in places)]
     return table(header, lines, rows, "parts")
 
@@ -51,13 +52,13 @@ def beginnings() -> str:
     now = [row for row in recorded("accuracy") if row["sampling"] == "greedy"]
     earlier = recorded("beginnings")
     place = ("model", "level", "problems")
-    full = {tuple(row[one] for one in place): row for row in now if row["policy"] == "full"}
-    forms = {(*(row[one] for one in place), row["kv_budget"], _form(row)): row for row in earlier}
+    full = {tuple(row[name] for name in place): row for row in now if row["policy"] == "full"}
+    forms = {(*(row[name] for name in place), row["kv_budget"], _form(row)): row for row in earlier}
     names = list(dict.fromkeys(map(_form, reversed(earlier))))  # the latest first
-    places = {tuple(row[one] for one in place) for row in earlier}
+    places = {tuple(row[name] for name in place) for row in earlier}
     lines = []
     for row in sorted((r for r in now if r["policy"] == "distinct"), key=_by_level_and_budget):
-        at = tuple(row[one] for one in place)
+        at = tuple(row[name] for name in place)
         if at not in places:
             continue
         others = [forms.get((*at, row["kv_budget"], name)) for name in names]
@@ -94,14 +95,21 @@ def heads() -> str:
         budgets = sorted({int(row["kv_budget"]) for row in here})
         for policy in dict.fromkeys(row["policy"] for row in here):
             for per_head in ("False", "True"):
-                own = {
+                cells_of_kind = {
                     int(row["kv_budget"]): right(row)
                     for row in here
                     if (row["policy"], row["per_head"]) == (policy, per_head)
                 }
                 kind = "each head its own" if per_head == "True" else "one for all heads"
-                lines.append([level, f"`{policy}`", kind, *(own.get(one, "-") for one in budgets)])
-    header = ["level", "policy", "sets", *(f"budget {one}%" for one in HEAD_SHARES)]
+                lines.append(
+                    [
+                        level,
+                        f"`{policy}`",
+                        kind,
+                        *(cells_of_kind.get(budget, "-") for budget in budgets),
+                    ]
+                )
+    header = ["level", "policy", "sets", *(f"budget {share}%" for share in HEAD_SHARES)]
     return table(header, lines, rows, "heads")
 
 
@@ -111,21 +119,21 @@ def quotas() -> str:
     plain, rows = cells(RANKED)
     asked = [row for row in recorded("forced") if parameters(row).get("quotas")]
     setting = ("family", "size", "policy", "kv_budget")
-    beside = {tuple(row[one] for one in setting): row for row in asked}
-    found: defaultdict[tuple[str, int], list[tuple[Row, Row]]] = defaultdict(list)
-    for (_, _, share), own in plain.items():
-        for policy, row in own.items():
-            other = beside.get(tuple(row[one] for one in setting))
+    beside = {tuple(row[name] for name in setting): row for row in asked}
+    pairs: defaultdict[tuple[str, int], list[tuple[Row, Row]]] = defaultdict(list)
+    for (_, _, share), by_policy in plain.items():
+        for policy, row in by_policy.items():
+            other = beside.get(tuple(row[name] for name in setting))
             if other is not None:
-                found[policy, share].append((row, other))
-    policies, shares = ([*dict.fromkeys(part)] for part in zip(*found, strict=True))
+                pairs[policy, share].append((row, other))
+    policies, shares = ([*dict.fromkeys(part)] for part in zip(*pairs, strict=True))
     lines = []
     for policy in policies:
         for at, kind in enumerate(("its score alone", "`quotas`")):
-            right_of = [[pair[at] for pair in found[policy, share]] for share in shares]
-            percent = [f"{mean(map(share_right, own)):.0f}" for own in right_of]
+            right_of = [[pair[at] for pair in pairs[policy, share]] for share in shares]
+            percent = [f"{mean(map(share_right, kind_rows)):.0f}" for kind_rows in right_of]
             lines.append(["" if at else f"`{policy}`", kind, *percent])
-    header = ["policy", "what stays", *(f"budget {one}%" for one in shares)]
+    header = ["policy", "what stays", *(f"budget {share}%" for share in shares)]
     return table(header, lines, [*rows, *asked], "forced")
 
 
@@ -137,7 +145,7 @@ def sizes() -> str:
         for row in recorded("forced")
         if row["policy"] == "distinct" and row["problems"] == SET_THEMSELVES
     ]
-    found: defaultdict[str, list[Row]] = defaultdict(list)
+    groups: defaultdict[str, list[Row]] = defaultdict(list)
     budgets: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
         if row["kv_params"] == PLAIN:
@@ -147,15 +155,17 @@ def sizes() -> str:
         del params["interval"]
         if params:
             ((name, value),) = params.items()
-            found[f"`{name}` {value}"].append(row)
+            groups[f"`{name}` {value}"].append(row)
         else:
-            of = sorted(budgets[row["family"], row["size"]])
-            share = FIXED[of.index(int(row["kv_budget"]))]
-            found[f"a budget of {share}% of the mean trace"].append(row)
+            ascending = sorted(budgets[row["family"], row["size"]])
+            share = FIXED[ascending.index(int(row["kv_budget"]))]
+            groups[f"a budget of {share}% of the mean trace"].append(row)
     lines = []
-    for name, own in found.items():
-        correct = sum(int(row["right"]) for row in own) / sum(int(row["problems"]) for row in own)
-        held = mean(float(row["mean_kv_tokens"]) for row in own)
+    for name, group in groups.items():
+        correct = sum(int(row["right"]) for row in group) / sum(
+            int(row["problems"]) for row in group
+        )
+        held = mean(float(row["mean_kv_tokens"]) for row in group)
         lines.append([name, f"{100 * correct:.0f}", f"{held:.0f}"])
     header = ["`distinct` with", "right, percent", "mean KV tokens of its own"]
     return table(header, lines, rows, "forced")
@@ -166,25 +176,31 @@ def mix() -> str:
     and mean KV tokens, over all families. The last line is what no policy can know: of each family
     and length the smallest of these budgets that no larger one beats."""
     rows = recorded("mix")
-    found: defaultdict[tuple[float, int], list[Row]] = defaultdict(list)
+    groups: defaultdict[tuple[float, int], list[Row]] = defaultdict(list)
     for row in rows:
         coverage = parameters(row).get("coverage", 0.0)
-        found[coverage, 0 if coverage else int(row["kv_budget"])].append(row)
+        groups[coverage, 0 if coverage else int(row["kv_budget"])].append(row)
     named = {
-        f"`coverage` {coverage}" if coverage else f"a budget of {kv_budget} tokens": own
-        for (coverage, kv_budget), own in sorted(found.items())
+        f"`coverage` {coverage}" if coverage else f"a budget of {kv_budget} tokens": group
+        for (coverage, kv_budget), group in sorted(groups.items())
     }
-    fixed = [row for (coverage, _), own in found.items() if not coverage for row in own]
+    fixed = [row for (coverage, _), group in groups.items() if not coverage for row in group]
     named["the smallest of these budgets that will do, by hand"] = [
         smallest_that_will_do([row for row in fixed if (row["family"], row["size"]) == kind])
         for kind in dict.fromkeys((row["family"], row["size"]) for row in fixed)
     ]
     lines = []
-    for name, own in named.items():
-        parts = [[row for row in own if row["size"] == size] for size in SIZES]
-        held = [mean(float(row["mean_kv_tokens"]) for row in part) for part in [*parts, own]]
-        correct = [mean(map(share_right, part)) for part in [*parts, own]]
-        lines.append([name, *(f"{one:.0f}" for one in correct), *(f"{one:.0f}" for one in held)])
+    for name, group in named.items():
+        parts = [[row for row in group if row["size"] == size] for size in SIZES]
+        held = [mean(float(row["mean_kv_tokens"]) for row in part) for part in [*parts, group]]
+        correct = [mean(map(share_right, part)) for part in [*parts, group]]
+        lines.append(
+            [
+                name,
+                *(f"{percent:.0f}" for percent in correct),
+                *(f"{percent:.0f}" for percent in held),
+            ]
+        )
     sizes = [*SIZES, "all"]
     header = ["`distinct` with", *(f"right, {size}" for size in sizes)]
     return table([*header, *(f"KV tokens, {size}" for size in sizes)], lines, rows, "mix")

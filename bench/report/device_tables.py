@@ -11,14 +11,14 @@ def on_gpu(name: str) -> list[Row]:
     return [row for row in recorded(name) if "CPU" not in row["device"]]
 
 
-def kernels(found: list[Row] | None = None) -> str:
+def kernels(rows: list[Row] | None = None) -> str:
     """A table per device: the last row of every kernel, shape and kind of keys."""
-    found = on_gpu("kernels") if found is None else found
-    if not found:
+    rows = on_gpu("kernels") if rows is None else rows
+    if not rows:
         return "No rows yet: `python -m bench.kernels` on a GPU makes them."
-    devices = dict.fromkeys(row["device"] for row in found)
+    devices = dict.fromkeys(row["device"] for row in rows)
     return "\n\n".join(
-        _kernels([row for row in found if row["device"] == device]) for device in devices
+        _kernels([row for row in rows if row["device"] == device]) for device in devices
     )
 
 
@@ -52,25 +52,25 @@ def _times_as_long(ratio: str) -> str:
     return f"{float(ratio):.1f} times as long" if ratio else ""
 
 
-def last_decode_rows(found: list[Row]) -> list[Row]:
+def last_decode_rows(rows: list[Row]) -> list[Row]:
     """The last row of every length and budget, of the device, size and policy of the last row.
 
     As many requests as fit; rows of ``--batch`` stand for themselves.
     """
-    found = [row for row in found if "--batch" not in row["command"]]
+    rows = [row for row in rows if "--batch" not in row["command"]]
     same = ("device", "size", "dtype", "attention")
-    last = found[-1]
-    here = [row for row in found if all(row[name] == last[name] for name in same)]
+    last = rows[-1]
+    here = [row for row in rows if all(row[name] == last[name] for name in same)]
     here = [row for row in here if row["policy"] in ("", last["policy"])]
     return list({(row["kv_budget"], row["generated_tokens"]): row for row in here}.values())
 
 
-def decode(found: list[Row] | None = None) -> str:
+def decode(rows: list[Row] | None = None) -> str:
     """Tokens per second, over the full cache's of the same length, and compactions' share."""
-    found = on_gpu("decode") if found is None else found
-    if not found:
+    rows = on_gpu("decode") if rows is None else rows
+    if not rows:
         return "No rows yet: `python -m bench.decode` on a GPU makes them."
-    last = last_decode_rows(found)
+    last = last_decode_rows(rows)
     full = {row["generated_tokens"]: row for row in last if not row["kv_budget"]}
     header = ["generated tokens", "`kv_budget`", "requests", "step, ms", "compactions, of the time"]
     header += ["tokens/s", "over the full cache"]
@@ -137,14 +137,14 @@ def gains() -> str:
 
 def _steady_rows() -> list[Row]:
     """The last row of each budget, of the device of the last row; the full cache's first."""
-    found = on_gpu("serve_steady")
-    here = [row for row in found if row["device"] == found[-1]["device"]]
+    rows = on_gpu("serve_steady")
+    here = [row for row in rows if row["device"] == rows[-1]["device"]]
     return [*{row["kv_budget"]: row for row in here}.values()]
 
 
 def serve_ample() -> str:
     """Servers whose memory holds every request."""
-    found = on_gpu("serve_ample")
+    rows = on_gpu("serve_ample")
     header = ["SGLang", "`kv_budget`", "requests at once", "tokens/s"]
     header.append("over SGLang without the plugin, 95% interval")
     names = {"without": "without the plugin", "with": "with it, eviction enabled at start"}
@@ -154,6 +154,6 @@ def serve_ample() -> str:
             f"{float(row['tokens_per_s_p50']):,.0f}",
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "serve_ample")
+    return table(header, lines, rows, "serve_ample")

@@ -12,7 +12,7 @@ from bench.lib.table_text import Row, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES, HELDOUT
 from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share
+from bench.report.accuracy_tables import share_of_trace
 
 SHARES = (8, 15, 25, 35)
 #: of the tables of single cells: the default, and the best of the others
@@ -42,12 +42,12 @@ def cells(
     budgets: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for row in rows:
         budgets[row["family"], row["size"]].add(int(row["kv_budget"]))
-    found: defaultdict[Place, dict[str, Row]] = defaultdict(dict)
+    by_place: defaultdict[Place, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         place = row["family"], row["size"]
         order = sorted(budgets[place]).index(int(row["kv_budget"]))
-        found[(*place, SHARES[order])][row["policy"]] = row
-    return found, rows
+        by_place[(*place, SHARES[order])][row["policy"]] = row
+    return by_place, rows
 
 
 def share_right(row: Row) -> float:
@@ -56,34 +56,36 @@ def share_right(row: Row) -> float:
 
 def leaderboard() -> str:
     """Policies by their mean rank on short and middle traces; equal ones share a rank."""
-    found, rows = cells(RANKED)
-    policies = [name for name in compared() if all(name in here for here in found.values())]
+    by_place, rows = cells(RANKED)
+    policies = [name for name in compared() if all(name in here for here in by_place.values())]
     ranks: defaultdict[str, list[float]] = defaultdict(list)
-    for here in found.values():
+    for here in by_place.values():
         for name in policies:
-            own = share_right(here[name])
-            better = sum(share_right(here[other]) > own for other in policies)
-            equal = sum(share_right(here[other]) == own for other in policies)
+            percent = share_right(here[name])
+            better = sum(share_right(here[other]) > percent for other in policies)
+            equal = sum(share_right(here[other]) == percent for other in policies)
             ranks[name].append(better + (equal + 1) / 2)
     launched = {row["policy"]: row["operations_16"] for row in recorded("launches")}
     costs = recorded("compaction_cost")
     spent = {row["policy"]: f"{row['ms_p50']} ({row['ratio_p50']})" for row in costs}
     spent[costs[-1]["base"]] = f"{costs[-1]['base_ms_p50']} (1)"
     lines = []
-    for name in sorted(policies, key=lambda one: mean(ranks[one])):
-        at = {s: [share_right(found[p][name]) for p in found if p[2] == s] for s in SHARES}
-        worst = min((p for p in found if p[2] == 25), key=lambda p: share_right(found[p][name]))
+    for name in sorted(policies, key=lambda name: mean(ranks[name])):
+        at = {s: [share_right(by_place[p][name]) for p in by_place if p[2] == s] for s in SHARES}
+        worst = min(
+            (p for p in by_place if p[2] == 25), key=lambda p: share_right(by_place[p][name])
+        )
         lines.append(
             [
                 f"`{name}`",
                 f"{mean(ranks[name]):.1f}",
-                *(f"{mean(at[one]):.0f}" for one in SHARES),
-                f"{share_right(found[worst][name]):.0f} (`{worst[0]}`, {worst[1]})",
+                *(f"{mean(at[share]):.0f}" for share in SHARES),
+                f"{share_right(by_place[worst][name]):.0f} (`{worst[0]}`, {worst[1]})",
                 launched[name],
                 spent[name],
             ]
         )
-    header = ["policy", "mean rank", *(f"budget {one}%" for one in SHARES), "worst cell at 25%"]
+    header = ["policy", "mean rank", *(f"budget {share}%" for share in SHARES), "worst cell at 25%"]
     header += ["operations per compaction", "ms per compaction (over `rkv`'s)"]
     return table(header, lines, rows, "forced")
 
@@ -104,15 +106,17 @@ def families(sampling: str = "greedy") -> str:
         start += [full["problems"], "FullKV", accuracy(full)]
         lines.append([*start, *[""] * (len(SHARES) - 1)])
         for policy in SHOWN:
-            own = {
+            cells_of_policy = {
                 _nearest_share(row, full): accuracy(row)
                 for row in rows
                 if row["policy"] == policy
                 and (row["level"], row["problems"]) == (full["level"], full["problems"])
             }
-            if own:
-                lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in SHARES)])
-    header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in SHARES)]
+            if cells_of_policy:
+                lines.append(
+                    ["", "", "", f"`{policy}`", *(cells_of_policy.get(s, "-") for s in SHARES)]
+                )
+    header = ["family", "size", "problems", "policy", *(f"budget {share}%" for share in SHARES)]
     return table(header, lines, rows, "accuracy")
 
 
@@ -130,30 +134,30 @@ def sampled_policies() -> str:
         for row in rows
         if row["policy"] == "full" or _nearest_share(row, fulls[row["level"]]) == 25
     ]
-    found: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    by_policy: defaultdict[str, dict[str, Row]] = defaultdict(dict)
     for row in quarter:
-        found[row["policy"]][row["level"].removesuffix("-short")] = row
+        by_policy[row["policy"]][row["level"].removesuffix("-short")] = row
     means = {
-        name: mean(100 * float(own[one]["accuracy"]) for one in FAMILIES)
-        for name, own in found.items()
-        if len(own) == len(FAMILIES)
+        name: mean(100 * float(by_family[family]["accuracy"]) for family in FAMILIES)
+        for name, by_family in by_policy.items()
+        if len(by_family) == len(FAMILIES)
     }
     lines = [
         [
             "FullKV" if name == "full" else f"`{name}`",
-            *(accuracy(found[name][one]) for one in FAMILIES),
+            *(accuracy(by_policy[name][family]) for family in FAMILIES),
             f"{means[name]:.1f}",
         ]
         for name in sorted(means, key=lambda name: -means[name])
     ]
-    header = ["policy", *(f"`{one}`" for one in FAMILIES), "mean"]
+    header = ["policy", *(f"`{family}`" for family in FAMILIES), "mean"]
     return table(header, lines, quarter, "accuracy")
 
 
 def _nearest_share(row: Row, full: Row) -> int:
     """Of ``SHARES``: budgets follow from greedy traces, and sampled ones may differ by a point."""
-    own = share(row, full)
-    return next((one for one in SHARES if abs(one - own) <= 1), own)
+    percent = share_of_trace(row, full)
+    return next((share for share in SHARES if abs(share - percent) <= 1), percent)
 
 
 def _problems(row: Row) -> int:
@@ -162,26 +166,26 @@ def _problems(row: Row) -> int:
 
 def right_traces() -> str:
     """Single cells of the comparison of all policies, of a few."""
-    found, rows = cells(RANKED)
+    by_place, rows = cells(RANKED)
     lines = []
-    for family, size in dict.fromkeys(place[:2] for place in found):
+    for family, size in dict.fromkeys(place[:2] for place in by_place):
         for name in SHOWN:
-            own = [right(found[family, size, one][name]) for one in SHARES]
-            lines.append([f"`{family}`", size, f"`{name}`", *own])
+            shown_cells = [right(by_place[family, size, share][name]) for share in SHARES]
+            lines.append([f"`{family}`", size, f"`{name}`", *shown_cells])
     shown = [row for row in rows if row["policy"] in SHOWN]
-    header = ["family", "size", "policy", *(f"budget {one}%" for one in SHARES)]
+    header = ["family", "size", "policy", *(f"budget {share}%" for share in SHARES)]
     return table(header, lines, shown, "forced")
 
 
 def long_traces() -> str:
     """Right ones of the long traces, of a few: budget and policy down, family across."""
-    found, rows = cells(("long",))
+    by_place, rows = cells(("long",))
     lines = []
-    for one in dict.fromkeys(place[2] for place in found):
+    for share in dict.fromkeys(place[2] for place in by_place):
         for name in SHOWN:
-            own = [int(found[family, "long", one][name]["right"]) for family in FAMILIES]
-            total = f"**{sum(own)} of {len(own) * int(COMPARED)}**"
-            lines.append([f"{one}%", f"`{name}`", *map(str, own), total])
+            counts = [int(by_place[family, "long", share][name]["right"]) for family in FAMILIES]
+            total = f"**{sum(counts)} of {len(counts) * int(COMPARED)}**"
+            lines.append([f"{share}%", f"`{name}`", *map(str, counts), total])
     shown = [row for row in rows if row["policy"] in SHOWN]
     header = ["budget", "policy", *(f"`{family}`" for family in FAMILIES), "all"]
     return table(header, lines, shown, "forced")
@@ -189,13 +193,13 @@ def long_traces() -> str:
 
 def many_long_traces() -> str:
     """Right ones of 200 long traces: budget and policy down, family across."""
-    found, rows = cells(("long",), MANY)
+    by_place, rows = cells(("long",), MANY)
     lines = []
-    for one in dict.fromkeys(place[2] for place in found):
+    for share in dict.fromkeys(place[2] for place in by_place):
         for name in SHOWN:
-            own = [found[family, "long", one].get(name) for family in FAMILIES]
-            shown = [right(row) if row else "-" for row in own]
-            lines.append([f"{one}%", f"`{name}`", *shown])
+            of_families = [by_place[family, "long", share].get(name) for family in FAMILIES]
+            shown = [right(row) if row else "-" for row in of_families]
+            lines.append([f"{share}%", f"`{name}`", *shown])
     header = ["budget", "policy", *(f"`{family}`" for family in FAMILIES)]
     return table(header, lines, rows, "forced")
 
@@ -203,13 +207,15 @@ def many_long_traces() -> str:
 def unseen() -> str:
     """Right traces of the default: problems of the other tables, and problems of none."""
     rows = recorded("unseen")
-    found: defaultdict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    by_problems: defaultdict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: int(row["kv_budget"])):
-        found[row["family"], row["size"], row["first_problem"]].append(row)
+        by_problems[row["family"], row["size"], row["first_problem"]].append(row)
     lines = []
     for size in dict.fromkeys(row["size"] for row in rows):
         for family in FAMILIES:
-            pairs = zip(found[family, size, "0"], found[family, size, str(HELDOUT)], strict=True)
+            pairs = zip(
+                by_problems[family, size, "0"], by_problems[family, size, str(HELDOUT)], strict=True
+            )
             for seen, other in pairs:
                 budget = f"{seen['kv_budget']} tokens"
                 lines.append([f"`{family}`", size, budget, right(seen), right(other)])
@@ -224,25 +230,25 @@ def right(row: Row) -> str:
 
 def needed_by_family() -> str:
     """Wrong next tokens per long trace under each rule's mask."""
-    found = recorded("needed_by_family")
-    rules = list(dict.fromkeys(row["rule"] for row in found))
-    by_rule = {(row["family"], row["rule"]): row for row in found}
+    rows = recorded("needed_by_family")
+    rules = list(dict.fromkeys(row["rule"] for row in rows))
+    by_rule = {(row["family"], row["rule"]): row for row in rows}
     lines = [
         [f"`{name}`", by_rule[name, family.needed.__name__]["most_old_tokens"]]
         + [by_rule[name, rule]["wrong_tokens"] for rule in rules]
         for name, family in FAMILIES.items()
     ]
     header = ["family", "old tokens of its own rule", *(rule.replace("_", " ") for rule in rules)]
-    return table(header, lines, found, "needed_by_family")
+    return table(header, lines, rows, "needed_by_family")
 
 
 def needed_in_total() -> str:
     """Right ones of short traces when the rule is known: tokens down, family across."""
-    found = recorded("needed_in_total")
-    by_total = {(row["family"], row["total_tokens"]): row for row in found}
+    rows = recorded("needed_in_total")
+    by_total = {(row["family"], row["total_tokens"]): row for row in rows}
     lines = [
         [total, *(f"{by_total[name, total]['right']} of {row['traces']}" for name in FAMILIES)]
-        for total, row in {row["total_tokens"]: row for row in found}.items()
+        for total, row in {row["total_tokens"]: row for row in rows}.items()
     ]
     header = ["tokens", *(f"`{name}`" for name in FAMILIES)]
-    return table(header, lines, found, "needed_in_total")
+    return table(header, lines, rows, "needed_in_total")

@@ -21,8 +21,8 @@ class Load:
 
     def value(self, job: str, quantity: str) -> str:
         """The last value of that name."""
-        found = [r for r in self.rows if r["job"] == job and r["quantity"] == quantity]
-        return found[-1]["value"] if found else "not run"
+        matching = [r for r in self.rows if r["job"] == job and r["quantity"] == quantity]
+        return matching[-1]["value"] if matching else "not run"
 
     def both(self, job: str, pattern: str, *quantities: str) -> tuple[str, str]:
         """A cell for SGLang without the plugin and one for ours, of the same quantities."""
@@ -163,11 +163,11 @@ CROWDED = (
 )
 
 
-def planted(found: list[Row]) -> str:
-    bugs = {row["bug"] for row in found}
-    never = {row["bug"] for row in found if not row["lives"]}
-    seeds = len({row["seed"] for row in found})
-    worst = max(int(row["lives"]) for row in found if row["lives"])
+def planted(rows: list[Row]) -> str:
+    bugs = {row["bug"] for row in rows}
+    never = {row["bug"] for row in rows if not row["lives"]}
+    seeds = len({row["seed"] for row in rows})
+    worst = max(int(row["lives"]) for row in rows if row["lives"])
     return f"{len(bugs) - len(never)} of {len(bugs)} on {seeds} seeds, the last after {worst} lives"
 
 

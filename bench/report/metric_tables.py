@@ -20,17 +20,22 @@ def metrics() -> str:
 
     header = ["question", "metric", "kind", "labels", "meaning"]
     lines = [
-        [one.question, f"`{one.full_name}`", one.kind, labels_of({**one.labels}), one.text]
-        for one in METRICS
+        [
+            metric.question,
+            f"`{metric.full_name}`",
+            metric.kind,
+            labels_of({**metric.labels}),
+            metric.text,
+        ]
+        for metric in METRICS
     ]
     return markdown(header, lines)
 
 
 def monitoring() -> str:
-    found = recorded("monitoring")
+    rows = recorded("monitoring")
     header = ["panel", "what", "series", "largest value", "as it should be"]
     lines = [
-        [row["panel"], f"`{row['what']}`", row["series"], row["largest"], row["ok"]]
-        for row in found
+        [row["panel"], f"`{row['what']}`", row["series"], row["largest"], row["ok"]] for row in rows
     ]
-    return table(header, lines, found, "monitoring")
+    return table(header, lines, rows, "monitoring")

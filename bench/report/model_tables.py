@@ -11,13 +11,13 @@ STEERED, REFUSED = ", steered", "steering refused"
 
 def models() -> str:
     """A line per family, all policies together; of repeated runs the last."""
-    found, last = recorded("models"), dict[tuple[str, str], Row]()
-    for row in found:
+    every, last = recorded("models"), dict[tuple[str, str], Row]()
+    for row in every:
         last[row["family"], row["policy"]] = row
     header = ["family", "policies", "compactions", "tokens", "of them wrong"]
     header += ["wrong by an oracle without masks", "largest difference", "steering"]
     lines = []
-    for family in dict.fromkeys(row["family"] for row in found):
+    for family in dict.fromkeys(row["family"] for row in every):
         rows = [row for (name, _), row in last.items() if name == family]
         plain = [row for row in rows if not row["policy"].endswith((STEERED, REFUSED))]
         names = ("compactions", "tokens", "wrong_tokens", "wrong_without_masks")

@@ -24,7 +24,7 @@ def parameters() -> str:
     for name in names():
         for parameter, field in policy_class(name).Params.model_fields.items():
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            choices = ", ".join(f"`{one}`" for one in get_args(field.annotation))
+            choices = ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
             meaning = ": ".join(filter(None, [field.description, choices]))
             of_policies.setdefault((parameter, default, meaning), []).append(f"`{name}`")
     shared = PolicyParams.model_fields

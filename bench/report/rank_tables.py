@@ -12,8 +12,8 @@ _SUMS = ("compactions", "equal_on_ranks", "as_one_rank", "wrong_tokens")
 
 def ranks() -> str:
     """A line per model and overlap, all policies together."""
-    found, together = recorded("ranks"), defaultdict[tuple[str, str], list[Row]](list)
-    for row in found:
+    every, together = recorded("ranks"), defaultdict[tuple[str, str], list[Row]](list)
+    for row in every:
         together[row["model"], row["overlap"]].append(row)
     header = ["model", "overlap", "policies", "compactions", "of each, at least"]
     header += ["equal on both ranks", "as one rank", "tokens wrong", "largest difference"]
@@ -26,27 +26,27 @@ def ranks() -> str:
         gap = max(float(row["logprob_gap"]) for row in rows)
         counts = [str(len(each)), sums[0], str(min(each.values())), *sums[1:]]
         lines.append([model, overlap, *counts, f"{gap:.2g}"])
-    return table(header, lines, found, "ranks")
+    return table(header, lines, every, "ranks")
 
 
 def rank_runs() -> str:
-    found = recorded("rank_runs")
+    rows = recorded("rank_runs")
     header = ["run", "quantity", "value", "limit"]
-    lines = [[row[name] for name in header] for row in found]
-    return table(header, lines, found, "rank_runs")
+    lines = [[row[name] for name in header] for row in rows]
+    return table(header, lines, rows, "rank_runs")
 
 
 def rank_costs() -> str:
     """Of one due request and of sixteen."""
-    found, by = recorded("rank_costs"), dict[tuple[str, str], Row]()
-    for row in found:
+    rows, by = recorded("rank_costs"), dict[tuple[str, str], Row]()
+    for row in rows:
         by[row["policy"], row["due"]] = row
     header = ["policy", "gathers", "bytes sent, 1 request due", "16", "operations, 1 due"]
     header += ["of one rank"]
     lines = []
-    for policy in dict.fromkeys(row["policy"] for row in found):
-        one, many = by[policy, "1"], by[policy, "16"]
-        sent = [f"{int(row['sent_bytes']):,}" for row in (one, many)]
-        operations = [one["operations"], one["operations_one_rank"]]
-        lines.append([f"`{policy}`", one["gathers"], *sent, *operations])
-    return table(header, lines, found, "rank_costs")
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        single, many = by[policy, "1"], by[policy, "16"]
+        sent = [f"{int(row['sent_bytes']):,}" for row in (single, many)]
+        operations = [single["operations"], single["operations_one_rank"]]
+        lines.append([f"`{policy}`", single["gathers"], *sent, *operations])
+    return table(header, lines, rows, "rank_costs")

@@ -116,10 +116,12 @@ def imports_between_rooms() -> set[tuple[str, str]]:
 
 def floors(edges: set[tuple[str, str]]) -> dict[str, int]:
     """The floor of each room: one above the highest that it imports."""
-    found: dict[str, int] = {}
+    levels: dict[str, int] = {}
     for room in ROOMS:
-        found[room] = max((found[other] + 1 for one, other in edges if one == room), default=0)
-    return found
+        levels[room] = max(
+            (levels[other] + 1 for importer, other in edges if importer == room), default=0
+        )
+    return levels
 
 
 def draw(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, paired_ratio, table
-from bench.report.accuracy_tables import right, share
+from bench.report.accuracy_tables import right, share_of_trace
 
 
 def steering_cells(model: str, *, budgeted: bool) -> list[Row]:
@@ -36,27 +36,25 @@ _STEERING_HEADER = ["right", "output tokens", "non-execution sentences", "simila
 
 def strength(model: str) -> str:
     """Every strength by itself, without a budget."""
-    found = steering_cells(model, budgeted=False)
-    problems = max(int(row["problems"]) for row in found if row["steering"])
-    found = [row for row in found if int(row["problems"]) == problems]
-    full = next(row for row in found if not row["steering"])
-    order = sorted(
-        found, key=lambda row: (float(row["gamma"] or -1), float(row["steering"] or 0.0))
-    )
+    rows = steering_cells(model, budgeted=False)
+    problems = max(int(row["problems"]) for row in rows if row["steering"])
+    rows = [row for row in rows if int(row["problems"]) == problems]
+    full = next(row for row in rows if not row["steering"])
+    order = sorted(rows, key=lambda row: (float(row["gamma"] or -1), float(row["steering"] or 0.0)))
     lines = [[how_steered(row), *steering_numbers(row, full)] for row in order]
-    return table(["steering", *_STEERING_HEADER], lines, found, "steering")
+    return table(["steering", *_STEERING_HEADER], lines, rows, "steering")
 
 
 def steering_budget() -> str:
     """The shape of the paper's table 2: component by component."""
-    found = steering_cells("wanderer", budgeted=True)
+    rows = steering_cells("wanderer", budgeted=True)
     full = next(
         row
         for row in steering_cells("wanderer", budgeted=False)
-        if not row["steering"] and row["problems"] == found[0]["problems"]
+        if not row["steering"] and row["problems"] == rows[0]["problems"]
     )
     order = sorted(
-        found,
+        rows,
         key=lambda row: (
             int(row["kv_budget"]),
             ("rkv", "skipkv", "skipkv+").index(row["policy"]),
@@ -65,7 +63,7 @@ def steering_budget() -> str:
     )
     lines = [
         [
-            f"{share(row, full)}%",
+            f"{share_of_trace(row, full)}%",
             f"`{row['policy']}`",
             how_steered(row),
             *steering_numbers(row, full),
@@ -73,15 +71,15 @@ def steering_budget() -> str:
         for row in order
     ]
     lines.append(["FullKV", "", "off", *steering_numbers(full, full)])
-    return table(["budget", "policy", "steering", *_STEERING_HEADER], lines, found, "steering")
+    return table(["budget", "policy", "steering", *_STEERING_HEADER], lines, rows, "steering")
 
 
 def without_checks() -> str:
-    found = recorded("without_checks")
+    rows = recorded("without_checks")
     header = ["model", "checks in the solution", "passages", "wrong passages"]
     names = ("model", "checks", "passages", "wrong_passages")
-    lines = [[row[name] for name in names] for row in found]
-    return table(header, lines, found, "without_checks")
+    lines = [[row[name] for name in names] for row in rows]
+    return table(header, lines, rows, "without_checks")
 
 
 def steering_cost() -> str:

@@ -22,16 +22,16 @@ def off_cost() -> str:
 
 
 def serve_latency() -> str:
-    found = on_cpu("serve_latency")
+    rows = on_cpu("serve_latency")
     header = ["neighbours", "requests", "compactions", "most in one step", "median step, ms"]
     header += ["p99 step, ms", "longest step, ms"]
     names = ("neighbours", "calls", "compactions", "most_compactions_in_a_step", "p50_ms")
-    lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in found]
-    return table(header, lines, found, "serve_latency")
+    lines = [[row[name] for name in (*names, "p99_ms", "longest_ms")] for row in rows]
+    return table(header, lines, rows, "serve_latency")
 
 
 def serve_pressure() -> str:
-    found = on_cpu("serve_pressure")
+    rows = on_cpu("serve_pressure")
     header = ["`kv_budget`", "tokens/s", "over the full cache", "requests at once", "by arithmetic"]
     header += ["retractions"]
     lines = [
@@ -43,49 +43,49 @@ def serve_pressure() -> str:
             row["fits_by_arithmetic"],
             row["retractions"],
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "serve_pressure")
+    return table(header, lines, rows, "serve_pressure")
 
 
 def compaction_cost() -> str:
-    found = recorded("compaction_cost")
+    rows = recorded("compaction_cost")
     lines = [
         [
             f"`{row['policy']}`",
             row["ms_p50"],
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
         ]
-        for row in found
+        for row in rows
     ]
-    base = found[-1]
+    base = rows[-1]
     header = ["policy", "ms, median"]
     header.append(f"over `{base['base']}` ({base['base_ms_p50']} ms), 95% interval")
-    return table(header, lines, found, "compaction_cost")
+    return table(header, lines, rows, "compaction_cost")
 
 
 def serve_compaction() -> str:
-    found = on_cpu("serve_compaction")
+    rows = on_cpu("serve_compaction")
     header = ["commit", "requests in the batch", "compactions", "step, ms", "a compaction, ms"]
     header += ["in steps, median", "in steps, 90th percentile", "of the time"]
     names = ("commit", "calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
     lines = [
         [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "serve_compaction")
+    return table(header, lines, rows, "serve_compaction")
 
 
 def launches() -> str:
-    found = recorded("launches")
-    counts = [name for name in found[-1] if name.startswith("operations_")]
+    rows = recorded("launches")
+    counts = [name for name in rows[-1] if name.startswith("operations_")]
     header = ["policy", *(f"requests due: {name.removeprefix('operations_')}" for name in counts)]
-    lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in found]
-    return table(header, lines, found, "launches")
+    lines = [[f"`{row['policy']}`", *(row[name] for name in counts)] for row in rows]
+    return table(header, lines, rows, "launches")
 
 
 def explorer() -> str:
-    found = recorded("explorer")
+    rows = recorded("explorer")
     header = ["generated tokens", "requests side by side", "page, bytes", "data, bytes"]
     header += ["first paint, ms", "text painted, ms", "slider step, ms, median", "longest"]
     header += ["computed in it, ms, median", "longest", "load of the machine"]
@@ -96,70 +96,70 @@ def explorer() -> str:
             *(row[f"step_{kind}"] for kind in ("ms_p50", "ms_max", "cpu_ms_p50", "cpu_ms_max")),
             row["machine_load"],
         ]
-        for row in found
+        for row in rows
     ]
-    return f"Chromium {found[-1]['chromium']}, headless.\n\n" + table(
-        header, lines, found, "explorer"
+    return f"Chromium {rows[-1]['chromium']}, headless.\n\n" + table(
+        header, lines, rows, "explorer"
     )
 
 
 def fuzz() -> str:
-    found = recorded("fuzz")
-    lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
-    what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
+    rows = recorded("fuzz")
+    lives = sum({row["seed"]: int(row["lives"]) for row in rows}.values())
+    what = f"in {lives:,} lives of {rows[-1]['steps']} steps, without a failure"
     times: dict[str, int] = {}
-    for row in found:
+    for row in rows:
         times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
     lines = [[event, f"{count:,}"] for event, count in times.items()]
-    return table([what, "times"], lines, found, "fuzz")
+    return table([what, "times"], lines, rows, "fuzz")
 
 
 def planted_bugs() -> str:
-    found = recorded("planted_bugs")
-    seeds = list(dict.fromkeys(row["seed"] for row in found))
-    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in found}
+    rows = recorded("planted_bugs")
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in rows}
     lines = [
         [bug, *(lives[bug, seed] for seed in seeds)]
-        for bug in dict.fromkeys(row["bug"] for row in found)
+        for bug in dict.fromkeys(row["bug"] for row in rows)
     ]
-    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, found, "planted_bugs")
+    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, rows, "planted_bugs")
 
 
 def hook_calls() -> str:
-    found = recorded("hook_calls")
+    rows = recorded("hook_calls")
     header = ["hook", "calls", "answered with an error of ours", "exceptions that got out"]
     lines = [
         [f"`{row['hook']}`", f"{int(row['times']):,}", f"{int(row['refused']):,}", row["escaped"]]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "hook_calls")
+    return table(header, lines, rows, "hook_calls")
 
 
 def load() -> str:
     """Everything that had a limit, beside what SGLang without the plugin did in the same job."""
-    found = sorted(recorded("load"), key=lambda row: row["job"])
+    rows = sorted(recorded("load"), key=lambda row: row["job"])
     plain: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for row in found:
+    for row in rows:
         if row["quantity"].endswith(PLAIN):
             plain[row["job"], row["quantity"].removesuffix(PLAIN)].append(row["value"])
     lines = []
-    for row in found:
+    for row in rows:
         if row["limit"]:  # a job says some things once per storm or server, plain SGLang in turn
             beside = plain[row["job"], row["quantity"]]
             lines.append([row[name] for name in ("job", "quantity", "value", "limit", "ok")])
             lines[-1].append(beside.pop(0) if beside else "")
-    return table(["job", "what", "value", "limit", "held", "plain SGLang"], lines, found, "load")
+    return table(["job", "what", "value", "limit", "held", "plain SGLang"], lines, rows, "load")
 
 
 def compiled() -> str:
     """One line per kernel, with the most that any of its variants takes."""
-    found = recorded("compile")
-    architectures = list(dict.fromkeys(row["architecture"] for row in found))
+    every = recorded("compile")
+    architectures = list(dict.fromkeys(row["architecture"] for row in every))
     header = ["kernel", "variants", *(f"registers, {name}" for name in architectures)]
     header += ["spilled bytes, all", "shared bytes, sm_90"]
     lines = []
-    for kernel in dict.fromkeys(row["kernel"] for row in found):
-        variants = [row for row in found if row["kernel"] == kernel]
+    for kernel in dict.fromkeys(row["kernel"] for row in every):
+        variants = [row for row in every if row["kernel"] == kernel]
         by_architecture = {
             name: [row for row in variants if row["architecture"] == name] for name in architectures
         }
@@ -168,7 +168,7 @@ def compiled() -> str:
         shared = most("shared_bytes", by_architecture["sm_90"])
         count = len({row["case"] for row in variants})
         lines.append([f"`{kernel}`", str(count), *registers, str(spilled), shared])
-    return table(header, lines, found, "compile")
+    return table(header, lines, every, "compile")
 
 
 def most(column: str, rows: list[Row]) -> str:
@@ -176,7 +176,7 @@ def most(column: str, rows: list[Row]) -> str:
 
 
 def kernel_floors() -> str:
-    found = recorded("kernel_floors")
+    rows = recorded("kernel_floors")
     header = ["kernel", "cached tokens of a request", "bytes", "operations", "memory floor, us"]
     header += ["compute floor, us", "what binds"]
     lines = [
@@ -189,13 +189,13 @@ def kernel_floors() -> str:
             f"{float(row['compute_us']):,.2f}",
             row["binds"],
         ]
-        for row in found
+        for row in rows
     ]
-    return table(header, lines, found, "kernel_floors")
+    return table(header, lines, rows, "kernel_floors")
 
 
 def decode_floors() -> str:
-    found = recorded("decode_floors")
+    rows = recorded("decode_floors")
     header = ["model, rates", "generated tokens", "`kv_budget`", "requests", "weights, ms"]
     header += ["attention, ms", "compactions, ms", "tokens/s at most", "over the full cache"]
     lines = [
@@ -209,7 +209,7 @@ def decode_floors() -> str:
             f"{float(row['tokens_per_s']):,.0f}",
             f"{float(row['over_full_cache']):.2f}",
         ]
-        for row in found
+        for row in rows
         if int(row["generated_tokens"]) == LONGEST
     ]
-    return table(header, lines, found, "decode_floors")
+    return table(header, lines, rows, "decode_floors")

@@ -8,8 +8,8 @@ from bench.lib.table_text import Row, budget, table
 
 def tune() -> str:
     """The last run."""
-    found = recorded("tune")
-    last = found[max(i for i, row in enumerate(found) if row["number"] == "0") :]
+    rows = recorded("tune")
+    last = rows[max(i for i, row in enumerate(rows) if row["number"] == "0") :]
     header = ["`kv_policy`", "`kv_budget`", "right, % [95%]", "points to full"]
     header += ["KV tokens, mean", "peak", "tokens/s", "to full"]
     lines = [

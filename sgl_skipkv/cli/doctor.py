@@ -50,12 +50,12 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
         return check_endpoint(arguments.url, arguments.api_key, console, as_json=arguments.json)
     if arguments.model is not None:
         return show_model(arguments.model, console, as_json=arguments.json)
-    found = examine()
+    report = examine()
     if arguments.json:
-        print_json(found)
+        print_json(report)
     else:
-        show(found, console)
-    return 0 if found["state"] == "ready" else 1
+        show(report, console)
+    return 0 if report["state"] == "ready" else 1
 
 
 def examine() -> dict[str, Any]:
@@ -63,32 +63,36 @@ def examine() -> dict[str, Any]:
     server."""
     versions = {name: _version(name) for name in _PACKAGES}
     versions["python"] = platform.python_version()
-    found: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
-    found |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
-    found |= {"device": None, "hooks": [], "capabilities": []}
+    report: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
+    report |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
+    report |= {"device": None, "hooks": [], "capabilities": []}
     if find_spec("sglang") is None:
-        found["problems"] = [f"no SGLang here; choices: {CHOICES}"]
-        return found
+        report["problems"] = [f"no SGLang here; choices: {CHOICES}"]
+        return report
     from sgl_skipkv.patches import registry
     from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
     from sgl_skipkv.patches.startup.hook_bodies import hook_states
 
     states, problems = hook_states()
-    found["device"] = platform_name()
-    found["hooks"] = [
+    report["device"] = platform_name()
+    report["hooks"] = [
         {
-            **{"hook": one.hook.target, "kind": one.hook.kind, "state": one.state},
-            **{"text": one.text, "why": one.hook.why},
+            **{
+                "hook": hook_state.hook.target,
+                "kind": hook_state.hook.kind,
+                "state": hook_state.state,
+            },
+            **{"text": hook_state.text, "why": hook_state.hook.why},
         }
-        for one in states
+        for hook_state in states
     ]
-    found["capabilities"] = [
+    report["capabilities"] = [
         {"feature": row.name, "supported": row.supported, "why": row.why} for row in CAPABILITIES
     ]
-    found["warning"] = registry.opened_for(metadata.version("sglang"))
-    found["problems"] = problems
-    found["state"] = "unavailable" if problems else "ready"
-    return found
+    report["warning"] = registry.opened_for(metadata.version("sglang"))
+    report["problems"] = problems
+    report["state"] = "unavailable" if problems else "ready"
+    return report
 
 
 def _version(package: str) -> str | None:
@@ -98,18 +102,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(report: dict[str, Any], console: Console) -> None:
     """The same as tables."""
-    facts = {name: version or "not installed" for name, version in found["versions"].items()}
-    facts["SGLANG_PLATFORM"] = found["platform"] or "not set"
-    if found["device"] is not None:
-        facts["platform"] = found["device"]
+    facts = {name: version or "not installed" for name, version in report["versions"].items()}
+    facts["SGLANG_PLATFORM"] = report["platform"] or "not set"
+    if report["device"] is not None:
+        facts["platform"] = report["device"]
     console.print(facts_of("versions", facts))
-    if found["device"] is None:
-        console.print(f"[bold red]unavailable[/]: {escape(found['problems'][0])}")
+    if report["device"] is None:
+        console.print(f"[bold red]unavailable[/]: {escape(report['problems'][0])}")
         return
     hooks = [
-        {**one, "state": Text(one["text"], _HOOK_COLOURS[one["state"]])} for one in found["hooks"]
+        {**hook, "state": Text(hook["text"], _HOOK_COLOURS[hook["state"]])}
+        for hook in report["hooks"]
     ]
     columns = Column("hook", "hook"), Column("kind", "kind"), Column("state", "state", lambda t: t)
     console.print(table_of("hooks", (*columns, Column("why", "why")), hooks))
@@ -117,11 +122,11 @@ def show(found: dict[str, Any], console: Console) -> None:
         "supported", "supported", lambda word: f"[{_CAPABILITY_COLOURS[word]}]{word}[/]"
     )
     columns = Column("feature", "feature"), supported, Column("why", "why")
-    console.print(table_of("capabilities", columns, found["capabilities"]))
-    if found["warning"] is not None:
-        console.print(f"[bold yellow]warning[/]: {found['warning']}")
-    if found["problems"]:
-        console.print("[bold red]unavailable[/]: " + "; ".join(found["problems"]))
+    console.print(table_of("capabilities", columns, report["capabilities"]))
+    if report["warning"] is not None:
+        console.print(f"[bold yellow]warning[/]: {report['warning']}")
+    if report["problems"]:
+        console.print("[bold red]unavailable[/]: " + "; ".join(report["problems"]))
         console.print("A server still starts; requests with a budget get HTTP 400.")
     else:
         console.print(

@@ -142,7 +142,7 @@ def check_endpoint(url: str, api_key: str | None, console: Console, *, as_json: 
     with requests.Session() as session:
         if api_key is not None:
             session.headers["Authorization"] = f"Bearer {api_key}"
-        asked = [(one, _send(session, url, one)) for one in probes(_model_of(session, url))]
+        asked = [(probe, _send(session, url, probe)) for probe in probes(_model_of(session, url))]
     rows = [{"api": probe.path, "place": probe.place, **vars(finding)} for probe, finding in asked]
     acts = any(finding.outcome == "acts" for _, finding in asked)
     if as_json:

@@ -21,10 +21,10 @@ def show_model(path: Path, console: Console, *, as_json: bool) -> int:
 
     report = check_model(path)
     if as_json:
-        found = {**vars(report), "measures_queries": report.measures_queries}
+        values = {**vars(report), "measures_queries": report.measures_queries}
         if not report.reasons:
-            found["least_budget_tokens"] = report.least_budget_tokens
-        print_json(found)
+            values["least_budget_tokens"] = report.least_budget_tokens
+        print_json(values)
         return int(bool(report.reasons))
     cached = "latent" if report.attention == "MLA" else "KV heads"
     heads = f"{report.query_heads} query heads, {report.kv_heads} {cached} of {report.head_dim}"

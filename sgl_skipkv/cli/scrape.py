@@ -81,9 +81,9 @@ def scrape(session: requests.Session, url: str) -> Scrape:
         raise SettingError("url", "a server with metrics", f"{url} without /metrics", choices)
     if answer.status_code != 200:
         raise SettingError("url", expected, f"{url} (status {answer.status_code})", _CHOICES)
-    found = Scrape(answer.text)
-    if f"{METRIC_PREFIX}state" not in found.names:
+    scraped = Scrape(answer.text)
+    if f"{METRIC_PREFIX}state" not in scraped.names:
         expected = "a server with sgl_skipkv"
         choices = "install it in the server's environment"
         raise SettingError("url", expected, f"{url} without {METRIC_PREFIX}state", choices)
-    return found
+    return scraped

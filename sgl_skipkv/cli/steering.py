@@ -76,7 +76,7 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
     best = max(layers, key=lambda layer: layer.separation)
     chosen = best if layer == "auto" else layers[int(layer)]
     run.vector(chosen).save(arguments.out)
-    rows = [{**vars(one), "written": one is chosen} for one in layers]
+    rows = [{**vars(layer), "written": layer is chosen} for layer in layers]
     counts = {"execution_thoughts": execution, "nonexecution_thoughts": nonexecution}
     if arguments.json:
         print_json({"out": str(arguments.out), **counts, "layers": rows})

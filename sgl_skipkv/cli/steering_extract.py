@@ -107,8 +107,8 @@ class Extraction:
         self._begin({"prompts": ids, "max_new_tokens": max_new_tokens})
         outputs = self._read_outputs()
         traces = [
-            {"number": number, "prompt_ids": own, "output_ids": outputs.get(number)}
-            for number, own in enumerate(ids)
+            {"number": number, "prompt_ids": prompt_ids, "output_ids": outputs.get(number)}
+            for number, prompt_ids in enumerate(ids)
         ]
         most_tokens = min(longest + max_new_tokens, self._limit_tokens)
         return self._finish(traces, most_tokens, max_new_tokens)

@@ -94,7 +94,7 @@ def _chosen(
     last = {request.rid: request for request in requests}  # a client may use an id again
     for rid in rids:
         if rid not in last:
-            known = ", ".join(brief(one) for one in [*last][-10:])
+            known = ", ".join(brief(rid) for rid in [*last][-10:])
             raise SettingError("rid", "a request of the trace", rid, known)
     chosen = [last[rid] for rid in dict.fromkeys(rids)]
     return chosen, [request.number for request in chosen]
@@ -102,10 +102,10 @@ def _chosen(
 
 def _with_earlier_turns(chosen: Sequence[TracedRequest]) -> list[TracedRequest]:
     """These and those that they continue, in the order of the trace."""
-    found: dict[int, TracedRequest] = {}
+    turns: dict[int, TracedRequest] = {}
     for request in chosen:
         turn: TracedRequest | None = request
-        while turn is not None and turn.number not in found:
-            found[turn.number] = turn
+        while turn is not None and turn.number not in turns:
+            turns[turn.number] = turn
             turn = turn.continues
-    return [found[number] for number in sorted(found)]
+    return [turns[number] for number in sorted(turns)]

@@ -193,8 +193,8 @@ def _attended(
 
 
 def _as_list(values: torch.Tensor) -> list[int]:
-    found: list[int] = values.tolist()
-    return found
+    numbers: list[int] = values.tolist()
+    return numbers
 
 
 def _gathered(

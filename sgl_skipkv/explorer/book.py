@@ -54,8 +54,8 @@ class Life:
         is_evicted = np.ones(positions, dtype=bool)
         kept = np.asarray(event.kept, dtype=np.int64)
         is_evicted[kept[kept < positions]] = False
-        own = grown[:positions]
-        own[is_evicted & (own == 0)] = step
+        known = grown[:positions]
+        known[is_evicted & (known == 0)] = step
         self.prompt_tokens, self.evicted_at = event.prompt_tokens, grown
 
     def data(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class TracedRequest:
             "policy": self.policy[:LIMIT_NAME],
             "prompt": life.prompt_tokens,
             "steps": self.steps,
-            "lives": [one.data() for one in self.lives],
-            "similar": [[start, *found] for start, found in self.similar.items()],
+            "lives": [life.data() for life in self.lives],
+            "similar": [[start, *match] for start, match in self.similar.items()],
             "finished": finish is not None,
         }
         if finish is None:
@@ -179,9 +179,9 @@ class Book:
             request.policy = event.policy
             request.steps.append((event.generated, event.before, event.after))
             request.lives[-1].compact(len(request.steps), event)
-            for span, found in zip(event.evicted_sentences, event.similar, strict=False):
-                if found is not None:
-                    request.similar[span[0]] = found
+            for span, match in zip(event.evicted_sentences, event.similar, strict=False):
+                if match is not None:
+                    request.similar[span[0]] = match
         else:
             self._finish(name, request, event)
         self._forget()

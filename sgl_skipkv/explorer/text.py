@@ -26,18 +26,18 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    found: list[str] = []
+    parts: list[str] = []
     start = 0  # of the tokens whose text is complete but for the newest
     done = ""  # the text of the tokens from start on that is in ``found``
     for i, token_id in enumerate(token_ids):
         if token_id >= vocabulary:
-            found.append("")
+            parts.append("")
             start, done = i + 1, ""
             continue
         text = decoded(token_ids[start : i + 1])
         if text.endswith(_INCOMPLETE) and i + 1 - start < _LONGEST:
-            found.append("")
+            parts.append("")
             continue
-        found.append(text[len(done) :] if text.startswith(done) else text)
+        parts.append(text[len(done) :] if text.startswith(done) else text)
         start, done = i, decoded([token_id])
-    return found
+    return parts

@@ -49,8 +49,8 @@ def policy_class(name: object) -> type[Policy]:
     if not isinstance(name, str) or name not in _POLICIES:
         choices = ", ".join(_POLICIES)
         raise SettingError("kv_policy", "a policy name", name, choices)
-    found: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
-    return found
+    cls: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
+    return cls
 
 
 def make_policy(name: str, **params: Any) -> Policy:

@@ -187,15 +187,15 @@ class PagedCache:
             on_device.device_tensor([layer.data_ptr() for layer in part], first.device)
             for part in (layers, v_layers)
         )
-        alike = [
+        same_layout = [
             (v.shape, v.stride(), v.dtype) == (first.shape, first.stride(), first.dtype)
             for v in v_layers
         ]
         of_keys, of_values = (
-            None if one is None else on_device.device_tensor(one, first.device, torch.float32)
-            for one in (k_scales, v_scales)
+            None if scales is None else on_device.device_tensor(scales, first.device, torch.float32)
+            for scales in (k_scales, v_scales)
         )
-        located = v_ptrs if alike and all(alike) else None
+        located = v_ptrs if same_layout and all(same_layout) else None
         return cls(first, k_ptrs, req_to_token, of_keys, layers, v_layers, of_values, located)
 
     def scratch(self) -> PagedCache:

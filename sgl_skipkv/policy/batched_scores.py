@@ -33,13 +33,13 @@ def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
 
     Requests of the same window share the launches for importance.
     """
-    inputs = [one for _, one in requests]
+    inputs = [request for _, request in requests]
     by_window: defaultdict[int, list[int]] = defaultdict(list)
     repeating = []
-    for i, (policy, one) in enumerate(requests):
-        if one.location is not None and "importance" in policy.kernel_scores:
+    for i, (policy, request) in enumerate(requests):
+        if request.location is not None and "importance" in policy.kernel_scores:
             by_window[policy.params.window].append(i)
-        if one.location is not None and "redundancy" in policy.kernel_scores:
+        if request.location is not None and "redundancy" in policy.kernel_scores:
             repeating.append(i)
     if not by_window and not repeating:
         return inputs
@@ -48,17 +48,17 @@ def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
 
     for window, chosen in by_window.items():
         together = [requests[i] for i in chosen]
-        paged, scale = _paged_requests([one for _, one in together]), together[0][1].scale
+        paged, scale = _paged_requests([request for _, request in together]), together[0][1].scale
         widths = _parameters(together, "kernel", torch.int32)
-        found: Tensor = window_attention(*paged, widths, window=window, scale=scale)
-        parts = torch.split(found, [tokens - window for tokens in paged[0].row_tokens])
+        scores: Tensor = window_attention(*paged, widths, window=window, scale=scale)
+        parts = torch.split(scores, [tokens - window for tokens in paged[0].row_tokens])
         for i, importance in zip(chosen, parts, strict=True):
             inputs[i] = replace(inputs[i], importance=importance)
     if repeating:
         together = [requests[i] for i in repeating]
-        keys, *_ = _paged_requests([one for _, one in together])
-        found = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
-        parts = torch.split(found, list(keys.row_tokens))
+        keys, *_ = _paged_requests([request for _, request in together])
+        scores = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
+        parts = torch.split(scores, list(keys.row_tokens))
         for i, redundancy in zip(repeating, parts, strict=True):
             inputs[i] = replace(inputs[i], redundancy=redundancy)
     return inputs
@@ -155,12 +155,14 @@ def joined_tokens(
     Args:
         spans: row entries of each request, half-open; None: all.
     """
-    locations = [one.location for one in requests if one.location is not None]
-    spans = spans or [(0, one.positions.shape[0]) for one in requests]
+    locations = [request.location for request in requests if request.location is not None]
+    spans = spans or [(0, request.positions.shape[0]) for request in requests]
     tokens, cache = [stop - first for first, stop in spans], locations[0].cache
     starts = [0, *accumulate(tokens[:-1])]
     shifts = [first - start for (first, _), start in zip(spans, starts, strict=True)]
-    rows, shift = device_tensors([[one.row for one in locations], shifts], cache.layer.device)
+    rows, shift = device_tensors(
+        [[location.row for location in locations], shifts], cache.layer.device
+    )
     every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
     slots = cache.req_to_token[rows[owner], every + shift[owner]].long()
     return CachedTokens(cache, slots), owner
@@ -176,10 +178,10 @@ def padded_tokens(
     Args:
         spans: row entries of each request, half-open.
     """
-    locations = [one.location for one in requests if one.location is not None]
+    locations = [request.location for request in requests if request.location is not None]
     cache, counts = locations[0].cache, [stop - first for first, stop in spans]
     rows, firsts, tokens = device_tensors(
-        [[one.row for one in locations], [first for first, _ in spans], counts],
+        [[location.row for location in locations], [first for first, _ in spans], counts],
         cache.layer.device,
     )
     every = torch.arange(max(counts), device=rows.device)
@@ -211,10 +213,10 @@ def unpadded(
 
 def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
     """Indices of the spans, those together of which none is twice as long as another."""
-    alike: defaultdict[int, list[int]] = defaultdict(list)
+    by_length: defaultdict[int, list[int]] = defaultdict(list)
     for i, (first, stop) in enumerate(spans):
-        alike[(stop - first).bit_length()].append(i)
-    return list(alike.values())
+        by_length[(stop - first).bit_length()].append(i)
+    return list(by_length.values())
 
 
 def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor, Tensor]:
@@ -224,24 +226,25 @@ def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor,
     Args:
         requests: whose sentences are known.
     """
-    sentences = [one.sentences for one in requests if one.sentences is not None]
-    tokens, closed = [len(one.positions) for one in requests], [len(s.starts) for s in sentences]
+    sentences = [request.sentences for request in requests if request.sentences is not None]
+    tokens = [len(request.positions) for request in requests]
+    closed = [len(part.starts) for part in sentences]
     numbers = [tokens, closed, range(len(requests))]
-    token_counts, closed_counts, request = device_tensors(numbers, requests[0].positions.device)
-    owner = request.repeat_interleave(token_counts, output_size=sum(tokens))
-    shift = request.repeat_interleave(closed_counts, output_size=sum(closed)) * APART
+    token_counts, closed_counts, index = device_tensors(numbers, requests[0].positions.device)
+    owner = index.repeat_interleave(token_counts, output_size=sum(tokens))
+    shift = index.repeat_interleave(closed_counts, output_size=sum(closed)) * APART
     joined = Sentences(
-        torch.cat([one.starts for one in sentences]) + shift,
-        torch.cat([one.stops for one in sentences]) + shift,
-        torch.cat([one.redundancy for one in sentences]),
+        torch.cat([part.starts for part in sentences]) + shift,
+        torch.cat([part.stops for part in sentences]) + shift,
+        torch.cat([part.redundancy for part in sentences]),
     )
-    positions = torch.cat([one.positions for one in requests]) + owner * APART
+    positions = torch.cat([request.positions for request in requests]) + owner * APART
     return joined, positions, owner
 
 
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
-    locations = [one.location for one in requests if one.location is not None]
-    return paged_at(locations, [one.positions.shape[0] for one in requests])
+    locations = [request.location for request in requests if request.location is not None]
+    return paged_at(locations, [request.positions.shape[0] for request in requests])
 
 
 def paged_at(
@@ -260,10 +263,10 @@ def paged_at(
     cache = locations[0].cache
     rows, offsets, tracks, last = device_tensors(
         [
-            [one.row for one in locations],
+            [location.row for location in locations],
             [0, *accumulate(row_tokens)],
-            [one.track_id for one in locations],
-            [one.last_position for one in locations],
+            [location.track_id for location in locations],
+            [location.last_position for location in locations],
         ],
         cache.layer.device,
     )
@@ -280,11 +283,12 @@ def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple
     a row entry of each."""
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
-    locations = [one.location for one in requests if one.location is not None]
-    cache, row_tokens = locations[0].cache, [one.positions.shape[0] for one in requests]
+    locations = [request.location for request in requests if request.location is not None]
+    cache, row_tokens = locations[0].cache, [request.positions.shape[0] for request in requests]
     assert cache.v_ptrs is not None
     rows, offsets, on_device = device_tensors(
-        [[one.row for one in locations], [0, *accumulate(row_tokens)], firsts], cache.layer.device
+        [[location.row for location in locations], [0, *accumulate(row_tokens)], firsts],
+        cache.layer.device,
     )
     values = PagedKeys(cache.layer, cache.v_ptrs, cache.req_to_token, rows, row_tokens, offsets)
     return values, on_device
@@ -305,4 +309,4 @@ def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
 
 def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
     """float32 [n] of each request, from [tokens of all requests]."""
-    return list(torch.split(scores, [one.positions.shape[0] for one in requests]))
+    return list(torch.split(scores, [request.positions.shape[0] for request in requests]))

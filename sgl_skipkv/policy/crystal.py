@@ -62,9 +62,11 @@ class Crystal(Policy):
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``log credit + (now - tau) log decay`` of every token of all requests."""
         last, credit = (
-            torch.cat([one.statistics[name] for one in requests])
+            torch.cat([request.statistics[name] for request in requests])
             for name in ("last_look", "credit")
         )
-        now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
+        now = torch.cat(
+            [request.positions[-1:].expand(request.positions.shape) for request in requests]
+        )
         scores = credit.log() + (now - last) * math.log(self.params.decay)
         return by_request(torch.where(credit == 0, _NEVER, scores), requests)

@@ -91,25 +91,32 @@ class Distinct(Policy):
         """Where kernels read the cache, of all requests from two launches."""
         if requests[0].ranks.size > 1:
             return self._scores_of_ranks(requests)
-        if any(one.location is None or one.location.cache.v_ptrs is None for one in requests):
+        if any(
+            request.location is None or request.location.cache.v_ptrs is None
+            for request in requests
+        ):
             return super().scores_together(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
-        values, firsts = paged_values(requests, [self.candidates(one)[0] for one in requests])
-        found = from_pages(values, firsts, **_of_model(requests[0]))
+        values, firsts = paged_values(
+            requests, [self.candidates(request)[0] for request in requests]
+        )
+        measures = from_pages(values, firsts, **_of_model(requests[0]))
         joined, positions, _ = joined_sentences(requests)
-        old = [is_old for one in requests for is_old in self._old(one)]
+        old = [is_old for request in requests for is_old in self._old(request)]
         place = self._by_place(joined.places(positions), old)
-        return by_request(self._score(*found, place), requests)
+        return by_request(self._score(*measures, place), requests)
 
     def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Plain torch on every device. Tokens of a protected prompt score 0."""
-        firsts = [self.candidates(one)[0] for one in requests]
+        firsts = [self.candidates(request)[0] for request in requests]
         distances, sizes = values_of_ranks(requests, firsts, **_of_model(requests[0]))
         scores = []
-        for one, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
-            assert one.sentences is not None
-            place = self._by_place(one.sentences.places(one.positions[first:]), self._old(one))
+        for request, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
+            assert request.sentences is not None
+            place = self._by_place(
+                request.sentences.places(request.positions[first:]), self._old(request)
+            )
             scores.append(F.pad(self._score(distance, size, place), (first, 0)))
         return scores
 
@@ -124,21 +131,21 @@ class Distinct(Policy):
         values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
-        found = distinct_values(layers, first, **_of_model(inputs))
+        measures = distinct_values(layers, first, **_of_model(inputs))
         place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
-        return self._score(*found, place)
+        return self._score(*measures, place)
 
     def _score(self, distance: Tensor, size: Tensor, place: Tensor) -> Tensor:
         """float32 [n]. place: of ``_by_place``."""
         return distance * size**self.params.power * place
 
-    def _old(self, one: ScoreInput) -> list[bool]:
+    def _old(self, request: ScoreInput) -> list[bool]:
         """Of each of a request's sentences, whether it is old and the model wrote it."""
-        assert one.sentences is not None
-        prompt = one.prompt_tokens if self.params.protect_prompt else 0
-        newer = max(1, min(self.most_newer, (one.keep_tokens - prompt) // _TOKENS_PER_NEWER))
-        closed = one.sentences.starts.shape[0]
-        return [i < closed - newer and i not in one.given_sentences for i in range(closed)]
+        assert request.sentences is not None
+        prompt = request.prompt_tokens if self.params.protect_prompt else 0
+        newer = max(1, min(self.most_newer, (request.keep_tokens - prompt) // _TOKENS_PER_NEWER))
+        closed = request.sentences.starts.shape[0]
+        return [i < closed - newer and i not in request.given_sentences for i in range(closed)]
 
     def _by_place(self, places: Places, old: Sequence[bool]) -> Tensor:
         """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.

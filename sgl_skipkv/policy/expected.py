@@ -62,16 +62,16 @@ class Expected(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             return super().scores_together(requests)
-        spans, found = [*map(self.candidates, requests)], dict[int, Tensor]()
+        spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
         for chosen in of_like_lengths(spans):
-            together, own = [requests[i] for i in chosen], [spans[i] for i in chosen]
-            tokens, inside = padded_tokens(together, own)
+            together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
+            tokens, inside = padded_tokens(together, chosen_spans)
             queries = self._ring_queries(together)
             scores = self._scores(together, queries, tokens.keys, tokens.values, inside)
-            found.update(zip(chosen, scores, strict=True))
-        return unpadded(found, spans, requests)
+            scored.update(zip(chosen, scores, strict=True))
+        return unpadded(scored, spans, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
@@ -89,14 +89,18 @@ class Expected(Policy):
 
     def _ring_queries(self, requests: Sequence[ScoreInput]) -> Callable[[range], Tensor]:
         """layers -> float [layers, B, W, Hq, d], newest first."""
-        locations = [one.location for one in requests if one.location is not None]
+        locations = [request.location for request in requests if request.location is not None]
         ring = locations[0].ring
         assert ring is not None
         window, size = self.params.window, ring.shape[2]
         tracks, entries = device_tensors(
             [
-                [one.track_id for one in locations for _ in range(window)],
-                [(one.last_position - i) % size for one in locations for i in range(window)],
+                [location.track_id for location in locations for _ in range(window)],
+                [
+                    (location.last_position - i) % size
+                    for location in locations
+                    for i in range(window)
+                ],
             ],
             ring.device,
         )
@@ -130,8 +134,8 @@ class Expected(Policy):
             synthetic = torch.cat([turned.real, turned.imag], dim=-1)
             logits = torch.stack(
                 [
-                    _products(centres, keys(layer), own)
-                    for layer, own in zip(chunk, synthetic.unbind(), strict=True)
+                    _products(centres, keys(layer), layer_queries)
+                    for layer, layer_queries in zip(chunk, synthetic.unbind(), strict=True)
                 ],
                 dim=3,
             )
@@ -139,8 +143,8 @@ class Expected(Policy):
             expected = torch.add(mean, variance, alpha=0.5)
             attention = _softmax(expected, inside[..., None, None, None]).mean(dim=-1)
             lengths = torch.stack([values(layer).float().norm(dim=-1) for layer in chunk], dim=2)
-            found = (attention * lengths).flatten(2).sum(dim=2)
-            total = found if total is None else total + found
+            of_chunk = (attention * lengths).flatten(2).sum(dim=2)
+            total = of_chunk if total is None else total + of_chunk
         assert total is not None
         return total / (layers * lengths.shape[3])
 
@@ -176,7 +180,7 @@ def _products(centres: QueryCentres, keys: Tensor, queries: Tensor) -> Tensor:
 
 def _softmax(logits: Tensor, inside: Tensor) -> Tensor:
     """float32 as the logits [B, n, ...], over each request's tokens; 0 elsewhere."""
-    own = torch.where(inside, logits, -torch.inf)
-    powers = (own - own.amax(dim=1, keepdim=True)).exp()
+    masked = torch.where(inside, logits, -torch.inf)
+    powers = (masked - masked.amax(dim=1, keepdim=True)).exp()
     # One token after the other: the order of ``sum`` depends on the shape, so on the batch.
     return powers / powers.cumsum(dim=1)[:, -1:]

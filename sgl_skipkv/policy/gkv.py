@@ -57,9 +57,9 @@ class GKV(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
-        sigma, lengths = self.params.sigma, [one.positions.shape[0] for one in requests]
-        attended = torch.cat([one.statistics["attended"] for one in requests])
-        redundancy = torch.cat([self._redundancy(one) for one in requests])
+        sigma, lengths = self.params.sigma, [request.positions.shape[0] for request in requests]
+        attended = torch.cat([request.statistics["attended"] for request in requests])
+        redundancy = torch.cat([self._redundancy(request) for request in requests])
         repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
 
@@ -70,10 +70,10 @@ class GKV(Policy):
         """float32 [n], what a kernel has found, or the same in plain torch."""
         if inputs.redundancy is not None:
             return inputs.redundancy
-        found = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
+        total = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
         for layer in range(inputs.layers):
-            found += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)
-        return found / inputs.layers
+            total += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)
+        return total / inputs.layers
 
 
 def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:

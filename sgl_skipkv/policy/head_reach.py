@@ -37,10 +37,10 @@ def head_reach(queries: Tensor, keys: Tensor, scale: float, sinks: Tensor | None
     grouped, keys = queries.float().view(tokens, kv_heads, -1, width), keys.float()
     position, total = torch.arange(tokens, device=keys.device), keys.new_zeros(kv_heads)
     for start in range(FIRST_QUERY, tokens, _QUERIES_TOGETHER):  # blocks bound the memory
-        own = slice(start, start + _QUERIES_TOGETHER)
-        behind = position[own, None] - position
+        block = slice(start, start + _QUERIES_TOGETHER)
+        behind = position[block, None] - position
         far = (behind > NEAR_TOKENS) & (position >= SINK_TOKENS)
-        logits = torch.einsum("thgd,nhd->hgtn", grouped[own], keys) * scale
+        logits = torch.einsum("thgd,nhd->hgtn", grouped[block], keys) * scale
         attention = softmax_with_sinks(logits.masked_fill(behind < 0, -torch.inf), sinks)
         total += attention.where(far, 0.0).amax(dim=-1).sum(dim=(1, 2))
     return total / ((tokens - FIRST_QUERY) * heads // kv_heads)

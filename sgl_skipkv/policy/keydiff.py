@@ -36,7 +36,7 @@ class KeyDiff(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Of all requests from one gather per layer, where the cache is known."""
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             return super().scores_together(requests)
         (tokens, owner), layers = joined_tokens(requests), requests[0].layers
         parts = (likeness(tokens.keys(layer), owner, len(requests)) for layer in range(layers))

@@ -51,10 +51,12 @@ class Lazy(Policy):
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``H1 + H2`` of every token of all requests, in [0, 2]."""
         last, longest = (
-            torch.cat([one.statistics[name] for one in requests])
+            torch.cat([request.statistics[name] for request in requests])
             for name in ("last_active", "longest_gap")
         )
-        now = torch.cat([one.positions[-1:].expand(one.positions.shape) for one in requests])
+        now = torch.cat(
+            [request.positions[-1:].expand(request.positions.shape) for request in requests]
+        )
         likely = 2.0 * torch.sigmoid((last - now) / longest.clamp_min(1.0))
         frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
         scores = likely + frequent * (longest > 0)

@@ -92,7 +92,7 @@ class QueryCentres:
 
     @classmethod
     def of_means(cls, rotation: Rotation, layers: Sequence[Means]) -> QueryCentres:
-        mean, magnitude = (torch.stack(one) for one in zip(*layers, strict=True))
+        mean, magnitude = (torch.stack(part) for part in zip(*layers, strict=True))
         return cls(rotation, _order(rotation, mean.device), mean, magnitude)
 
     def halves(self, vectors: Tensor) -> tuple[Tensor, Tensor]:

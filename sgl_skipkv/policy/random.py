@@ -33,7 +33,7 @@ class Random(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Uniform in [0, 1), drawn on the CPU so that every device draws the same; one copy."""
-        draws = torch.cat([self._draw(one) for one in requests])
+        draws = torch.cat([self._draw(request) for request in requests])
         return by_request(to_device(draws, requests[0].positions.device), requests)
 
     def _draw(self, inputs: ScoreInput) -> Tensor:

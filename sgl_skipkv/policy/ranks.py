@@ -60,13 +60,13 @@ class Ranks:
                 f"gathers as promised: {list(self._promised)}, got {part.numel()}"
             )
             self._promised.popleft()
-        found = part.new_empty(self.size, *part.shape)
+        parts = part.new_empty(self.size, *part.shape)
         if part.numel():
             try:
-                _all_gather(found.view(-1), part.contiguous().view(-1), group=self._group)
+                _all_gather(parts.view(-1), part.contiguous().view(-1), group=self._group)
             except RuntimeError as error:
                 raise RanksError(f"a gather over {self.size} ranks failed: {error}") from error
-        return found
+        return parts
 
     def summed(self, part: Tensor) -> Tensor:
         """As ``part``, added up in the order of the ranks."""

@@ -45,17 +45,19 @@ class RKV(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """From importance and redundancy, where kernels have computed them for all requests."""
-        if any(one.importance is None or one.redundancy is None for one in requests):
+        if any(request.importance is None or request.redundancy is None for request in requests):
             return super().scores_together(requests)
         return by_request(self._from_kernels(requests), requests)
 
     def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
         """float32 [tokens of all requests], ``Z``."""
         sigma, window = self.params.sigma, self.params.window
-        importance = [one.importance for one in requests if one.importance is not None]
-        repeated = [one.redundancy[:-window] for one in requests if one.redundancy is not None]
+        importance = [request.importance for request in requests if request.importance is not None]
+        repeated = [
+            request.redundancy[:-window] for request in requests if request.redundancy is not None
+        ]
         z = sigma * torch.cat(importance) - (1.0 - sigma) * torch.cat(repeated)
-        return with_windows(torch.split(z, [one.shape[0] for one in importance]), window)
+        return with_windows(torch.split(z, [part.shape[0] for part in importance]), window)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""

@@ -64,10 +64,12 @@ class RPC(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             return super().scores_together(requests)
         window, kernel = self.params.window, self.params.kernel
-        spans = [(self._first(one), one.positions.shape[0] - window) for one in requests]
+        spans = [
+            (self._first(request), request.positions.shape[0] - window) for request in requests
+        ]
         firsts = [first for first, _ in spans]
         most = max(kernel // 2, window, *firsts)
         zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)

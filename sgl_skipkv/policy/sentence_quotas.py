@@ -53,8 +53,8 @@ class SentenceQuotas(Policy):
     over_ranks = "max"  # equal: what is ranked is combined before
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
-        own = [] if super().over_ranks is None else [sum(row_tokens)]
-        return [*super().gathers(prompt_tokens, row_tokens), *own]
+        numbers = [] if super().over_ranks is None else [sum(row_tokens)]
+        return [*super().gathers(prompt_tokens, row_tokens), *numbers]
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         initial = torch.zeros_like(positions, dtype=torch.float32)
@@ -68,26 +68,34 @@ class SentenceQuotas(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``M / (r + 1/2)``, above it the first ranks; 0 for tokens that are no candidates."""
-        own = self._of_all_heads(torch.cat(super().scores_together(requests)), requests[0].ranks)
+        token_scores = self._of_all_heads(
+            torch.cat(super().scores_together(requests)), requests[0].ranks
+        )
         sentences, positions, owner = joined_sentences(requests)
-        spans = [self.candidates(one) for one in requests]
-        lengths = [len(one.positions) for one in requests]
+        spans = [self.candidates(request) for request in requests]
+        lengths = [len(request.positions) for request in requests]
         numbers = [[0, *accumulate(lengths[:-1])], *zip(*spans, strict=True)]
-        starts, firsts, stops = device_tensors(numbers, own.device)
-        entry = torch.arange(own.shape[0], device=own.device) - starts[owner]
+        starts, firsts, stops = device_tensors(numbers, token_scores.device)
+        entry = torch.arange(token_scores.shape[0], device=token_scores.device) - starts[owner]
         inside = (entry >= firsts[owner]) & (entry < stops[owner])
         segment, segments = _segments(positions, owner, sentences, len(requests))
         segment = torch.where(inside, segment, segments - 1)  # which no candidate has
         recent, credit = (
-            _shares(torch.cat([one.statistics[name] for one in requests]) * inside, owner, starts)
+            _shares(
+                torch.cat([request.statistics[name] for request in requests]) * inside,
+                owner,
+                starts,
+            )
             for name in ("recent", "credit")
         )
         share = (1.0 - CREDIT_SHARE) * recent + CREDIT_SHARE * credit
         mass = _sums(share, segment, segments)[segment] / _ONE
-        rank = _ranks(own, segment, segments)
+        rank = _ranks(token_scores, segment, segments)
         first_ranks = 2.0 * (LEAST_TOKENS - rank) + mass
         scores = torch.where(rank < LEAST_TOKENS, first_ranks, mass / (rank + 0.5)) * inside
-        return by_request(torch.where(own.isfinite(), scores.float(), own), requests)
+        return by_request(
+            torch.where(token_scores.isfinite(), scores.float(), token_scores), requests
+        )
 
     def _of_all_heads(self, scores: Tensor, ranks: Ranks) -> Tensor:
         over = super().over_ranks
@@ -125,10 +133,10 @@ def _segments(
     return 2 * (at + owner) + behind, 2 * (sentences.starts.shape[0] + requests) + 1
 
 
-def _sums(shares: Tensor, of: Tensor, count: int) -> Tensor:
+def _sums(shares: Tensor, segment: Tensor, count: int) -> Tensor:
     """int64 [count], in fixed point."""
     fixed = (shares * _ONE).long()
-    return fixed.new_zeros(count).index_add_(0, of, fixed)
+    return fixed.new_zeros(count).index_add_(0, segment, fixed)
 
 
 def _shares(values: Tensor, owner: Tensor, starts: Tensor) -> Tensor:

@@ -51,16 +51,20 @@ class SkipKV(RKV):
         """``Z - lambda_s``, and the bonus of subclasses."""
         from sgl_skipkv.kernels.sentence_scores import sentence_scores
 
-        sentences = [one.sentences for one in requests if one.sentences is not None]
+        sentences = [request.sentences for request in requests if request.sentences is not None]
         scores: Tensor = sentence_scores(
-            torch.cat([one.importance for one in requests if one.importance is not None]),
-            torch.cat([one.redundancy for one in requests if one.redundancy is not None]),
-            torch.cat([one.positions for one in requests]),
-            [one.positions.shape[0] for one in requests],
-            torch.cat([one.starts for one in sentences]),
-            torch.cat([one.stops for one in sentences]),
-            torch.cat([one.redundancy for one in sentences]),
-            [one.starts.shape[0] for one in sentences],
+            torch.cat(
+                [request.importance for request in requests if request.importance is not None]
+            ),
+            torch.cat(
+                [request.redundancy for request in requests if request.redundancy is not None]
+            ),
+            torch.cat([request.positions for request in requests]),
+            [request.positions.shape[0] for request in requests],
+            torch.cat([part.starts for part in sentences]),
+            torch.cat([part.stops for part in sentences]),
+            torch.cat([part.redundancy for part in sentences]),
+            [part.starts.shape[0] for part in sentences],
             window=self.params.window,
             sigma=self.params.sigma,
             tau=self.params.tau,

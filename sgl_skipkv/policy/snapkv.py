@@ -37,7 +37,7 @@ class SnapKV(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """From the importance, where a kernel has computed it for all requests."""
-        importance = [one.importance for one in requests if one.importance is not None]
+        importance = [request.importance for request in requests if request.importance is not None]
         if len(importance) < len(requests):
             return super().scores_together(requests)
         return by_request(with_windows(importance, self.params.window), requests)

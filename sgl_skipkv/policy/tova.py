@@ -27,7 +27,7 @@ class TOVA(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Attention of every request's last query, where keys lie in pages, from one replay."""
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             return super().scores_together(requests)
         attention = recent_attention(requests, steps=1, firsts=[0] * len(requests), causal=True)
         return by_request(attention[0], requests)

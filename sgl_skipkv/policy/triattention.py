@@ -57,14 +57,16 @@ class TriAttention(Policy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             return super().scores_together(requests)
-        spans, found = [*map(self.candidates, requests)], dict[int, Tensor]()
+        spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
         for chosen in of_like_lengths(spans):
-            together, own = [requests[i] for i in chosen], [spans[i] for i in chosen]
-            tokens, inside = padded_tokens(together, own)
-            found.update(zip(chosen, self._scores(together, own, tokens.keys, inside), strict=True))
-        return unpadded(found, spans, requests)
+            together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
+            tokens, inside = padded_tokens(together, chosen_spans)
+            scored.update(
+                zip(chosen, self._scores(together, chosen_spans, tokens.keys, inside), strict=True)
+            )
+        return unpadded(scored, spans, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
@@ -86,7 +88,7 @@ class TriAttention(Policy):
         centres, layers = requests[0].centres, requests[0].layers
         assert centres is not None
         looking, spread = _of_model(centres)
-        turns = centres.rotation.turns([one.logical_tokens for one in requests])
+        turns = centres.rotation.turns([request.logical_tokens for request in requests])
         turned = looking * to_device(turns.to(torch.complex64), looking.device)[:, None, None]
         queries = torch.cat([turned.real, turned.imag, spread.expand(turned.shape)], dim=-1)
         counts = device_tensor([stop - first for first, stop in spans], inside.device)
@@ -120,7 +122,7 @@ def _products(centres: QueryCentres, keys: Tensor, queries: Tensor) -> list[Tens
     features = torch.cat([real, imaginary, torch.hypot(real, imaginary)], dim=-1)
     grouped = queries.view(queries.shape[0], keys.shape[2], -1, queries.shape[2])
     # Not as a matrix product: its order of summation depends on how many rows there are.
-    return [(features * one[:, None]).sum(dim=-1) for one in grouped.unbind(dim=2)]
+    return [(features * query[:, None]).sum(dim=-1) for query in grouped.unbind(dim=2)]
 
 
 def _in_deviations(rows: Tensor, inside: Tensor, counts: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ def _in_deviations(rows: Tensor, inside: Tensor, counts: Tensor) -> Tensor:
         rows: float32 [B, n, R]. inside: bool [B, n, 1]. counts: int64 [B, 1, 1], tokens of each.
     """
     # One token after the other: the order of ``sum`` depends on the shape, so on the batch.
-    own = torch.where(inside, rows, 0.0)
-    mean = own.cumsum(dim=1, dtype=torch.float64)[:, -1:] / counts
+    masked = torch.where(inside, rows, 0.0)
+    mean = masked.cumsum(dim=1, dtype=torch.float64)[:, -1:] / counts
     centred = torch.where(inside, rows - mean, 0.0)
     variance = centred.square().cumsum(dim=1)[:, -1:] / counts
     return centred / variance.sqrt().clamp_min(_LEAST_DEVIATION)

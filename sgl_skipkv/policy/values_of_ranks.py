@@ -53,21 +53,28 @@ def values_of_ranks(
         float32 [n - first] of each request: distances, sizes.
     """
     ranks = requests[0].ranks
-    tokens = [one.positions.shape[0] - first for one, first in zip(requests, firsts, strict=True)]
-    own = [_Values(*one, compared) for one in zip(requests, firsts, strict=True)]
-    parts = [part for one in own for part in one.sizes_and_squares(weights)]
+    tokens = [
+        request.positions.shape[0] - first for request, first in zip(requests, firsts, strict=True)
+    ]
+    values = [_Values(*pair, compared) for pair in zip(requests, firsts, strict=True)]
+    parts = [
+        part for request_values in values for part in request_values.sizes_and_squares(weights)
+    ]
     lengths = [n for n in tokens for _ in range(2)]
     summed = torch.split(ranks.summed(torch.cat(parts)), lengths)
     sizes, squares = list(summed[::2]), summed[1::2]
     nearest = [torch.zeros_like(size) for size in sizes]
     for start in _blocks(tokens):
-        blocks = [one.products(start, _rows(n, start)) for one, n in zip(own, tokens, strict=True)]
+        blocks = [
+            request_values.products(start, _rows(n, start))
+            for request_values, n in zip(values, tokens, strict=True)
+        ]
         flat = ranks.summed(torch.cat([block.view(-1) for block in blocks]))
         pieces = torch.split(flat, [block.numel() for block in blocks])
-        for found, square, block, piece in zip(nearest, squares, blocks, pieces, strict=True):
+        for distances, square, block, piece in zip(nearest, squares, blocks, pieces, strict=True):
             rows, products = block.shape[0], piece.view(block.shape)
             if rows:
-                found[start : start + rows] = nearest_later(square[start:], products)
+                distances[start : start + rows] = nearest_later(square[start:], products)
     heads = len(compared) * weights.shape[1] * ranks.size
     return [(square / heads).sqrt() for square in nearest], sizes
 
@@ -99,9 +106,9 @@ class _Values:
     def products(self, start: int, rows: int) -> Tensor:
         """float32 [rows, n - first - start], this rank's part of the products of these tokens with
         themselves and all later ones."""
-        found = torch.zeros((), device=self._means[0].device)
+        products = torch.zeros((), device=self._means[0].device)
         for layer in self._compared:
             values = self._values(layer)[self._first + start :].float()
             units = (values / self._means[layer][:, None]).flatten(1)
-            found = found + units[:rows] @ units.T
-        return found
+            products = products + units[:rows] @ units.T
+        return products

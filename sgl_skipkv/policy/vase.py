@@ -72,9 +72,11 @@ class VaSE(Policy):
         counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
         most = max(self.params.kernel // 2, window, *firsts)
         zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
-        if any(one.location is None for one in requests):
+        if any(request.location is None for request in requests):
             owner = owners(counts, requests[0].positions.device)
-            parts = [self._parts(one, *span) for one, span in zip(requests, spans, strict=True)]
+            parts = [
+                self._parts(request, *span) for request, span in zip(requests, spans, strict=True)
+            ]
             ranges, attended = (torch.cat(part) for part in zip(*parts, strict=True))
         else:
             tokens, owner = joined_tokens(requests, spans)
@@ -94,7 +96,7 @@ class VaSE(Policy):
         return by_request(torch.cat(pieces), requests)
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
-        spans = [self.span(*one) for one in zip(prompt_tokens, row_tokens, strict=True)]
+        spans = [self.span(*lengths) for lengths in zip(prompt_tokens, row_tokens, strict=True)]
         return [sum(stop - first for first, stop in spans)] * 2
 
     def _parts(self, inputs: ScoreInput, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -119,8 +121,8 @@ class VaSE(Policy):
         """float32 [candidates of all requests]."""
         counts = [stop - first for first, stop in spans]
         kept = [
-            one.keep_tokens - first - self.params.window
-            for one, (first, _) in zip(requests, spans, strict=True)
+            request.keep_tokens - first - self.params.window
+            for request, (first, _) in zip(requests, spans, strict=True)
         ]
         from_rank = [
             stop - int(self.params.large * most)
@@ -164,8 +166,8 @@ def _gumbel(requests: Sequence[ScoreInput], counts: Sequence[int]) -> Tensor:
     numpy, because a draw in torch would be one operation more per request."""
     uniform = np.concatenate(
         [
-            np.random.Generator(np.random.PCG64(one.seed)).random(count)
-            for one, count in zip(requests, counts, strict=True)
+            np.random.Generator(np.random.PCG64(request.seed)).random(count)
+            for request, count in zip(requests, counts, strict=True)
         ]
     )
     noise = -np.log(-np.log(np.maximum(uniform, 2.0**-54)))

@@ -171,7 +171,7 @@ class HookCalls(HookObjects):
         reqs = [self._any() for _ in range(self.draw.count(9))]
         order = self.draw.random.sample(range(len(reqs)), len(reqs))
         found = retraction.order_victims(order, reqs)
-        self.seen["spared"] += found is not None
+        self.seen["victims in order"] += found is not None
         assert found is None or sorted(found) == sorted(order)
 
     def shorten_input(self) -> None:

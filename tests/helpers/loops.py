@@ -67,7 +67,7 @@ def importance(q: Tensor, k: Tensor, kernel: int = 7, scale: float | None = None
 
 
 def redundancy(k: Tensor, threshold: float = 0.5) -> Rows:
-    """R[h][i]: mean over rows of the cosine, less what each row spares, softmax over i."""
+    """R[h][i]: mean over rows of the cosine, less each row's last similar key, softmax over i."""
     n, kv_heads, _ = k.shape
     result = []
     for h in range(kv_heads):

@@ -199,7 +199,7 @@ def cosines(keys: Tensor) -> Tensor:
     return cosine
 
 
-def spared_truth(keys: Tensor, threshold: float) -> Tensor:
+def last_similar_truth(keys: Tensor, threshold: float) -> Tensor:
     """int32 [L, Hkv, n], from the whole matrix."""
     columns = torch.arange(keys.shape[1], device=keys.device)
     similar = torch.where(cosines(keys) > threshold, columns, -1)

@@ -58,7 +58,7 @@ def test_shared_memory_of_one_block_fits() -> None:
     assert max(int(row["shared_bytes"]) for row in on_sm_80) <= 99 * 1024
 
 
-@pytest.mark.parametrize(("kernel", "variants"), [("spared_columns", 8), ("window_attention", 12)])
+@pytest.mark.parametrize(("kernel", "variants"), [("last_similar", 8), ("window_attention", 12)])
 def test_two_programs_share_a_multiprocessor_of_an_h100(kernel: str, variants: int) -> None:
     """One loads or decides while the other multiplies. 64 Ki registers and 227 KiB each. Not
     float32."""
@@ -81,7 +81,7 @@ def test_logits_are_stored_to_stay_in_l2() -> None:
             assert stores == sorted(stores, reverse=True)  # the means, which come last, go by
 
 
-@pytest.mark.parametrize("kernel", ["spared_columns", "window_attention"])
+@pytest.mark.parametrize("kernel", ["last_similar", "window_attention"])
 def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(kernel: str) -> None:
     """16-bit keys: their loads are in flight while others are multiplied, and no thread waits."""
     cases = [case for case in CASES[kernel]() if case.name.startswith(("fp16", "bf16"))]
@@ -94,7 +94,7 @@ def test_keys_are_multiplied_by_tensor_cores_and_loaded_ahead(kernel: str) -> No
 
 def test_the_search_uses_the_tensor_cores_as_hopper_means_it() -> None:
     """The one kernel that they bind."""
-    cases = [one for one in CASES["spared_columns"]() if not one.name.startswith("fp32")]
+    cases = [one for one in CASES["last_similar"]() if not one.name.startswith("fp32")]
     assert all("wgmma.mma_async" in compiler.compiled(one, 90).asm["ptx"] for one in cases)
 
 

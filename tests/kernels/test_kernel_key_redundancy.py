@@ -14,10 +14,10 @@ from paged_world import (
     counted_launches,
     counted_loads,
     far_away,
+    last_similar_truth,
     nobody,
     paged,
     poisoned_memory,
-    spared_truth,
 )
 from torch import Tensor
 from triton_tools import (
@@ -30,9 +30,9 @@ from triton_tools import (
 
 from bench.kernels import workspace
 from sgl_skipkv.kernels import key_redundancy as module
-from sgl_skipkv.kernels import reference, spared_columns
+from sgl_skipkv.kernels import last_similar, reference
 
-device = device_fixture(module, spared_columns)
+device = device_fixture(module, last_similar)
 fixtures = (poisoned_memory,)  # for every test
 
 
@@ -46,9 +46,9 @@ def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[T
 
 def exact(keys: Tensor, threshold: float) -> Tensor:
     """float64 [n], the mean over layers and KV heads. keys: [L, n, Hkv, d]."""
-    cosine, spared = cosines(keys), spared_truth(keys, threshold)
+    cosine, last = cosines(keys), last_similar_truth(keys, threshold)
     columns = torch.arange(keys.shape[1], device=keys.device)
-    left = cosine.masked_fill(spared[..., None] == columns, 0.0)
+    left = cosine.masked_fill(last[..., None] == columns, 0.0)
     return left.mean(2).softmax(-1).mean((0, 1))
 
 
@@ -75,7 +75,7 @@ def test_it_equals_the_reference(dtype: torch.dtype, head_dim: int, device: torc
     """Odd lengths, several tiles, one token and two, scrambled slots and rows."""
     tokens, thresholds = [71, 1, 2, 150] if head_dim == 64 else [41, 1, 2, 70], [0.5] * 4
     keys = clustered(tokens, thresholds, dtype=dtype, head_dim=head_dim, noise=0.9)
-    assert (spared_truth(keys[3], 0.5) == -1).any(), "every row has a similar column"
+    assert (last_similar_truth(keys[3], 0.5) == -1).any(), "every row has a similar column"
     assert_as_reference(keys, thresholds, device)
 
 
@@ -137,17 +137,17 @@ def test_only_the_requests_own_keys_are_loaded(device: torch.device) -> None:
     world = paged([keys.to(device) for keys in clustered([71, 40], [2.0, 2.0])])
     norms = torch.ones(2, 2, 111)
     limits = torch.full((2,), 1e9)
-    bounds = torch.ones(2, 2, spared_columns.bound_columns([71, 40]))
+    bounds = torch.ones(2, 2, last_similar.bound_columns([71, 40]))
     with counted_loads(world.layers) as all_counts:
         scored(world, [2.0, 2.0])
     with counted_loads(world.layers) as search_counts:
-        spared_columns.spared_columns(world.paged, norms, bounds, limits)
+        last_similar.last_similar_keys(world.paged, norms, bounds, limits)
     for all_loads, search_loads in zip(all_counts, search_counts, strict=True):
         own = torch.zeros(len(all_loads), dtype=torch.bool)
         for row, n in zip(world.rows, world.row_tokens, strict=True):
             own[world.req_to_token[row, :n].long()] = True
         assert not all_loads[~own].any()
-        # Nothing is similar, so no row spares a column: its norm, and its column sum.
+        # Nothing is similar, so no row leaves a column out: its norm, and its column sum.
         assert torch.equal(
             all_loads - search_loads, own.long()[:, None, None].expand(-1, 2, 16) * 2
         )
@@ -180,7 +180,7 @@ def test_launches_do_not_grow_with_the_batch(
     world = paged([keys.to(device) for keys in clustered([20, 50, 33], [0.5] * 3, layers=4)])
     launched = counted_launches(monkeypatch)
     scored(world, [0.5] * 3)
-    expected = ["_norms_kernel", "_spared_columns_kernel", "_column_sums_kernel", "_mean_kernel"]
+    expected = ["_norms_kernel", "_last_similar_kernel", "_column_sums_kernel", "_mean_kernel"]
     assert launched == expected
 
 

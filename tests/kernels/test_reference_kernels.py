@@ -114,14 +114,14 @@ def test_key_redundancy(n: int, heads: int, width: int, threshold: float) -> Non
         assert_near(key_redundancy(k, threshold=threshold), redundancy(k, threshold))
 
 
-def test_the_most_recent_similar_key_is_spared() -> None:
-    """Keys 0, 2, 4 alike, 1 and 3 unlike all: rows 0 and 2 spare 4, row 4 spares 2."""
+def test_the_most_recent_similar_key_is_left_out() -> None:
+    """Keys 0, 2, 4 alike, 1 and 3 unlike all: rows 0 and 2 leave out 4, row 4 leaves out 2."""
     k = torch.eye(3)[[0, 1, 0, 2, 0]].unsqueeze(1)
     mean = torch.tensor([2.0, 0.0, 1.0, 0.0, 0.0]) / 5  # of 0: rows 2, 4; of 2: row 0; of 4: none
     assert torch.allclose(key_redundancy(k)[0], mean.softmax(dim=0), atol=1e-7)
 
 
-def test_a_row_without_a_similar_key_spares_nothing() -> None:
+def test_a_row_without_a_similar_key_leaves_nothing_out() -> None:
     """Column 0 least of all, which the published code zeroes by accident."""
     angle = torch.tensor([0.0, 1.2, 2.4])  # neighbours at cosine 0.36, below the threshold
     k = torch.stack([angle.cos(), angle.sin()], dim=1).unsqueeze(1)

@@ -37,7 +37,7 @@ def test_many_due_requests_start_few_operations(name: str) -> None:
 def test_policies_share_the_launches() -> None:
     """Importance and redundancy are each launched once, the latter without SnapKV's request."""
     counted = launches("skipkv", "rkv", "snapkv")
-    for kernel in ("importance", "spared_columns", "select", "compact_rows"):
+    for kernel in ("importance", "last_similar", "select", "compact_rows"):
         assert counted[f"_{kernel}_kernel"] == 1
     assert "redundancy" not in policy_class("snapkv").kernel_scores
 

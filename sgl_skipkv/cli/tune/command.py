@@ -142,7 +142,9 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
         raise SettingError("kv-params", "a JSON object", kv_params, '{"interval": 32}')
     for name in arguments.policies:
         if not policy.policy_class(name).evicts:
-            evicting = ", ".join(one for one in policy.names() if policy.policy_class(one).evicts)
+            evicting = ", ".join(
+                name for name in policy.names() if policy.policy_class(name).evicts
+            )
             raise SettingError("policies", "policies that evict", name, evicting)
         for budget in arguments.budgets or [ServerConfig().kv_budget_max]:
             _resolved(Setting(name, budget), kv_params)

@@ -59,8 +59,8 @@ class Row:
 
 def equal_tokens(output: Sequence[int], reference: Sequence[int]) -> int:
     """Tokens before the first that differs."""
-    for i, (one, other) in enumerate(zip(output, reference, strict=False)):
-        if one != other:
+    for i, (token, other) in enumerate(zip(output, reference, strict=False)):
+        if token != other:
             return i
     return min(len(output), len(reference))
 
@@ -98,16 +98,20 @@ class Comparison:
         outputs = [*zip(run.outputs, references, strict=True)]
         equal = [equal_tokens(output.ids, reference.ids) for output, reference in outputs]
         gaps = [
-            abs(one - other)
+            abs(logprob - other)
             for (output, reference), count in zip(outputs, equal, strict=True)
-            for one, other in zip(output.logprobs[:count], reference.logprobs[:count], strict=True)
+            for logprob, other in zip(
+                output.logprobs[:count], reference.logprobs[:count], strict=True
+            )
         ]
         full_rate = fmean((self.first.tokens_per_s, self.second.tokens_per_s))
         return Row(
             *(run.setting.policy, run.setting.kv_budget),
             *(sum(scores) / n, score_low, score_high),
             *(losses / n, gains / n, (gains - losses) / n, low, high),
-            equal_outputs=sum(list(one.ids) == list(other.ids) for one, other in outputs),
+            equal_outputs=sum(
+                list(output.ids) == list(reference.ids) for output, reference in outputs
+            ),
             logprob_difference=fmean(gaps) if gaps else None,
             length_limited=sum(output.cut_off for output in run.outputs),
             output_tokens=fmean(len(output.ids) for output in run.outputs),
@@ -138,13 +142,13 @@ def acceptable(rows: Iterable[Row], tolerance: float) -> list[Row]:
     wrong with the chance of one interval, however many budgets it has; the intervals allow for the
     number of policies.
     """
-    found, failed = [], set()
+    within_tolerance, failed = [], set()
     for row in sorted(rows, key=lambda row: -(row.kv_budget or 0)):
         if row.difference_low < -tolerance:
             failed.add(row.policy)
         elif row.policy not in failed:
-            found.append(row)
-    return found
+            within_tolerance.append(row)
+    return within_tolerance
 
 
 def recommended(rows: Sequence[Row], tolerance: float) -> Row | None:

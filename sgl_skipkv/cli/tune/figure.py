@@ -58,10 +58,10 @@ _UNDATED: dict[str, dict[str, Any]] = {
 
 
 def _by_policy(report: Report) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    by_policy: dict[str, list[Row]] = {}
     for row in sorted(report.settings, key=lambda row: row.mean_kv_tokens):
-        found.setdefault(row.policy, []).append(row)
-    return found
+        by_policy.setdefault(row.policy, []).append(row)
+    return by_policy
 
 
 def _scores(report: Report, axes: Any) -> None:

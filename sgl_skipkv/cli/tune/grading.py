@@ -17,7 +17,7 @@ def is_right(text: str, answer: str | int) -> bool:
     import math_verify  # of the extra [bench]
 
     final = text.rpartition("</think>")[2]
-    if isinstance(answer, int) and (found := _NUMBER.search(final)):
-        return int(found[1]) == answer
+    if isinstance(answer, int) and (number := _NUMBER.search(final)):
+        return int(number[1]) == answer
     gold = math_verify.parse(f"${answer}$")
     return bool(gold) and bool(math_verify.verify(gold, math_verify.parse(final)))

@@ -45,7 +45,8 @@ def prompt_text(tokenizer: Any, record: Mapping[str, Any], suffix: str = "") -> 
             return prompt + suffix
         messages = [{"role": "user", "content": prompt}]
     texts = isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("content"), str) for one in messages
+        isinstance(message, dict) and isinstance(message.get("content"), str)
+        for message in messages
     )
     if not texts or not messages:
         raise SettingError("prompts", "messages with role and content", messages, _EXAMPLE)

@@ -1,8 +1,8 @@
-"""The one column that each row of the keys' cosine matrix spares: found without the matrix.
+"""The last key that is similar to each key, without the matrix of their cosines.
 
-``spared(r)`` = the largest c with ``S[r, c] > threshold``, -1 where there is none; S is the cosine
-matrix of a request's keys of one layer and KV head, its diagonal 0. ``key_redundancy`` is built on
-it; the truth is the same step of ``reference.key_redundancy``.
+``last_similar(r)`` = the largest c with ``S[r, c] > threshold``, -1 where there is none; S is the
+cosine matrix of a request's keys of one layer and KV head, its diagonal 0. ``key_redundancy`` is
+built on it; the truth is the same step of ``reference.key_redundancy``.
 
 Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
 
@@ -42,9 +42,9 @@ _VARYING = ("columns", "bounds_stride", "tiles")
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _spared_columns_kernel(
+def _last_similar_kernel(
     k_ptrs, req_to_token, rows, offsets, page_stride, inverse_norms, inverse_norm_bounds,
-    bounds_stride, thresholds, spared, columns, tiles, LAYERS: tl.constexpr,
+    bounds_stride, thresholds, last_similar, columns, tiles, LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, K_SLOT_STRIDE: tl.constexpr,
     K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr, FLOAT8: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -106,20 +106,20 @@ def _spared_columns_kernel(
                 inverse = tl.load(inverse_norms + c, mask=inside, other=0.0)
                 is_similar = (product * inverse[None, :] > least[:, None]) & inside[None, :]
                 is_similar &= c[None, :] != r[:, None]
-                found = tl.max(tl.where(is_similar, c[None, :], -1), axis=1)
-                best = tl.maximum(best, found)  # later ones lie lower
+                last = tl.max(tl.where(is_similar, c[None, :], -1), axis=1)
+                best = tl.maximum(best, last)  # later ones lie lower
         passed += tiles_ahead
         tiles_ahead *= 2
         searching = tl.max((wanted & (best < 0)).to(tl.int32), axis=0)
-    # Below 0 the diagonal, which is 0, counts as similar as well; to spare it changes nothing.
+    # Below 0 the diagonal, which is 0, counts as similar as well; to leave it out changes nothing.
     best = tl.maximum(best, tl.where(threshold < 0.0, r, -1))
-    tl.store(spared + head_index * columns + first + r, best, mask=wanted)
+    tl.store(last_similar + head_index * columns + first + r, best, mask=wanted)
 
 
-def spared_columns(
+def last_similar_keys(
     paged: PagedKeys, inverse_norms: Tensor, inverse_norm_bounds: Tensor, thresholds: Tensor
 ) -> Tensor:
-    """The spared column of every row.
+    """The last similar key of every key.
 
     Args:
         paged: the requests.
@@ -130,22 +130,22 @@ def spared_columns(
         thresholds: float32 [B], cosine above which two keys count as similar.
 
     Returns:
-        int32 [L, Hkv, N], request after request: a column of the same request, or -1.
+        int32 [L, Hkv, N], request after request: an entry of the same request, or -1.
     """
     shape = (paged.layers, paged.kv_heads, paged.columns)
-    spared = torch.empty(shape, dtype=torch.int32, device=paged.device)
+    last_similar = torch.empty(shape, dtype=torch.int32, device=paged.device)
     if not paged.columns:
-        return spared
+        return last_similar
     options = _options(paged.layer.dtype, paged.head_dim)
     tiles = triton.cdiv(max(paged.row_tokens), options["BLOCK_ROWS"])
     bounds = (inverse_norm_bounds, bound_columns(paged.row_tokens))
-    _spared_columns_kernel[(paged.tasks * tiles,)](
-        *(*paged.arguments, inverse_norms, *bounds, thresholds, spared, paged.columns, tiles),
+    _last_similar_kernel[(paged.tasks * tiles,)](
+        *(*paged.arguments, inverse_norms, *bounds, thresholds, last_similar, paged.columns, tiles),
         **options,
         **paged.constants,
         **register_limit(_max_registers(paged.layer.dtype), paged.device),
     )
-    return spared
+    return last_similar
 
 
 def bound_columns(row_tokens: Sequence[int]) -> int:

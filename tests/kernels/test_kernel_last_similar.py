@@ -1,4 +1,4 @@
-"""``kernels/spared_columns.py``: the right column of every row, and how much is compared for it."""
+"""``kernels/last_similar.py``: the right key for every row, and how much is compared for it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paged_world import (
     clustered,
     counted_launches,
     counted_products,
+    last_similar_truth,
     paged,
     poisoned_memory,
-    spared_truth,
 )
 from torch import Tensor
 from triton_tools import FLOATS, device_fixture
 
-from sgl_skipkv.kernels import spared_columns
-from sgl_skipkv.kernels.spared_columns import BOUND_TOKENS, bound_columns
+from sgl_skipkv.kernels import last_similar
+from sgl_skipkv.kernels.last_similar import BOUND_TOKENS, bound_columns
 
-device = device_fixture(spared_columns)
+device = device_fixture(last_similar)
 fixtures = (poisoned_memory,)  # for every test
 TILE = 32  # rows and columns of a tile of float32 keys
 
@@ -47,15 +47,15 @@ def searched(world: PagedWorld, threshold: float) -> Tensor:
     inverse = 1 / keys.norm(dim=-1).clamp_min(1e-8)  # [L, N, Hkv]
     inverse = inverse.transpose(1, 2).contiguous()
     bounds = bounds_of(inverse, told.row_tokens)
-    return spared_columns.spared_columns(told, inverse, bounds, limits)
+    return last_similar.last_similar_keys(told, inverse, bounds, limits)
 
 
 def truth(of_request: list[Tensor], threshold: float) -> Tensor:
-    return torch.cat([spared_truth(keys, threshold) for keys in of_request], 2)
+    return torch.cat([last_similar_truth(keys, threshold) for keys in of_request], 2)
 
 
 @pytest.mark.parametrize("threshold", [0.5, -0.2, 0.97])
-def test_every_row_spares_its_last_similar_column(threshold: float, device: torch.device) -> None:
+def test_last_similar_key_of_every_row(threshold: float, device: torch.device) -> None:
     """Requests of several lengths, alone as in the batch."""
     tokens = [90, 170, 33, 1]
     pool = clustered(tokens, [threshold] * 4, layers=2)
@@ -116,4 +116,4 @@ def test_what_is_launched(device: torch.device, monkeypatch: pytest.MonkeyPatch)
     world = paged([one.to(device) for one in clustered([40, 20], [0.5, 0.5])])
     launched = counted_launches(monkeypatch)
     searched(world, 0.5)
-    assert launched == ["_spared_columns_kernel"]
+    assert launched == ["_last_similar_kernel"]
