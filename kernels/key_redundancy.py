@@ -4,7 +4,7 @@ Per layer and KV head: S the cosine matrix of a request's keys, diagonal 0, in e
 the last similar key; ``R = softmax over i of mean over rows of S[r, i]``; then the mean over KV
 heads and layers. The truth is ``reference.key_redundancy``, per request and layer.
 
-Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
+Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 5.
 
 How: with unit keys u the column sums are linear, ``sum_r S[r, i] = u_i . (sum_r u_r - u_i)``, so
 only the entries of last similar keys need rows to be compared with columns: ``last_similar.py``

@@ -4,7 +4,7 @@
 cosine matrix of a request's keys of one layer and KV head, its diagonal 0. ``key_redundancy`` is
 built on it; the truth is the same step of ``reference.key_redundancy``.
 
-Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3.
+Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 5.
 
 How: a program takes a tile of rows and walks tiles of columns from the last one down. The first
 similar column that a row meets is its answer, and the walk ends when every row of the tile has one:

@@ -32,8 +32,8 @@ def window_attention(
     ``i in [0, n - W)`` after the last W columns are sliced away; mean over w;
     ``max_pool1d(kernel, padding kernel // 2, stride 1)`` over i.
 
-    Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2, in the form of
-    their code: one softmax, taken after the window is removed.
+    Source: SkipKV (arXiv 2512.07993) eq. 4 and R-KV (arXiv 2505.24133) section 3.2, in the form of
+    their code: one softmax, taken after the window is removed, and the mean over w before the pool.
 
     Args:
         q: float [W, Hq, d], rotated queries of the last W tokens, any order.
@@ -151,7 +151,7 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     ``S > threshold`` is set to 0, which leaves the most recent similar token out; a row without
     one leaves nothing out. ``R = softmax over i of mean over rows of S[r, i]``.
 
-    Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 3. Deviation from
+    Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 5. Deviation from
     their code: it zeroes column 0 in rows without a similar column, by accident.
 
     Args:
@@ -244,7 +244,7 @@ def nearest_later(squares: Tensor, products: Tensor) -> Tensor:
 def sentence_similarity(v: Tensor) -> Tensor:
     """Cosine similarity of every pair of sentence vectors.
 
-    Source: SkipKV (arXiv 2512.07993) eqs 5-6; cosine, as in its code, where the paper writes a dot
+    Source: SkipKV (arXiv 2512.07993) eqs 1-3; cosine, as in its code, where the paper writes a dot
     product.
 
     Args:

@@ -3,7 +3,7 @@
 ``ring[tracks[b], positions[b] % R] = q[b]`` for every token b of a tracked request.
 
 Source: the window of recent queries of R-KV (arXiv 2505.24133) section 3.2 and SkipKV (arXiv
-2512.07993) eq. 2, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
+2512.07993) eq. 4, as a ring, so that no query ever moves. The truth is ``QueryRings.write``, less
 its writes to track 0, which nobody reads.
 
 Mutates ``ring``. Graph-safe: tracks and positions are read on the device, only shapes decide the

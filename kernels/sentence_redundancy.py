@@ -4,7 +4,7 @@
 similarities in memory. The truth is ``SentenceTable.compare``, which takes
 ``reference.sentence_similarity``; what was compared before stays.
 
-Source: SkipKV (arXiv 2512.07993) eqs 5-6; cosine, as in its code. Mutates ``redundancy``. Not for
+Source: SkipKV (arXiv 2512.07993) eqs 1-3; cosine, as in its code. Mutates ``redundancy``. Not for
 CUDA graphs: the grid depends on the number of sentences.
 
 One program per pair of tiles of 32 sentences; the same pair gives the same bits in any batch.

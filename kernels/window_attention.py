@@ -5,7 +5,7 @@ layer's ``k_scale``, if keys have one), softmax over ``i in [0, n - W)``, mean o
 ``max_pool1d(width, padding width // 2, stride 1)`` over i; then the mean over KV heads and layers.
 The truth is ``reference.window_attention``, per request and layer.
 
-Source: SkipKV (arXiv 2512.07993) eq. 2 and R-KV (arXiv 2505.24133) section 3.2.
+Source: SkipKV (arXiv 2512.07993) eq. 4 and R-KV (arXiv 2505.24133) section 3.2.
 
 How: persistent programs walk tasks (request, layer, KV head). Pass A loads each block of keys once
 through the page table, takes the logits of all W x G queries from it with one tensor-core product

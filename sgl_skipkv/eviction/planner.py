@@ -208,7 +208,8 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     prompt = state.prompt_row_tokens if params.protect_prompt else 0
     head = max(prompt, min(params.sink, row_tokens))
     keep = state.keep_tokens(row_tokens)
-    tail = policy.protected_tail(state.next_budget(row_tokens))
+    # With a prompt that counts and stays, a share of the budget is one of what is left of it.
+    tail = policy.protected_tail(min(state.next_budget(row_tokens), keep - prompt))
     if policy.protects_open_sentence:  # up to half of what generated tokens may keep
         tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
     # Never the last token to choose.

@@ -99,7 +99,7 @@ class Places(NamedTuple):
 
         Args:
             ending: tokens per sentence with a bonus; the nearest gets this much, the farthest 1,
-                the delimiter itself and everything else 0.
+                the delimiter itself, the last of several in a row, and everything else 0.
         """
         inside = (self.since >= 0) & (self.left > 1)
         return ((ending + 2 - self.left).clamp_min(0) * inside).float()
@@ -389,13 +389,13 @@ class Policy:
         return self.params.window
 
     def candidates(self, inputs: ScoreInput) -> tuple[int, int]:
-        """Row entries that neither prompt, sink nor window protects, half-open."""
+        """Row entries that neither prompt, sink nor the pinned tail protects, half-open."""
         return self.span(inputs.prompt_tokens, inputs.positions.shape[0])
 
     def span(self, prompt_tokens: int, row_tokens: int) -> tuple[int, int]:
         """``candidates`` of a row whose prompt has so many tokens."""
         prompt = prompt_tokens if self.params.protect_prompt else 0
-        return max(prompt, self.params.sink), row_tokens - self.params.window
+        return max(prompt, self.params.sink), row_tokens - self.pinned_tail_tokens
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
         """How many numbers each gather over ranks in ``scores_together`` has, in order: what must

@@ -5,9 +5,10 @@ length of its layer and KV head, the mean over these, each weighted by how far t
 (``head_reach.py``). ``distance`` is how far a value lies from the nearest of a later token, in the
 same unit, all KV heads of the middle half of the layers taken as one vector. ``e = ending - r`` for
 the token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where
-that is negative, for the delimiter itself and in the open sentence. The first ``beginning`` tokens
-of an old sentence that the model wrote are evicted before all others; it is old once one newer
-sentence follows for every eight tokens of the budget, or 24 do. The mean lengths are of the tokens
+that is negative, for the delimiter itself (the last of several in a row) and in the open sentence.
+The first ``beginning`` tokens of an old sentence that the model wrote count a millionth, so they
+are evicted before all others but exact repetitions; it is old once one newer sentence follows for
+every eight tokens of the budget, or 24 do. The mean lengths are of the tokens
 that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as far as
 that is no more than three fifths of the budget.
 
@@ -49,7 +50,7 @@ from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, va
 
 #: tokens of the budget for each sentence that is not old
 _TOKENS_PER_NEWER = 8
-#: what an old beginning counts: less than any other token
+#: what an old beginning counts
 _LAST = 2.0**-20
 
 
@@ -142,8 +143,10 @@ class Distinct(Policy):
     def _old(self, request: ScoreInput) -> list[bool]:
         """Of each of a request's sentences, whether it is old and the model wrote it."""
         assert request.sentences is not None
-        prompt = request.prompt_tokens if self.params.protect_prompt else 0
-        newer = max(1, min(self.most_newer, (request.keep_tokens - prompt) // _TOKENS_PER_NEWER))
+        params, budget = self.params, request.keep_tokens
+        if params.protect_prompt or not params.count_prompt:  # the prompt is kept, or on top
+            budget -= request.prompt_tokens
+        newer = max(1, min(self.most_newer, budget // _TOKENS_PER_NEWER))
         closed = request.sentences.starts.shape[0]
         return [i < closed - newer and i not in request.given_sentences for i in range(closed)]
 

@@ -85,7 +85,7 @@ class Expected(Policy):
             lambda layer: values(layer)[None, first:stop],
             torch.ones(1, stop - first, dtype=torch.bool, device=inputs.positions.device),
         )
-        return F.pad(scores, (first, self.params.window))
+        return F.pad(scores, (first, self.pinned_tail_tokens))
 
     def _ring_queries(self, requests: Sequence[ScoreInput]) -> Callable[[range], Tensor]:
         """layers -> float [layers, B, W, Hq, d], newest first."""

@@ -2,12 +2,14 @@
 
 At each compaction ``I`` is the attention of the last W queries, softmax with the causal window,
 maximum over the query heads of each KV head, mean over the queries, divided by its maximum over the
-tokens. ``A = max(decay * A, I)`` is carried per token, ``I`` for a new one. The score is ``sigma *
-A - (1 - sigma) * R / max R``, ``R`` the ``key_redundancy`` of R-KV; nothing is pooled.
+tokens before these W, which have no ``I`` yet. ``A = max(decay * A, I)`` is carried per token,
+``I`` for a new one. The score is ``sigma * A - (1 - sigma) * R / max R``, ``R`` the
+``key_redundancy`` of R-KV, its maximum over the same tokens; nothing is pooled.
 
 Deviations: one set for all layers and heads, so ``I`` and ``R`` are means over KV heads and layers
 before they are divided by their maxima, and one ``A`` is carried instead of one per head; queries
-of a prefill do not count; a recomputation after a retraction starts ``A`` anew.
+of a prefill, and those that an earlier compaction has seen, do not count; a recomputation after a
+retraction starts ``A`` anew.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class GKV(Policy):
 
     def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
-        recent = _of_highest(seen.attention.cumsum(dim=0)[-1], seen.lengths)
+        recent = self._of_highest(seen.attention.cumsum(dim=0)[-1], seen.lengths)
         faded = statistics["attended"] * self.params.decay
         return {"attended": torch.maximum(faded, recent)}
 
@@ -60,7 +62,7 @@ class GKV(Policy):
         sigma, lengths = self.params.sigma, [request.positions.shape[0] for request in requests]
         attended = torch.cat([request.statistics["attended"] for request in requests])
         redundancy = torch.cat([self._redundancy(request) for request in requests])
-        repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
+        repeated = self._of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
@@ -75,9 +77,11 @@ class GKV(Policy):
             total += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)
         return total / inputs.layers
 
-
-def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Values, all >= 0, divided by the highest of their request, which is above 0."""
-    owner = owners(lengths, values.device)
-    highest = values.new_zeros(len(lengths)).scatter_reduce_(0, owner, values, "amax")
-    return values / highest[owner]
+    def _of_highest(self, values: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Values, all >= 0, over the highest before the window of their request, which is above 0;
+        0 in the window."""
+        rows, zeros = torch.split(values, list(lengths)), values.new_zeros(self.params.window)
+        before = torch.cat([piece for row in rows for piece in (row[: -len(zeros)], zeros)])
+        owner = owners(lengths, values.device)
+        highest = before.new_zeros(len(lengths)).scatter_reduce_(0, owner, before, "amax")
+        return before / highest[owner]

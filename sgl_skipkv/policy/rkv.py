@@ -2,7 +2,7 @@
 
 ``Z = sigma * I - (1 - sigma) * R``, the mean over KV heads and then over layers; the lowest ``Z``
 go first. ``I`` is ``window_attention`` and ``R`` is ``key_redundancy`` (sections 3.2 and 3.3, eq.
-5). With MLA there is one KV head: ``I`` is the best of all query heads, ``R`` compares what is
+7). With MLA there is one KV head: ``I`` is the best of all query heads, ``R`` compares what is
 cached, latent and rotary key together.
 
 Deviations, all forced by an engine in which one slot holds the KV of every layer and head: the mean

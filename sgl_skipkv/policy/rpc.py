@@ -54,9 +54,10 @@ class RPC(Policy):
     params: RPCParams
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
-        """``window + compactions * interval / ratio``, at most ``kv_budget``."""
+        """``window + compactions * interval / ratio``, at most ``kv_budget``; in a model with
+        sliding windows its largest one, which stays in any case, in place of ``window``."""
         params = self.params
-        grown = params.window + compactions * params.interval // params.ratio
+        grown = self.pinned_tail_tokens + compactions * params.interval // params.ratio
         # The first compaction is due at ``budget_after(0) + interval``, so ``budget_after(0)`` may
         # be smaller by ``interval``.
         least = self.min_budget_tokens - (0 if compactions else params.interval)

@@ -7,17 +7,18 @@ evicted. Every sentence keeps eight tokens or all it has, and of the rest a numb
 its mass. Which of its tokens these are the policy's own score says. Tokens between sentences and
 those of the open one are a sentence each time.
 
-Whole quotas come from the method of highest averages: the token of rank ``r`` in its sentence gets
-``M / (r + 1/2)``, and the best of these are the quotas with their rounding and their caps. Tokens
-of the first eight ranks stand above all others, rank by rank, so where even eight each are too many
-it is the lowest ranks that go. So quotas are a score like any other, and selection does not know
-of them.
+Whole quotas come from the method of highest averages: from rank 8 on, the token of rank ``r`` in
+its sentence gets ``M / (r - 8 + 1/2)``, and the best of these are the quotas with their rounding
+and their caps. Tokens of the first eight ranks, from 0, stand above all others, rank by rank: where
+even eight each are too many, the lowest ranks are evicted first. So quotas are a score like any
+other, and selection does not know of them.
 
 Deviations: sentences where AMS cuts at every fiftieth of the mass; highest averages where it rounds
 and then evens out cyclically; no pool of attention over five tokens, which a sum over a sentence
-hardly sees; compactions every ``interval`` tokens with a ``window`` of 8, where it has 512 and 32;
-one set for all layers and heads, so ``e`` is a mean over them; queries of a prefill do not count; a
-recomputation after a retraction starts ``c`` anew.
+hardly sees; ``c`` carries ``e`` and is divided at the end, where AMS carries ``N(e)``; compactions
+every ``interval`` tokens with a ``window`` of 8, where it has 512 and 32; one set for all layers
+and heads, so ``e`` is a mean over them; queries of a prefill, and those that an earlier compaction
+has seen, do not count; a recomputation after a retraction starts ``c`` anew.
 
 Sums are taken in fixed point, so neither their order nor the batch changes a bit.
 """
@@ -67,7 +68,7 @@ class SentenceQuotas(Policy):
         return {"recent": recent, "credit": credit}
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """``M / (r + 1/2)``, above it the first ranks; 0 for tokens that are no candidates."""
+        """``M / (r - 8 + 1/2)``, above it the first ranks; 0 for tokens that are no candidates."""
         token_scores = self._of_all_heads(
             torch.cat(super().scores_together(requests)), requests[0].ranks
         )
@@ -92,7 +93,8 @@ class SentenceQuotas(Policy):
         mass = _sums(share, segment, segments)[segment] / _ONE
         rank = _ranks(token_scores, segment, segments)
         first_ranks = 2.0 * (LEAST_TOKENS - rank) + mass
-        scores = torch.where(rank < LEAST_TOKENS, first_ranks, mass / (rank + 0.5)) * inside
+        of_rest = mass / (rank - LEAST_TOKENS + 0.5)
+        scores = torch.where(rank < LEAST_TOKENS, first_ranks, of_rest) * inside
         return by_request(
             torch.where(token_scores.isfinite(), scores.float(), token_scores), requests
         )

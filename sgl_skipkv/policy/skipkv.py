@@ -2,12 +2,14 @@
 
 ``Z`` as in ``rkv``; every token of a redundant sentence gets ``Z -= lambda_s``, where ``lambda_s``
 is the sentence's highest cosine similarity to a sentence that closed later, if that exceeds ``tau``
-(eqs 5-8). ``lambda_s > 0.9`` while ``|Z| << 0.1``, so redundant sentences go whole, and first.
+(eqs 1-3 and 6). ``lambda_s > 0.9`` while ``|Z| << 0.1``, so redundant sentences are evicted whole,
+and first.
 
 Deviations: cosine where the paper writes a dot product (as its code does); the maximum over several
-later partners; a sentence of one token is never penalised; the prompt is protected by default
-(``protect_prompt: false, count_prompt: true`` is the paper's setting); each request compacts by its
-own generated length instead of the batch's.
+later partners; a sentence of one token is never penalised; the open sentence stays, as far as that
+is no more than half of the budget; the prompt is protected by default (``protect_prompt: false,
+count_prompt: true`` is the paper's setting); each request compacts by its own generated length
+instead of the batch's.
 """
 
 from __future__ import annotations

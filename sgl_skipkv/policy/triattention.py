@@ -75,7 +75,7 @@ class TriAttention(Policy):
         (scores,) = self._scores(
             [inputs], [(first, stop)], lambda layer: inputs.keys(layer)[None, first:stop], inside
         )
-        return F.pad(scores, (first, self.params.window))
+        return F.pad(scores, (first, self.pinned_tail_tokens))
 
     def _scores(
         self,

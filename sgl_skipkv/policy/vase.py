@@ -6,7 +6,8 @@ attention ``a``: of the last ``window`` queries, softmax over the candidates, th
 an average pool, the mean over query heads. As scores this is Gumbel's trick, the same law: the
 highest of ``log a_i - log(-log u_i)``, ``u`` uniform, drawn anew at each compaction from the prompt
 and the compaction alone, so a request keeps the same set in any batch. Candidates are the tokens
-that are not protected.
+that are not protected; in a model with sliding windows ``a`` is also of those which its windows
+protect.
 
 Deviations: one set for all layers and heads. So ranges, which differ from head to head, are divided
 by the mean of their layer's and KV head's candidates, the largest of them counts, and ``a`` is the
@@ -70,7 +71,8 @@ class VaSE(Policy):
         replay, and one gather of values per layer."""
         spans, window = [*map(self.candidates, requests)], self.params.window
         counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
-        most = max(self.params.kernel // 2, window, *firsts)
+        tail = self.pinned_tail_tokens
+        most = max(self.params.kernel // 2, tail, *firsts)
         zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
         if any(request.location is None for request in requests):
             owner = owners(counts, requests[0].positions.device)
@@ -81,17 +83,19 @@ class VaSE(Policy):
         else:
             tokens, owner = joined_tokens(requests, spans)
             layers = range(requests[0].layers)
-            ranges = largest_range(map(tokens.values, layers), owner, counts)
+            ranges, unsound = largest_range(map(tokens.values, layers), owner, counts)
             kernel = self.params.kernel
-            pooled = pooled_attention(requests, spans, zeros, window=window, kernel=kernel)
-            attended = torch.cat(pooled)
+            columns = [(first, stop + tail - window) for first, stop in spans]
+            pooled = pooled_attention(requests, columns, zeros, window=window, kernel=kernel)
+            before = [part[:count] for part, count in zip(pooled, counts, strict=True)]
+            attended = torch.cat(before) + unsound
         ranks = requests[0].ranks
         ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
         scores = self._scores(requests, spans, ranges, owner, attended)
         pieces = [
             piece
             for part, first in zip(torch.split(scores, counts), firsts, strict=True)
-            for piece in (zeros[:first], part, zeros[:window])
+            for piece in (zeros[:first], part, zeros[:tail])
         ]
         return by_request(torch.cat(pieces), requests)
 
@@ -105,10 +109,10 @@ class VaSE(Policy):
         owner = torch.zeros_like(inputs.positions[first:stop])
         values = inputs.values
         layers = (values(layer)[first:stop] for layer in range(inputs.layers))
-        ranges = largest_range(layers, owner, [stop - first])
+        ranges, unsound = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
-        return ranges, inputs.mean_over_layers(attention)
+        return ranges, inputs.mean_over_layers(attention)[: stop - first] + unsound
 
     def _scores(
         self,
@@ -121,7 +125,7 @@ class VaSE(Policy):
         """float32 [candidates of all requests]."""
         counts = [stop - first for first, stop in spans]
         kept = [
-            request.keep_tokens - first - self.params.window
+            request.keep_tokens - first - self.pinned_tail_tokens
             for request, (first, _) in zip(requests, spans, strict=True)
         ]
         from_rank = [
@@ -137,9 +141,11 @@ class VaSE(Policy):
         return torch.where(rank >= least[owner], scores + _LARGE, scores)
 
 
-def largest_range(layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]) -> Tensor:
+def largest_range(
+    layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """int64 [n], range of each token's values in steps of its request's mean: the largest of all
-    layers and KV heads.
+    layers and KV heads; and float32 [n], 0, or NaN where a value is not finite.
 
     Args:
         layers: float [n, Hkv, d] each. A layer is gone when the next one is taken: together they
@@ -152,7 +158,8 @@ def largest_range(layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]
     total = fixed.new_zeros(len(counts), fixed.shape[1]).index_add_(0, owner, fixed)
     steps = device_tensor([_STEPS * count for count in counts], fixed.device)
     step = total.div_(steps[:, None], rounding_mode="floor").clamp_min_(1)
-    return fixed.div_(step[owner], rounding_mode="floor").amax(dim=1)
+    in_steps = fixed.div_(step[owner], rounding_mode="floor")
+    return in_steps.amax(dim=1), spread.sum(dim=1) * 0.0
 
 
 def _range(values: Tensor) -> Tensor:

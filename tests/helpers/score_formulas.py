@@ -42,11 +42,12 @@ def carried(
     """
     of_heads = seen.unflatten(1, (keys.shape[2], -1)).amax(dim=2)
     recent = of_heads.mean(dim=(0, 1, 2))
+    recent[-params.window :] = 0.0  # what is in the window has none yet
     for position, value in zip(row, (recent / recent.max()).tolist(), strict=True):
         attended[position] = max(params.decay * attended.get(position, 0.0), value)
     carried = torch.tensor([attended[one] for one in row], dtype=torch.float64)
     repeats = repeated_keys(keys, params.threshold)
-    return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats.max()
+    return params.sigma * carried - (1.0 - params.sigma) * repeats / repeats[: -params.window].max()
 
 
 def by_quotas(
@@ -66,7 +67,7 @@ def by_quotas(
         mass = float(share[members].sum())
         members.sort(key=lambda i: (float(own[i]), bool(kept[i]), i), reverse=True)
         for rank, i in enumerate(members):
-            scores[i] = 2 * (8 - rank) + mass if rank < 8 else mass / (rank + 0.5)
+            scores[i] = 2 * (8 - rank) + mass if rank < 8 else mass / (rank - 8 + 0.5)
     return scores
 
 

@@ -181,7 +181,8 @@ class ScoreOracle:
                     for back in range(1, params.ending + 1):
                         at = (positions == stop - 1 - back) & (positions >= start)
                         scores[at] *= 1 + (params.ending + 1 - back) / params.ending
-                room = event["after"] - (held if params.protect_prompt else 0)
+                on_top = params.protect_prompt or not params.count_prompt
+                room = event["after"] - (held if on_top else 0)
                 texts = zip(turns, uncounted[: len(turns)], strict=True)
                 given = [range(turn, text_stop) for turn, (_, text_stop) in texts]
                 for start, stop in live[: -max(1, min(24, room // 8))]:

@@ -50,7 +50,7 @@ def seats(masses: dict[int, float], sizes: dict[int, int], free: int) -> dict[in
         given[one] += 1
     for _ in range(free - len(rounds)):
         open_ones = [one for one in masses if given[one] < sizes[one]]
-        given[max(open_ones, key=lambda one: masses[one] / (given[one] + 0.5))] += 1
+        given[max(open_ones, key=lambda one: masses[one] / (given[one] - 8 + 0.5))] += 1
     return given
 
 

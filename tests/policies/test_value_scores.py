@@ -16,9 +16,10 @@ from loops import TOLERANCE, assert_near, attention, dot
 from score_inputs import all_values, score_input, some_sentences
 from torch import Tensor
 
-from sgl_skipkv.policy import make_policy, vase
-from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy import make_policy, policy_class, vase, with_params
+from sgl_skipkv.policy.base import Policy, ScoreInput
 from sgl_skipkv.policy.batched_scores import joined_sentences
+from sgl_skipkv.policy.distinct import Distinct
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.vase import largest_range
 
@@ -87,6 +88,22 @@ def test_distinct_evicts_the_beginnings_of_old_sentences_first(
     assert old >= len(spans[:-newer]) == max(9 - newer, 0)
     assert torch.equal(asked[factor == 1], plain[factor == 1])
     assert torch.allclose(asked, plain * factor, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("protect_prompt", "count_prompt", "newer"),
+    [(True, False, 4), (True, True, 4), (False, False, 4), (False, True, 5)],
+)
+def test_distinct_counts_newer_sentences_by_the_budget(
+    protect_prompt: bool, count_prompt: bool, newer: int
+) -> None:
+    """42 tokens are kept. Without the 10 of a prompt that is kept, or is not counted: 32."""
+    spans = [(position, position + 1, -1.0) for position in range(900, 930)]
+    inputs = score_input(seed=5, sentences=some_sentences(*spans))
+    inputs = dataclasses.replace(inputs, keep_tokens=42)
+    policy = make_policy("distinct", protect_prompt=protect_prompt, count_prompt=count_prompt)
+    assert isinstance(policy, Distinct)
+    assert policy._old(inputs) == [True] * (30 - newer) + [False] * newer
 
 
 def test_distinct_leaves_beginnings_alone_that_users_wrote() -> None:
@@ -206,15 +223,64 @@ def test_vase_holds_the_values_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> 
         taken.append(weakref.ref(found))
         return found
 
-    def spied(layers: Any, *others: Any) -> torch.Tensor:
+    def spied(layers: Any, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         one_by_one.append(iter(layers) is layers)
         return largest_range(layers, *others)
 
     owner = torch.zeros(9, dtype=torch.int64)
-    assert largest_range(map(values, range(4)), owner, [9]).shape == (9,) and len(taken) == 4
+    ranges, _ = largest_range(map(values, range(4)), owner, [9])
+    assert ranges.shape == (9,) and len(taken) == 4
     monkeypatch.setattr(vase, "largest_range", spied)
     make_policy("vase").scores_together([score_input(seed=5)])
     assert one_by_one == [True]
+
+
+def test_vase_says_of_a_value_that_is_no_number() -> None:
+    inputs = score_input(6)
+    values = all_values(inputs).clone()
+    values[1, 30, 1, 2] = torch.nan
+    spoilt = dataclasses.replace(inputs, values=lambda layer: values[layer])
+    assert make_policy("vase").scores(spoilt).isnan().nonzero().flatten().tolist() == [30]
+
+
+WINDOW = 20  # of the model
+
+
+def with_model_window(name: str, **parameters: Any) -> Policy:
+    return with_params(policy_class(name), parameters, model_window_tokens=WINDOW)
+
+
+def test_vase_counts_what_a_models_window_leaves() -> None:
+    """A share of what is chosen is large, not a share of what the window keeps in any case."""
+    inputs = score_input(6)
+    scores = with_model_window("vase", large=0.5).scores(inputs)
+    first, last = 10, 60 - WINDOW
+    assert not scores[:first].any() and not scores[last:].any()
+    assert int((scores > 500).sum()) == (inputs.keep_tokens - first - WINDOW) // 2 > 0
+    received = vase_attention(inputs, first, 5)[: last - first]
+    draws = np.random.Generator(np.random.PCG64(inputs.seed)).random(last - first)
+    exact = torch.log(torch.tensor(received)) - torch.log(-torch.log(torch.tensor(draws)))
+    large = 1000.0 * (scores[first:last] > 500)
+    off = scores[first:last].double() - large - exact
+    assert (off - math.log(8)).abs().max() <= 2e-4
+
+
+@pytest.mark.parametrize("name", ["triattention", "expected"])
+def test_candidates_end_where_a_models_window_begins(name: str) -> None:
+    """Their scores are shares of all candidates, or deviations from their mean."""
+    rotation = Rotation.of(torch.tensor([1.0, 0.1]), 8)
+    centres = QueryCentres.measured(rotation, torch.rand(3, 6, 4, 8))
+    inputs = dataclasses.replace(score_input(5), centres=centres)
+    scores, last = with_model_window(name).scores(inputs), 60 - WINDOW
+    assert not scores[:10].any() and not scores[last:].any()
+    # The same row, cut behind the candidates and as many tokens as a policy pins by itself.
+    cut = dataclasses.replace(
+        inputs,
+        positions=inputs.positions[: last + 8],
+        keys=lambda layer: inputs.keys(layer)[: last + 8],
+        values=lambda layer: all_values(inputs)[layer, : last + 8],
+    )
+    assert torch.equal(scores[:last], make_policy(name).scores(cut)[:last])
 
 
 def test_vase_draws_in_proportion_to_attention() -> None:

@@ -23,6 +23,7 @@ from synthetic import (
     words,
 )
 
+from sgl_skipkv.eviction import planner
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.policy import Policy
 
@@ -76,6 +77,17 @@ def test_requests_that_are_due_together_are_scored_together() -> None:
         patch.setattr(Policy, "scores_together", scores_together)
         server.plans(calls)
     assert sorted(asked) == [["rkv", "rkv"], ["skipkv"], ["streaming"]]
+
+
+@pytest.mark.parametrize(("name", "share"), [("h2o", 0.5), ("skipkv+", 0.5), ("distinct", 0.6)])
+def test_the_recent_part_is_a_share_of_what_a_prompt_leaves(name: str, share: float) -> None:
+    """A prompt of 120 tokens that counts and stays leaves 80 of 200."""
+    server = SyntheticServer()
+    parameters = {"count_prompt": True, "window": 8}
+    keys = {"kv_policy": name, "kv_budget": 200, "kv_params": parameters}
+    call = served(server, prompt=[3] * 120, **keys)
+    (_, (start, stop)) = planner._protected(call.state, 328)
+    assert (start, stop) == (328 - int(share * 80), 328)
 
 
 def test_nothing_is_due_before_the_first_decode_step() -> None:
