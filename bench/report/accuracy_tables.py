@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from bench.lib.policies import compared
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, parameters, table
+from bench.lib.table_text import Row, budget, parameters
+from bench.report.captions import table
 
 LEVELS = ("easy", "medium", "hard")
 
