@@ -89,7 +89,7 @@ def leaderboard() -> str:
     return table(header, lines, rows, "forced")
 
 
-def families(sampling: str = "greedy") -> str:
+def families(sampling: str = "greedy", policies: Collection[str] = SHOWN) -> str:
     """Answers through the real server, of the families' model: family, size and policy down."""
     rows = [
         row
@@ -99,22 +99,25 @@ def families(sampling: str = "greedy") -> str:
     levels = [f"{family}-{size}" for size in SIZES for family in FAMILIES]
     unbudgeted = [row for row in rows if row["policy"] == "full" and row["level"] in levels]
     lines = []
+    known: set[tuple[str, str, int]] = set()  # with as many problems or more
     for full in sorted(unbudgeted, key=lambda row: (levels.index(row["level"]), -_problems(row))):
         name, _, size = full["level"].rpartition("-")
         start = [f"`{name}`", f"{size}, {float(full['output_tokens']):,.0f} tokens"]
-        start += [full["problems"], "FullKV", accuracy(full)]
-        lines.append([*start, *[""] * (len(SHARES) - 1)])
-        for policy in SHOWN:
+        start += [full["problems"], accuracy(full)]
+        for policy in policies:
             own = {
-                _nearest_share(row, full): accuracy(row)
+                (full["level"], policy, _nearest_share(row, full)): accuracy(row)
                 for row in rows
                 if row["policy"] == policy
                 and (row["level"], row["problems"]) == (full["level"], full["problems"])
             }
-            if own:
-                lines.append(["", "", "", f"`{policy}`", *(own.get(s, "-") for s in SHARES)])
-    header = ["family", "size", "problems", "policy", *(f"budget {one}%" for one in SHARES)]
-    return table(header, lines, rows, "accuracy")
+            if own.keys() - known:
+                shown = [own.get((full["level"], policy, one), "-") for one in SHARES]
+                lines.append([*start, f"`{policy}`", *shown])
+                start = [""] * len(start)
+            known |= own.keys()
+    header = ["family", "size", "problems", "FullKV", "policy"]
+    return table([*header, *(f"budget {one}%" for one in SHARES)], lines, rows, "accuracy")
 
 
 def sampled_policies() -> str:
@@ -162,16 +165,15 @@ def _problems(row: Row) -> int:
 
 
 def right_traces() -> str:
-    """Single cells of the comparison of all policies, of a few."""
+    """Single cells of the comparison of all policies, of the default."""
     found, rows = cells(RANKED)
-    lines = []
-    for family, size in dict.fromkeys(place[:2] for place in found):
-        for name in SHOWN:
-            own = [right(found[family, size, one][name]) for one in SHARES]
-            lines.append([f"`{family}`", size, f"`{name}`", *own])
-    shown = [row for row in rows if row["policy"] in SHOWN]
-    header = ["family", "size", "policy", *(f"budget {one}%" for one in SHARES)]
-    return table(header, lines, shown, "forced")
+    default = SHOWN[0]
+    lines = [
+        [f"`{family}`", size, *(right(found[family, size, one][default]) for one in SHARES)]
+        for family, size in dict.fromkeys(place[:2] for place in found)
+    ]
+    shown = [row for row in rows if row["policy"] == default]
+    return table(["family", "size", *(f"budget {one}%" for one in SHARES)], lines, shown, "forced")
 
 
 def long_traces() -> str:
