@@ -37,8 +37,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "parameters": policy_tables.parameters,
     "demo": accuracy_tables.demo,
     "comparison": lambda: accuracy_tables.comparison(("hard",)),
-    "comparison_all": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS),
-    "comparison_sampled": lambda: accuracy_tables.comparison(accuracy_tables.LEVELS, "sampled"),
+    "comparison_others": lambda: accuracy_tables.comparison(("easy", "medium")),
+    "comparison_sampled": lambda: accuracy_tables.comparison(
+        accuracy_tables.LEVELS, "sampled", accuracy_tables.SAMPLED
+    ),
     "components": accuracy_tables.components,
     "prompt": accuracy_tables.prompt,
     "thresholds": accuracy_tables.thresholds,
@@ -47,7 +49,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": accuracy_tables.layers,
     "leaderboard": family_tables.leaderboard,
     "families": family_tables.families,
-    "families_sampled": lambda: family_tables.families("sampled"),
+    "families_sampled": lambda: family_tables.families("sampled", ("distinct", "skipkv+")),
     "sampled_policies": family_tables.sampled_policies,
     "right_traces": family_tables.right_traces,
     "long_traces": family_tables.long_traces,

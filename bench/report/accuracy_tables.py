@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from bench.lib.policies import compared
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, parameters, table
+from bench.lib.table_text import Row, budget, parameters
+from bench.report.captions import table
 
 LEVELS = ("easy", "medium", "hard")
+#: of the sampled levels: ours, and the best published ones
+SAMPLED = ("distinct", "skipkv", "skipkv+", "rkv", "streaming")
 
 
 def demo() -> str:
@@ -42,9 +45,11 @@ def share_of_trace(row: Row, full: Row) -> int:
     return round(100 * int(row["kv_budget"]) / float(full["output_tokens"]))
 
 
-def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
-    """Level and policy down, budgets across."""
-    rows = [
+def comparison(
+    levels: tuple[str, ...], sampling: str = "greedy", policies: Collection[str] | None = None
+) -> str:
+    """Level and policy down, budgets across, of these policies or of all."""
+    found = [
         row
         for row in recorded("accuracy")
         if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
@@ -57,10 +62,8 @@ def comparison(levels: tuple[str, ...], sampling: str = "greedy") -> str:
         full = next(row for row in here if row["policy"] == "full")
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
         lines[-1] += [right(full), *[""] * (len(shares) - 1)]
-        for policy in compared():
-            cells = {
-                share_of_trace(row, full): right(row) for row in here if row["policy"] == policy
-            }
+        for policy in compared() if policies is None else policies:
+            cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
             if cells:
                 lines.append([level, f"`{policy}`", *(cells.get(share, "-") for share in shares)])
     header = ["level", "policy", *(f"budget {share}%" for share in shares)]

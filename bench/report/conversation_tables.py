@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row
+from bench.report.captions import table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")

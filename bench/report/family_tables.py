@@ -8,11 +8,12 @@ from statistics import mean
 
 from bench.lib.policies import compared
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES, HELDOUT
 from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share_of_trace
+from bench.report.accuracy_tables import share
+from bench.report.captions import table
 
 SHARES = (8, 15, 25, 35)
 #: of the tables of single cells: the default, and the best of the others
@@ -90,7 +91,7 @@ def leaderboard() -> str:
     return table(header, lines, rows, "forced")
 
 
-def families(sampling: str = "greedy") -> str:
+def families(sampling: str = "greedy", policies: Collection[str] = SHOWN) -> str:
     """Answers through the real server, of the families' model: family, size and policy down."""
     rows = [
         row
@@ -100,24 +101,25 @@ def families(sampling: str = "greedy") -> str:
     levels = [f"{family}-{size}" for size in SIZES for family in FAMILIES]
     unbudgeted = [row for row in rows if row["policy"] == "full" and row["level"] in levels]
     lines = []
+    known: set[tuple[str, str, int]] = set()  # with as many problems or more
     for full in sorted(unbudgeted, key=lambda row: (levels.index(row["level"]), -_problems(row))):
         name, _, size = full["level"].rpartition("-")
         start = [f"`{name}`", f"{size}, {float(full['output_tokens']):,.0f} tokens"]
-        start += [full["problems"], "FullKV", accuracy(full)]
-        lines.append([*start, *[""] * (len(SHARES) - 1)])
-        for policy in SHOWN:
-            cells_of_policy = {
-                _nearest_share(row, full): accuracy(row)
+        start += [full["problems"], accuracy(full)]
+        for policy in policies:
+            own = {
+                (full["level"], policy, _nearest_share(row, full)): accuracy(row)
                 for row in rows
                 if row["policy"] == policy
                 and (row["level"], row["problems"]) == (full["level"], full["problems"])
             }
-            if cells_of_policy:
-                lines.append(
-                    ["", "", "", f"`{policy}`", *(cells_of_policy.get(s, "-") for s in SHARES)]
-                )
-    header = ["family", "size", "problems", "policy", *(f"budget {share}%" for share in SHARES)]
-    return table(header, lines, rows, "accuracy")
+            if own.keys() - known:
+                shown = [own.get((full["level"], policy, one), "-") for one in SHARES]
+                lines.append([*start, f"`{policy}`", *shown])
+                start = [""] * len(start)
+            known |= own.keys()
+    header = ["family", "size", "problems", "FullKV", "policy"]
+    return table([*header, *(f"budget {one}%" for one in SHARES)], lines, rows, "accuracy")
 
 
 def sampled_policies() -> str:
@@ -165,16 +167,15 @@ def _problems(row: Row) -> int:
 
 
 def right_traces() -> str:
-    """Single cells of the comparison of all policies, of a few."""
-    by_place, rows = cells(RANKED)
-    lines = []
-    for family, size in dict.fromkeys(place[:2] for place in by_place):
-        for name in SHOWN:
-            shown_cells = [right(by_place[family, size, share][name]) for share in SHARES]
-            lines.append([f"`{family}`", size, f"`{name}`", *shown_cells])
-    shown = [row for row in rows if row["policy"] in SHOWN]
-    header = ["family", "size", "policy", *(f"budget {share}%" for share in SHARES)]
-    return table(header, lines, shown, "forced")
+    """Single cells of the comparison of all policies, of the default."""
+    found, rows = cells(RANKED)
+    default = SHOWN[0]
+    lines = [
+        [f"`{family}`", size, *(right(found[family, size, one][default]) for one in SHARES)]
+        for family, size in dict.fromkeys(place[:2] for place in found)
+    ]
+    shown = [row for row in rows if row["policy"] == default]
+    return table(["family", "size", *(f"budget {one}%" for one in SHARES)], lines, shown, "forced")
 
 
 def long_traces() -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row
+from bench.report.captions import table
 
 _SUMS = ("compactions", "as_page_1", "wrong_tokens")
 
@@ -30,10 +31,35 @@ def pages() -> str:
 
 
 def page_runs() -> str:
-    """Of repeated runs the last."""
+    """A line per page size; of repeated runs the last."""
     last = {(row["run"], row["page_tokens"], row["quantity"]): row for row in recorded("page_runs")}
-    header = ["run", "page size", "quantity", "value", "limit", "held"]
-    lines = [
-        [*place, f"{float(row['value']):g}", row["limit"], row["ok"]] for place, row in last.items()
-    ]
+    header = ["page size", "turns, reuse as in pages of one", "compactions, as in pages of one"]
+    header += ["wrong tokens", "restores", "recomputed instead", "restored requests, as without"]
+    header.append("bytes moved, over the survivors' KV")
+    lines = []
+    for page in sorted({row["page_tokens"] for row in last.values()}, key=int):
+        here = [row for row in last.values() if row["page_tokens"] == page]
+        columns = [
+            [_values(here, run, quantity) for quantity in quantities]
+            for run, *quantities in (
+                ("conversations", "turns", "that reuse what pages of one do"),
+                ("conversations", "compactions", "of them as pages of one"),
+                ("conversations", "wrong tokens"),
+                ("restores", "restores"),
+                ("restores", "recomputed instead"),
+                ("restores", "requests restored", "of them as pages of one, never retracted"),
+            )
+        ]
+        moved = _values(here, "moved bytes", "read and written")
+        cells = [", ".join(f"{sum(one):,.0f}" for one in column if one) for column in columns]
+        lines.append([page, *cells, f"{max(moved):g}" if moved else ""])
     return table(header, lines, [*last.values()], "page_runs")
+
+
+def _values(rows: list[Row], run: str, quantity: str) -> list[float]:
+    """Of all models, or of all kept sets."""
+    return [
+        float(row["value"])
+        for row in rows
+        if row["run"].startswith(run) and row["quantity"].startswith(quantity)
+    ]

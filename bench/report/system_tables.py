@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import zip_longest
+from math import inf
 
 from bench.lib.record import recorded
-from bench.lib.table_text import PLAIN, Row, budget, paired_ratio, table
+from bench.lib.table_text import PLAIN, Row, budget, markdown, paired_ratio
+from bench.report.captions import table
 
 #: generated tokens of the papers' largest table
 LONGEST = 16384
+#: lives until a planted bug is found, and how many of those that took longest are named
+SOON, LATER, SHOWN_BUGS = 10, 100, 6
 
 
 def on_cpu(name: str) -> list[Row]:
@@ -104,51 +109,111 @@ def explorer() -> str:
 
 
 def fuzz() -> str:
-    rows = recorded("fuzz")
-    lives = sum({row["seed"]: int(row["lives"]) for row in rows}.values())
-    what = f"in {lives:,} lives of {rows[-1]['steps']} steps, without a failure"
+    """Two events side by side."""
+    found = recorded("fuzz")
+    lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
+    what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
     times: dict[str, int] = {}
     for row in rows:
         times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
-    lines = [[event, f"{count:,}"] for event, count in times.items()]
-    return table([what, "times"], lines, rows, "fuzz")
+    events = [[event, f"{count:,}"] for event, count in times.items()]
+    half = (len(events) + 1) // 2
+    pairs = zip_longest(events[:half], events[half:], fillvalue=["", ""])
+    lines = [[*left, *right] for left, right in pairs]
+    return table([what, "times", "and", "times"], lines, found, "fuzz")
 
 
 def planted_bugs() -> str:
-    rows = recorded("planted_bugs")
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))
-    lives = {(row["bug"], row["seed"]): row["lives"] or "never" for row in rows}
-    lines = [
-        [bug, *(lives[bug, seed] for seed in seeds)]
-        for bug in dict.fromkeys(row["bug"] for row in rows)
-    ]
-    return table(["bug", *(f"seed {seed}" for seed in seeds)], lines, rows, "planted_bugs")
+    """Per seed how soon they are found; then those that took longest on any seed."""
+    found = recorded("planted_bugs")
+    seeds = list(dict.fromkeys(row["seed"] for row in found))
+    lives: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in found:
+        lives[row["bug"]][row["seed"]] = row["lives"]
+    header = ["seed", "planted bugs", f"found within {SOON} lives", f"within {LATER}", "later"]
+    lines = []
+    for seed in seeds:
+        until = [_lives(of[seed]) for of in lives.values()]
+        within = [sum(one <= bound for one in until) for bound in (SOON, LATER)]
+        later = len(until) - within[1] - until.count(inf)
+        lines.append([seed, *map(str, (len(until), *within, later, until.count(inf)))])
+    last = sorted(lives, key=lambda bug: -max(map(_lives, lives[bug].values())))[:SHOWN_BUGS]
+    rare = [[bug, *(lives[bug][seed] or "never" for seed in seeds)] for bug in last]
+    header_of_last = ["found last, after so many lives", *(f"seed {seed}" for seed in seeds)]
+    return "\n\n".join(
+        [
+            markdown([*header, "not found"], lines),
+            table(header_of_last, rare, found, "planted_bugs"),
+        ]
+    )
+
+
+def _lives(value: str) -> float:
+    return float(value) if value else inf
 
 
 def hook_calls() -> str:
-    rows = recorded("hook_calls")
+    """A line per hook that refuses, and one for all others."""
+    found = recorded("hook_calls")
     header = ["hook", "calls", "answered with an error of ours", "exceptions that got out"]
-    lines = [
-        [f"`{row['hook']}`", f"{int(row['times']):,}", f"{int(row['refused']):,}", row["escaped"]]
-        for row in rows
-    ]
-    return table(header, lines, rows, "hook_calls")
+    groups = {f"`{row['hook']}`": [row] for row in found if row["refused"] != "0"}
+    others = [row for row in found if row["refused"] == "0"]
+    groups[", ".join(f"`{row['hook']}`" for row in others)] = others
+    lines = []
+    for names, own in groups.items():
+        counts = (sum(int(row[one]) for row in own) for one in ("times", "refused", "escaped"))
+        lines.append([names, *(f"{count:,}" for count in counts)])
+    return table(header, lines, found, "hook_calls")
 
 
 def load() -> str:
-    """Everything that had a limit, beside what SGLang without the plugin did in the same job."""
-    rows = sorted(recorded("load"), key=lambda row: row["job"])
-    plain: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        if row["quantity"].endswith(PLAIN):
-            plain[row["job"], row["quantity"].removesuffix(PLAIN)].append(row["value"])
+    """A line per job: how many limits it held, and the one that it came nearest to."""
+    found = sorted(recorded("load"), key=lambda row: row["job"])
+    header = ["job", "counted", "limits held", "ended unexpectedly", "complaints of checks"]
+    header += ["compactions", "retractions", "nearest to its limit"]
     lines = []
-    for row in rows:
-        if row["limit"]:  # a job says some things once per storm or server, plain SGLang in turn
-            beside = plain[row["job"], row["quantity"]]
-            lines.append([row[name] for name in ("job", "quantity", "value", "limit", "ok")])
-            lines[-1].append(beside.pop(0) if beside else "")
-    return table(["job", "what", "value", "limit", "held", "plain SGLang"], lines, rows, "load")
+    for job in dict.fromkeys(row["job"] for row in found):
+        own = [r for r in found if r["job"] == job and not r["quantity"].endswith(PLAIN)]
+        limited = [row for row in own if row["limit"]]
+        held = sum(row["ok"] == "yes" for row in limited)
+        lines.append([job, _counted(own), f"{held} of {len(limited)}"])
+        lines[-1] += [_sum(own, name) for name in (UNEXPECTED, COMPLAINTS)]
+        lines[-1] += [_sum(own, *COMPACTIONS), _sum(own, "retractions"), _nearest(limited)]
+    return table(header, lines, found, "load")
+
+
+UNEXPECTED, COMPLAINTS = "requests that ended unexpectedly", "complaints in the log"
+COMPACTIONS = ("compactions", "compactions among aborts", "compactions among disconnects")
+#: what a job counts -> its name here; the first that it has
+COUNTED = {
+    "requests": "requests",
+    "bodies": "bodies",
+    "turns": "turns",
+    "answers": "answers",
+    "clients told by an error or a close": "clients",
+}
+#: quantities whose names need their job, and those that are set and not found
+NAMED = {"slowest of them, seconds": "slowest wrong start, seconds"}
+SET = ("of them in the pool",)
+
+
+def _counted(rows: list[Row]) -> str:
+    found = ((_sum(rows, quantity), name) for quantity, name in COUNTED.items())
+    return next((f"{value} {name}" for value, name in found if value), "")
+
+
+def _sum(rows: list[Row], *quantities: str) -> str:
+    """Empty where a job does not count that."""
+    values = [int(float(row["value"])) for row in rows if row["quantity"] in quantities]
+    return f"{sum(values):,}" if values else ""
+
+
+def _nearest(rows: list[Row]) -> str:
+    """Of the largest values that a job allows, the one that took most of it."""
+    upper = [row for row in rows if "<" in row["limit"] and row["quantity"] not in SET]
+    of = {row["quantity"]: (float(row["value"]), float(row["limit"][2:])) for row in upper}
+    quantity, (value, limit) = max(of.items(), key=lambda one: one[1][0] / one[1][1])
+    return f"{NAMED.get(quantity, quantity)}: {value:g} of {limit:g}"
 
 
 def compiled() -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, table
+from bench.lib.table_text import Row, budget
+from bench.report.captions import table
 
 
 def tune() -> str:

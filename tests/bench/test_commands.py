@@ -57,7 +57,7 @@ ALONE = {
     "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner} "
     "--learn conversations",
     "report": "--check",
-    "report.rooms": "--out {out}/rooms.svg",
+    "report.packages": "--out {out}/packages.svg",
     "serving.compaction_cost": "--policies streaming tova --kv-budget 64 --rounds 2",
     "serving.figure": "--out {out}/serve.svg",
     "serving.shapes": "{out}/model",

@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.report.rooms import (
+from bench.report.packages import (
     FIGURE,
     LINKED,
-    PACKAGE,
-    ROOMS,
+    PACKAGES,
     ROOT,
-    imports_between_rooms,
+    SOURCE,
+    imports_between_packages,
     own_files,
+    package_of,
     parts_of,
-    room_of,
     told,
 )
 
@@ -80,25 +80,25 @@ def run_fresh(code: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("path", own_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
-    room, order = room_of(parts_of(path)), [*ROOMS]
+    package, order = package_of(parts_of(path)), [*PACKAGES]
     for found in imports_of(path):
         root, *rest = found.name.split(".")
         if root != "sgl_skipkv":
             continue
-        target = room_of(tuple(rest))
-        if target == "patches" or (target.startswith("patches/") and target not in ROOMS):
+        target = package_of(tuple(rest))
+        if target == "patches" or (target.startswith("patches/") and target not in PACKAGES):
             continue  # ``from sgl_skipkv.patches import registry``: its second name is looked at
-        allowed = target == room or order.index(target) < order.index(room)
-        allowed = allowed or (room == "" and not found.top)  # install() reaches up, when called
-        assert allowed, f"{path.name} ({room}) imports {found.name} ({target})"
+        allowed = target == package or order.index(target) < order.index(package)
+        allowed = allowed or (package == "" and not found.top)  # install() reaches up, when called
+        assert allowed, f"{path.name} ({package}) imports {found.name} ({target})"
 
 
 def test_the_picture_shows_the_imports() -> None:
-    assert told(imports_between_rooms()) in FIGURE.read_text(), "python -m bench.report.rooms"
+    assert told(imports_between_packages()) in FIGURE.read_text(), "python -m bench.report.packages"
 
 
 def test_no_import_runs_in_a_circle() -> None:
-    """Modules, not only rooms; imports inside functions count as well."""
+    """Modules, not only packages; imports inside functions count as well."""
     modules = {".".join(("sgl_skipkv", *parts_of(path))): path for path in own_files()}
     names = {
         name: sorted(
@@ -120,13 +120,15 @@ def test_no_import_runs_in_a_circle() -> None:
 
 @pytest.mark.parametrize("path", own_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_the_hooks_touch_sglang(path: Path) -> None:
-    room = room_of(parts_of(path)).partition("/")[0]
+    package = package_of(parts_of(path)).partition("/")[0]
     for found in imports_of(path):
         if found.name.split(".")[0] != "sglang":
             continue
-        assert room in SGLANG, f"{path.name} imports {found.name}"
-        assert found.name == "sglang" or found.name.startswith(SGLANG[room]), found.name
-        assert room != "plugin" or not found.top, "plugin.py imports SGLang inside register() only"
+        assert package in SGLANG, f"{path.name} imports {found.name}"
+        assert found.name == "sglang" or found.name.startswith(SGLANG[package]), found.name
+        assert package != "plugin" or not found.top, (
+            "plugin.py imports SGLang inside register() only"
+        )
 
 
 def test_kernels_need_torch_and_triton_alone() -> None:
@@ -140,7 +142,7 @@ def test_kernels_need_torch_and_triton_alone() -> None:
 @pytest.mark.parametrize("folder", LINKED)
 def test_linked_folders_are_namespaces(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists(), "it would hide the PyPI package"
-    link = PACKAGE / folder
+    link = SOURCE / folder
     assert link.is_symlink() and os.readlink(link) == f"../{folder}"
 
 
@@ -188,7 +190,7 @@ def test_reference_kernels_import_without_triton_and_sglang() -> None:
     assert run_fresh(code) == "(2, 2)"
 
 
-BOUNDARY = PACKAGE / "eviction" / "error_boundary.py"  # the one place that says why it may
+BOUNDARY = SOURCE / "eviction" / "error_boundary.py"  # the one place that says why it may
 FORBIDDEN_NAMES = {"eval", "exec", "__import__"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
 

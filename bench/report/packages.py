@@ -1,10 +1,10 @@
-"""Draw the rooms of the package and what imports what: docs/figures/rooms.svg.
+"""Draw the packages of sgl_skipkv and what imports what: docs/figures/packages.svg.
 
-    python -m bench.report.rooms
+    python -m bench.report.packages
 
-A room is a folder, or a module at the top, that owns one thing. An arrow says "imports"; arrows
+A package is a folder, or a module at the top, that owns one thing. An arrow says "imports"; arrows
 that follow from others are left out. ``tests/unit/test_layout.py`` holds the imports to the order
-of the rooms, and the picture to the imports.
+of the packages, and the picture to the imports.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "sgl_skipkv"
+SOURCE = ROOT / "sgl_skipkv"
 LINKED = ("kernels", "patches")
-FIGURE = ROOT / "docs" / "figures" / "rooms.svg"
+FIGURE = ROOT / "docs" / "figures" / "packages.svg"
 
-#: from the lowest up; a module may import its own room and every room below it
-ROOMS = {
+#: from the lowest up; a module may import its own package and every package below it
+PACKAGES = {
     "kernels": "formulas in plain torch,\nTriton kernels",
     "config": "server settings, and how\na wrong value is refused",
     "cpu": "SGLang platform for machines\nwithout an accelerator",
@@ -58,26 +58,26 @@ def own_files() -> list[Path]:
     """Every Python file that is installed, at its real path."""
     return sorted(
         path
-        for folder in (PACKAGE, *(ROOT / name for name in LINKED))
+        for folder in (SOURCE, *(ROOT / name for name in LINKED))
         for path in folder.rglob("*.py")
         if not any(part.is_symlink() for part in path.parents)
     )
 
 
 def parts_of(path: Path) -> tuple[str, ...]:
-    """Of a module's name below the package: ("policy", "rkv"); () for the package itself."""
-    relative = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
+    """Of a module's name below ``sgl_skipkv``: ("policy", "rkv"); () for that itself."""
+    relative = path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT)
     return tuple(part for part in relative.with_suffix("").parts if part != "__init__")
 
 
-def room_of(parts: Sequence[str]) -> str:
+def package_of(parts: Sequence[str]) -> str:
     """``policy`` for ("policy", "rkv"), ``patches/api`` for ("patches", "api", "gate").
 
-    The tables of hooks, ``patches/*/hooks.py``, are data: a room of their own, below all code.
+    The tables of hooks, ``patches/*/hooks.py``, are data: on their own here, below all code.
     """
     if parts and parts[0] == "patches":
         return "patches/hooks" if parts[2:3] == ("hooks",) else "/".join(parts[:2])
-    return parts[0] if parts and parts[0] in ROOMS else ""
+    return parts[0] if parts and parts[0] in PACKAGES else ""
 
 
 def imported_modules(path: Path) -> Iterator[tuple[str, ...]]:
@@ -96,56 +96,60 @@ def imported_modules(path: Path) -> Iterator[tuple[str, ...]]:
                 yield rest if rest in known else rest[:-1]
 
 
-def imports_between_rooms() -> set[tuple[str, str]]:
-    """(room, room that it imports), without what follows from others."""
+def imports_between_packages() -> set[tuple[str, str]]:
+    """(package, package that it imports), without what follows from others."""
     edges = set()
     for path in own_files():
-        room = room_of(parts_of(path))
-        edges |= {(room, room_of(module)) for module in imported_modules(path)}
-    below: dict[str, set[str]] = {room: set() for room in ROOMS}
-    for room in ROOMS:  # from the lowest up
-        for _, other in sorted(edge for edge in edges if edge[0] == room != edge[1]):
-            below[room] |= {other, *below[other]}
+        package = package_of(parts_of(path))
+        edges |= {(package, package_of(module)) for module in imported_modules(path)}
+    below: dict[str, set[str]] = {package: set() for package in PACKAGES}
+    for package in PACKAGES:  # from the lowest up
+        for _, other in sorted(edge for edge in edges if edge[0] == package != edge[1]):
+            below[package] |= {other, *below[other]}
     return {
-        (room, other)
-        for room, other in edges
-        if room != other
-        and not any(other in below[between] for left, between in edges if left == room != between)
+        (package, other)
+        for package, other in edges
+        if package != other
+        and not any(
+            other in below[between] for left, between in edges if left == package != between
+        )
     }
 
 
 def floors(edges: set[tuple[str, str]]) -> dict[str, int]:
-    """The floor of each room: one above the highest that it imports."""
-    levels: dict[str, int] = {}
-    for room in ROOMS:
-        levels[room] = max(
-            (levels[other] + 1 for importer, other in edges if importer == room), default=0
+    """The floor of each package: one above the highest that it imports."""
+    found: dict[str, int] = {}
+    for package in PACKAGES:
+        found[package] = max(
+            (found[other] + 1 for one, other in edges if one == package), default=0
         )
-    return levels
+    return found
 
 
 def draw(path: Path) -> None:
-    """A box per room, the lowest floor at the bottom, and an arrow per import."""
-    edges = imports_between_rooms()
+    """A box per package, the lowest floor at the bottom, and an arrow per import."""
+    edges = imports_between_packages()
     of_floor: dict[int, list[str]] = {}
-    for room, floor in floors(edges).items():
-        of_floor.setdefault(floor, []).append(room)
+    for package, floor in floors(edges).items():
+        of_floor.setdefault(floor, []).append(package)
     width = max(map(len, of_floor.values()))
-    plt.rcParams.update({"svg.hashsalt": "rooms", "svg.fonttype": "none", "font.size": 9})
+    plt.rcParams.update({"svg.hashsalt": "packages", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(figsize=(2.6 * width, 1.25 * len(of_floor)))
     centre: dict[str, tuple[float, float]] = {}
-    for floor, rooms in of_floor.items():
-        for i, room in enumerate(rooms):
-            centre[room] = (2.6 * (i + (width - len(rooms)) / 2), 1.3 * floor)
-    for room, (x, y) in centre.items():
-        hooks = room.startswith("patches")
+    for floor, packages in of_floor.items():
+        for i, package in enumerate(packages):
+            centre[package] = (2.6 * (i + (width - len(packages)) / 2), 1.3 * floor)
+    for package, (x, y) in centre.items():
+        hooks = package.startswith("patches")
         box = FancyBboxPatch((x - 1.05, y - 0.38), 2.1, 0.76, boxstyle="round,pad=0.04")
         box.set(facecolor="#e8eef7" if hooks else "#f4f1ea", edgecolor="#555555", linewidth=0.8)
         axes.add_patch(box)
-        axes.text(x, y + 0.2, room or "sgl_skipkv", ha="center", va="center", weight="bold")
-        axes.text(x, y - 0.13, ROOMS[room], ha="center", va="center", size=7.5, linespacing=1.1)
-    for room, other in sorted(edges):
-        (x, y), (to_x, to_y) = centre[room], centre[other]
+        axes.text(x, y + 0.2, package or "sgl_skipkv", ha="center", va="center", weight="bold")
+        axes.text(
+            x, y - 0.13, PACKAGES[package], ha="center", va="center", size=7.5, linespacing=1.1
+        )
+    for package, other in sorted(edges):
+        (x, y), (to_x, to_y) = centre[package], centre[other]
         arrow = FancyArrowPatch((x, y - 0.42), (to_x, to_y + 0.42), arrowstyle="-|>")
         arrow.set(mutation_scale=8, linewidth=0.7, color="#888888", zorder=0)
         axes.add_patch(arrow)
@@ -158,7 +162,9 @@ def draw(path: Path) -> None:
 
 def told(edges: set[tuple[str, str]]) -> str:
     """The imports as text, kept in the picture, so that a test can hold it against them."""
-    return "; ".join(f"{room or 'sgl_skipkv'} imports {other}" for room, other in sorted(edges))
+    return "; ".join(
+        f"{package or 'sgl_skipkv'} imports {other}" for package, other in sorted(edges)
+    )
 
 
 def main() -> int:
