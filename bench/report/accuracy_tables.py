@@ -49,7 +49,7 @@ def comparison(
     levels: tuple[str, ...], sampling: str = "greedy", policies: Collection[str] | None = None
 ) -> str:
     """Level and policy down, budgets across, of these policies or of all."""
-    found = [
+    rows = [
         row
         for row in recorded("accuracy")
         if row["level"] in levels and row["sampling"] == sampling and row["model"] == "reasoner"
@@ -63,7 +63,9 @@ def comparison(
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
         lines[-1] += [right(full), *[""] * (len(shares) - 1)]
         for policy in compared() if policies is None else policies:
-            cells = {share(row, full): right(row) for row in here if row["policy"] == policy}
+            cells = {
+                share_of_trace(row, full): right(row) for row in here if row["policy"] == policy
+            }
             if cells:
                 lines.append([level, f"`{policy}`", *(cells.get(share, "-") for share in shares)])
     header = ["level", "policy", *(f"budget {share}%" for share in shares)]

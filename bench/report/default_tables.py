@@ -12,7 +12,6 @@ from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
 from bench.report.accuracy_tables import LEVELS, share_of_trace
 from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share as share_of_trace
 from bench.report.captions import table
 from bench.report.family_tables import PLAIN, RANKED, cells, right, share_right
 

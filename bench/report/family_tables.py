@@ -12,7 +12,7 @@ from bench.lib.table_text import Row
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES, HELDOUT
 from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share
+from bench.report.accuracy_tables import share_of_trace
 from bench.report.captions import table
 
 SHARES = (8, 15, 25, 35)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, paired_ratio
-from bench.report.accuracy_tables import right, share
+from bench.report.accuracy_tables import right, share_of_trace
 from bench.report.captions import table
 
 

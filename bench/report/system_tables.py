@@ -114,7 +114,7 @@ def fuzz() -> str:
     lives = sum({row["seed"]: int(row["lives"]) for row in found}.values())
     what = f"in {lives:,} lives of {found[-1]['steps']} steps, without a failure"
     times: dict[str, int] = {}
-    for row in rows:
+    for row in found:
         times[row["event"]] = times.get(row["event"], 0) + int(row["times"])
     events = [[event, f"{count:,}"] for event, count in times.items()]
     half = (len(events) + 1) // 2
