@@ -18,13 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
-from sgl_skipkv.cli.tune.intervals import wilson
 
 PRESSES = ("SnapKVPress", "KnormPress")
 OURS = (("snapkv", {}), ("skipkv", {"tau": 0.85}), ("skipkv+", {"tau": 0.85}))
@@ -46,7 +45,6 @@ def report(
     right = sum(
         is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)
     )
-    low, high = wilson(right, len(problems))
     append_row(
         "peer",
         {
@@ -56,10 +54,7 @@ def report(
             "kv_budget": "" if kv_budget is None else kv_budget,
             "requests_at_once": parallel,
             "problems": len(problems),
-            "right": right,
-            "accuracy": round(right / len(problems), 4),
-            "wilson_low": round(low, 4),
-            "wilson_high": round(high, 4),
+            **accuracy_columns(right, len(problems)),
             "output_tokens": round(tokens / len(problems), 1),
             "tokens_per_s": round(tokens / seconds),
         },
@@ -93,7 +88,7 @@ def main() -> None:
         assert peer.stdin is not None and peer.stdout is not None
         peer.stdin.write(json.dumps(request))
         peer.stdin.close()
-        for press, budget in tqdm(jobs, desc="kvpress"):
+        for press, budget in track(jobs, "kvpress"):
             result = json.loads(peer.stdout.readline())
             cost = {"tokens": result["tokens"], "seconds": result["seconds"]}
             report("kvpress", press, budget, problems, result["answers"], **cost)
@@ -114,7 +109,7 @@ def main() -> None:
             report("sgl_skipkv", policy, budget, problems, texts, **cost)
 
         cells = [("full", None, {}), *((p, b, k) for b in arguments.budgets for p, k in OURS)]
-        for policy, budget, parameters in tqdm(cells, desc="sgl_skipkv"):
+        for policy, budget, parameters in track(cells, "sgl_skipkv"):
             run(policy, budget, parameters, 1)
         run("full", None, {}, BATCH)
         for budget in arguments.budgets:
