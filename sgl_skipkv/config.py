@@ -61,6 +61,8 @@ class Settings(BaseModel):
 
 
 BudgetTokens = Annotated[int, Field(ge=1, le=BUDGET_LIMIT_TOKENS)]
+#: names of the rules by which tokens close a sentence (``recording/sentences.py``)
+Preset = Literal["paper", "math", "code", "any-newline"]
 MemoryBytes = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
@@ -90,7 +92,7 @@ class ServerConfig(Settings):
     )
     # Host memory for what is known of finished requests, beside their KV.
     kv_reuse_bytes: MemoryBytes = 256 << 20
-    delimiters: str = "math"  # which tokens close a sentence
+    delimiters: Preset = "math"  # which tokens close a sentence
     steering_vector: str | None = Field(None, description="safetensors file with a steering vector")
     steering: float | None = Field(
         None, description="default steering strength alpha_0; absent: no steering by default"

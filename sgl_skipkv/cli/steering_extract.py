@@ -26,12 +26,12 @@ from transformers import AutoConfig
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess, pool_flags
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import Preset, SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
 from sgl_skipkv.steering.class_statistics import ClassStatistics, class_statistics_of
 from sgl_skipkv.steering.steerer import TokenClasses
-from sgl_skipkv.steering.vector import Origin, Preset, SteeringVector
+from sgl_skipkv.steering.vector import Origin, SteeringVector
 
 KEYWORDS = ("Wait", "Alternatively", "again")
 #: the command warns if a class has fewer thoughts

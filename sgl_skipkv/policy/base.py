@@ -16,7 +16,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from sgl_skipkv.config import SettingError, Settings
+from sgl_skipkv.config import Preset, SettingError, Settings
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.policy.query_centres import QueryCentres
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
@@ -71,9 +71,7 @@ class PolicyParams(Settings):
     count_prompt: bool = Field(
         False, description="true: the budget includes the prompt, which `rpc` refuses"
     )
-    delimiters: Literal["paper", "math", "code", "any-newline"] = Field(
-        "math", description="which tokens close a sentence"
-    )
+    delimiters: Preset = Field("math", description="which tokens close a sentence")
     drop_thoughts: bool = Field(
         False,
         description="true: with `kv_reuse`, evict the thoughts when the request finishes, for chat "

@@ -8,7 +8,9 @@ sentence. Spans count from the first generated token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
+
+from sgl_skipkv.config import Preset
 
 # The paper's list, as whole tokens.
 _PAPER: Final = frozenset({"\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n"})
@@ -18,7 +20,7 @@ _MATH_OPEN: Final = (":", ",", "{", "(", "[", "=", "&", "\\")
 # In code, an expression also continues after a trailing operator.
 _CODE_OPEN: Final = (*_MATH_OPEN, "+", "-", "/", "|", "<")
 
-PRESETS: Final[Mapping[str, int]] = {"paper": 1, "math": 2, "code": 4, "any-newline": 8}
+PRESETS: Final[Mapping[str, int]] = {name: 1 << i for i, name in enumerate(get_args(Preset))}
 """Preset name -> bit in ``Delimiters.bits``."""
 
 

@@ -15,13 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sgl_skipkv.config import SettingError, Settings, why_unopened
+from sgl_skipkv.config import Preset, SettingError, Settings, why_unopened
 
 FIELD: Final = "steering_vector"
 FILE_LIMIT_BYTES: Final = 64 << 20
 _CHOICES: Final = "a file that `skipkv steering extract` wrote for this model"
 _DTYPES: Final = ("F32", "F16", "BF16")
-Preset = Literal["paper", "math", "code", "any-newline"]
 
 
 class Origin(Settings):
