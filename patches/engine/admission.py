@@ -56,7 +56,8 @@ class _BudgetedAdder:
             self.last_untracked = None
         state = state_of(req)
         if state is None or not state.settings.evicts:
-            return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+            with _counted_as_usual(req, [*self.running_batch.reqs, *self.can_run_list]):
+                return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         # Tokens restored from a backup and copied from a history need slots but no computation:
         # SGLang sees them as a cached prefix, and their slots count as future tokens. It adds a
         # page itself, for what the first and the last page of a candidate leave unused.
@@ -191,9 +192,8 @@ def _future_tokens(state: RequestState, req: Any) -> int:
 def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
     """Let SGLang's admission read the request's future KV tokens as ``max_new_tokens``.
 
-    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` is cleared:
-    without a radix cache it selects a path that adds up the full traces of all running requests, an
-    estimate that a budgeted request does not need.
+    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` is cleared,
+    see ``_counted_as_usual``.
     """
     state = state_of(req)
     if state is None or not state.settings.evicts:
@@ -207,3 +207,23 @@ def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
         yield
     finally:
         params.max_new_tokens, params.ignore_eos = saved
+
+
+@contextmanager
+def _counted_as_usual(req: Any, others: list[Any]) -> Iterator[None]:
+    """While a request without a budget is considered beside those that evict.
+
+    Without a radix cache, ``ignore_eos`` selects a path of SGLang that adds up the full traces of
+    all running requests. Of one that evicts the trace may be longer than the pool, and whoever
+    ignores the end of sequence would wait until it has finished.
+    """
+    params = req.sampling_params
+    beside = (state for other in others if (state := state_of(other)) is not None)
+    if not params.ignore_eos or not any(state.settings.evicts for state in beside):
+        yield
+        return
+    params.ignore_eos = False
+    try:
+        yield
+    finally:
+        params.ignore_eos = True

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
@@ -127,14 +128,30 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
         return
     runtime.backs_up = False
     try:
-        for req in list(scheduler.waiting_queue):
-            state = state_of(req)
-            if state is not None and state.offloaded.backup is not None:
-                runtime.forget_backup(state)
-                lengthen_input(req)
-                if is_stranded(req):  # it would block the queue for ever
-                    scheduler.waiting_queue.remove(req)
-                    end_stranded(scheduler, req)
+        _forget_waiting(scheduler, runtime)
         original(scheduler, recv_req)
     finally:
         runtime.backs_up = True
+
+
+def forget_flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> None:
+    """AFTER ``Scheduler.flush_cache``: the tree is empty, and its weights may be new ones.
+
+    While it is paused SGLang flushes beside requests that wait.
+    """
+    runtime = runtime_of(scheduler)
+    if result and runtime is not None:
+        runtime.histories.clear()
+        _forget_waiting(scheduler, runtime)
+
+
+def _forget_waiting(scheduler: Any, runtime: Runtime) -> None:
+    """Requests that wait with a backup are computed anew."""
+    for req in list(scheduler.waiting_queue):
+        state = state_of(req)
+        if state is not None and state.offloaded.backup is not None:
+            runtime.forget_backup(state)
+            lengthen_input(req)
+            if is_stranded(req):  # it would block the queue for ever
+                scheduler.waiting_queue.remove(req)
+                end_stranded(scheduler, req)

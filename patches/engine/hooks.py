@@ -85,8 +85,8 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     after(
         "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",
-        "engine.reuse:forget_histories",
-        "histories live as long as the tree",
+        "engine.backup:forget_flushed",
+        "histories live as long as the tree, and backups as long as the weights",
     ),
     around(
         "mem_cache.allocation._prefix_kv_indices(batch, req)",

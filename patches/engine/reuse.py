@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.patches.engine.admission import fits_alone
-from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
@@ -293,13 +293,6 @@ def own_whole_row(result: int, req: Any) -> int | None:
     if state is None or (state.reuse.row_key is None and state.reuse.continued is None):
         return None
     return int(req.kv.kv_committed_len)
-
-
-def forget_histories(result: bool, scheduler: Any, empty_cache: bool = True) -> None:
-    """AFTER ``Scheduler.flush_cache``: the tree is empty."""
-    runtime = runtime_of(scheduler)
-    if result and runtime is not None:
-        runtime.histories.clear()
 
 
 def _namespace(state: RequestState, req: Any) -> Hashable:

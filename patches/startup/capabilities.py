@@ -168,6 +168,11 @@ _SETTINGS: Rows = (
         "memory.radix_cache_backend",
     ),
     ("streaming sessions", _REUSED, "serving.enable_streaming_session"),
+    (
+        "watermarks",
+        "the text before a token is looked up by its row entry",
+        "exec.features.enable_watermark",
+    ),
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
     ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
 )
@@ -196,6 +201,16 @@ _SWITCHES: Rows = (
         "routers by modality",
         "the modality of a token is looked up by its row entry",
         "model_config.requires_mm_token_modalities",
+    ),
+    (
+        "n-gram embeddings",
+        "the tokens before a token are looked up by its row entry",
+        "model_config.use_ngram_embedding",
+    ),
+    (
+        "engram layers",
+        "the tokens before a token are looked up by its row entry",
+        "model_config.use_engram",
     ),
     ("encoder-decoder", "rows begin with encoder tokens", "model_config.is_encoder_decoder"),
     ("Rust server", "requests bypass SGLang's Python tokenizer manager", "rust_server"),

@@ -141,6 +141,8 @@ def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
         ),
         ("routers by modality", architecture, config.requires_mm_token_modalities),
         ("generated images", architecture, generates_images(config.hf_config)),
+        ("n-gram embeddings", architecture, config.use_ngram_embedding),
+        ("engram layers", architecture, config.use_engram),
         ("encoder-decoder", architecture, config.is_encoder_decoder),
         ("embedding models", architecture, not config.is_generation),
     )

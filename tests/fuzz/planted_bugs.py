@@ -264,6 +264,11 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         backup.forget_backups: {
             "KV of before a pause comes back": ("runtime.backs_up = False", "pass"),
+        },
+        backup.forget_flushed: {
+            "histories outlive a flush": ("runtime.histories.clear()", "pass"),
+        },
+        backup._forget_waiting: {
             "the input of a backup that was forgotten stays short": ("lengthen_input(req)", "pass"),
             "a pause leaves a request that cannot be recomputed in the queue": (
                 "if is_stranded(req):",
@@ -354,9 +359,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "",
             ),
             "a history is one token too long": ("[:logical_tokens]", "[: logical_tokens + 1]"),
-        },
-        reuse.forget_histories: {
-            "histories outlive a flush": ("runtime.histories.clear()", "pass"),
         },
         continuation.namespace_of: {
             "another policy's request continues a history": (

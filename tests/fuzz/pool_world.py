@@ -318,7 +318,7 @@ class World(Loop):
 
     def flush(self) -> bool:
         """``Scheduler.flush_cache``: only an idle server does it."""
-        from sgl_skipkv.patches.engine.reuse import forget_histories
+        from sgl_skipkv.patches.engine.backup import forget_flushed
 
         if not self.is_idle():
             return False
@@ -326,7 +326,7 @@ class World(Loop):
         self.tree_cache.reset()
         self.req_to_token_pool.clear()
         self.token_to_kv_pool_allocator.clear()
-        forget_histories(True, self)
+        forget_flushed(True, self)
         self.left.clear()
         assert not len(self.runtime.histories), "histories of an empty tree"
         assert not self.runtime.histories.memory.used_bytes, "recordings of an empty tree"

@@ -163,6 +163,41 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
     assert len(call.output_ids) == 60 and call.skipkv.report.summary["compactions"] > 4
 
 
+def test_a_flush_forgets_the_backups_of_who_waits() -> None:
+    """While it is paused in place, SGLang flushes beside requests that wait, and then changes
+    weights."""
+    from sgl_skipkv.patches.engine.backup import forget_flushed
+
+    world = World(overlap=True, backup_bytes=1 << 20)
+    calls = [world.arrive([5, 6, 7, 21, first], 60, **asks(6, "streaming")) for first in (23, 24)]
+    waiting = None
+    while waiting is None or waiting.skipkv.offloaded.backup is None:
+        world.retract_now = not world.waiting_queue and min(len(c.output_ids) for c in calls) > 20
+        world.step()
+        waiting = next(iter(world.waiting_queue), None)
+    forget_flushed(True, world)
+    assert waiting.skipkv.offloaded.backup is None and not world.runtime.host_memory.used_bytes
+    world.backed_up.clear()
+    world.run_dry()
+    assert [len(call.output_ids) for call in calls] == [60, 60]
+
+
+def test_a_long_trace_of_a_budget_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a radix cache SGLang adds up the full traces of all that run beside a request that
+    ignores the end of sequence."""
+    world = World(overlap=True)
+    long = world.arrive([5, 6, 7, 21], POOL + 60, **asks(6, "streaming"))
+    while len(long.output_ids) < 20:
+        world.step()
+    monkeypatch.setattr(world.tree_cache, "disable", True)
+    plain = world.arrive([9, 9, 8], 4, ignore_eos=True)
+    turn(world, 8)
+    assert len(plain.output_ids) == 4 and plain.sampling_params.ignore_eos
+    monkeypatch.undo()
+    world.run_dry()
+    assert len(long.output_ids) == POOL + 60
+
+
 def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
     """One request waits with a backup, and its trace is longer than the pool: a pause that takes
     the backup ends it, or it and everybody behind it would never be admitted."""
