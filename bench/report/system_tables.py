@@ -169,8 +169,9 @@ def hook_calls() -> str:
 def load() -> str:
     """A line per job: how many limits it held, and the one that it came nearest to."""
     found = sorted(recorded("load"), key=lambda row: row["job"])
-    header = ["job", "counted", "limits held", "ended unexpectedly", "complaints of checks"]
-    header += ["compactions", "retractions", "nearest to its limit"]
+    header = ["job", "counted", "limits held", "ended unexpectedly"]
+    header += ["complaints of SGLang's checks", "compactions", "retractions"]
+    header.append("nearest to its limit")
     lines = []
     for job in dict.fromkeys(row["job"] for row in found):
         own = [r for r in found if r["job"] == job and not r["quantity"].endswith(PLAIN)]

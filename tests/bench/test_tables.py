@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bench.report import __main__ as tables
+from bench.report.captions import LONGEST_COMMAND, table, without_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,3 +26,28 @@ def test_the_check_sees_a_changed_number() -> None:
     text = (ROOT / "docs" / "results.md").read_text()
     changed = text.replace("| hard | `skipkv+` | ", "| hard | `skipkv+` | 9")
     assert changed != text == tables.rendered(changed)
+
+
+def test_captions_print_no_long_command() -> None:
+    captions = re.compile(r"^.*SGLang .*`bench/rows/\w+\.csv`.*$", re.MULTILINE)
+    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    found = [caption for text in texts for caption in captions.findall(text)]
+    spans = [span for caption in found for span in re.findall(r"`([^`]+)`", caption)]
+    assert len(found) > 40 and max(map(len, spans)) <= LONGEST_COMMAND
+
+
+def test_a_long_command_is_left_to_its_row() -> None:
+    row = {"device": "a CPU", "sglang": "1", "torch": "2", "date": "today"}
+    short, long = "python tests/launches.py", f"python -m bench.decode {'--flag ' * 20}"
+    assert without_flags(long) == "python -m bench.decode"
+    assert without_flags(f"{short} --record") == short
+    captions = [
+        table(["one"], [["1"]], [{**row, "command": command}], "decode").splitlines()[-1]
+        for command in (short, long)
+    ]
+    start = "a CPU, SGLang 1, torch 2, today:"
+    assert captions == [
+        f"{start} `{short}` (`bench/rows/decode.csv`).",
+        f"{start} `python -m bench.decode` (`bench/rows/decode.csv`). "
+        "The rows' `command` column has all flags.",
+    ]
