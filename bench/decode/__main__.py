@@ -6,7 +6,7 @@
 Random weights and random keys: what is measured is time. A decode step is one CUDA graph with
 FlashInfer's (else SGLang's) paged attention; between steps the plugin's own runtime compacts the
 requests that are due, after everything else has finished, so nothing of it is hidden behind a step.
-A row holds tokens per second over a whole generation of that length, from a few looks of one
+A row holds tokens per second over a whole generation of that length, from a few measurements of one
 interval each at the middles of equal parts of it. One row per length and budget in
 bench/rows/decode.csv.
 """
@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from bench.decode.attention import BACKENDS, DecodeAttention, backend_for, entries
-from bench.decode.compactor import Calls, Compactor, largest_batch
+from bench.decode.compactor import Compactor, RequestShape, largest_batch
 from bench.decode.model import SIZES, DecodeModel, KVPool
 from bench.lib.device_clock import captured, synchronize, versions
 from bench.lib.record import append_row
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Look(NamedTuple):
+class Measurement(NamedTuple):
     """One interval of steps."""
 
     step_s: list[float]
@@ -58,31 +58,31 @@ class PagedLoop:
     """A batch of requests: page table, free slots, and the step that is replayed."""
 
     def __init__(
-        self, model: DecodeModel, backend: type[DecodeAttention], calls: Calls, batch: int
+        self, model: DecodeModel, backend: type[DecodeAttention], shape: RequestShape, batch: int
     ) -> None:
-        device, slots = model.device, batch * calls.peak_tokens
-        self.model, self.calls, self.device = model, calls, device
+        device, slots = model.device, batch * shape.peak_tokens
+        self.model, self.shape, self.device = model, shape, device
         self.pool = KVPool(model.size, slots, model.dtype, device)
-        self.req_to_token = torch.zeros(batch, calls.peak_tokens, dtype=torch.int32, device=device)
+        self.req_to_token = torch.zeros(batch, shape.peak_tokens, dtype=torch.int32, device=device)
         self.attention = backend(self.req_to_token, model.size.heads, model.dtype, slots)
         self.compactor = None
-        if calls.kv_budget is not None:
-            self.compactor = Compactor(model, calls, batch, self.pool, self.req_to_token)
-        self.lanes = torch.arange(batch, device=device)
+        if shape.kv_budget is not None:
+            self.compactor = Compactor(model, shape, batch, self.pool, self.req_to_token)
+        self.rows = torch.arange(batch, device=device)
         self.token_ids, self.positions, self.new_slots, self.sampled = (
-            torch.zeros_like(self.lanes) for _ in range(4)
+            torch.zeros_like(self.rows) for _ in range(4)
         )
-        self._fill([calls.prompt_tokens] * batch)
+        self._fill([shape.prompt_tokens] * batch)
         self.attention.plan(self.row_tokens)
         self.replay = captured(self._step, device)
 
-    def look(self, generated: int) -> Look:
+    def measure_interval(self, generated: int) -> Measurement:
         """Decode for one interval, from where every request has generated this many tokens."""
-        calls, batch, compactor = self.calls, len(self.lanes), self.compactor
+        shape, batch, compactor = self.shape, len(self.rows), self.compactor
         owned = [generated] * batch if compactor is None else compactor.open(generated)
-        self._fill([calls.prompt_tokens + own for own in owned])
+        self._fill([shape.prompt_tokens + own for own in owned])
         before = statistics.mean(self.row_tokens)
-        new_ids = torch.randint(self.model.size.vocabulary, (calls.interval, batch))
+        new_ids = torch.randint(self.model.size.vocabulary, (shape.interval, batch))
         due = [] if compactor is None else compactor.observe(self.row_tokens, [])
         step_s, compaction_s, compactions = [], 0.0, 0
         for ids, host_ids in zip(new_ids.to(self.device), new_ids.tolist(), strict=True):
@@ -102,12 +102,12 @@ class PagedLoop:
             step_s.append(time.perf_counter() - start)
         if compactor is not None:
             compactor.close(self.row_tokens)
-        return Look(step_s, compaction_s, compactions, before)
+        return Measurement(step_s, compaction_s, compactions, before)
 
     def _step(self) -> None:
         recorder = None if self.compactor is None else self.compactor.recorder
         at = (self.token_ids, self.positions, self.new_slots)
-        sampled = self.model.step(*at, self.pool, self.attention, recorder, self.lanes)
+        sampled = self.model.step(*at, self.pool, self.attention, recorder, self.rows)
         self.sampled.copy_(sampled)
         self.positions.add_(1)
 
@@ -123,10 +123,10 @@ class PagedLoop:
 
     def _prepare(self, token_ids: torch.Tensor) -> None:
         """A new token per row: its slot, and where the attention finds the others."""
-        self._free_slots -= len(self.lanes)
-        slots = self._free[self._free_slots : self._free_slots + len(self.lanes)]
+        self._free_slots -= len(self.rows)
+        slots = self._free[self._free_slots : self._free_slots + len(self.rows)]
         columns = device_tensor(self.row_tokens, self.device)
-        self.req_to_token[self.lanes, columns] = slots.int()
+        self.req_to_token[self.rows, columns] = slots.int()
         self.new_slots.copy_(slots)
         self.token_ids.copy_(token_ids)
         self.row_tokens = [tokens + 1 for tokens in self.row_tokens]
@@ -138,33 +138,41 @@ class PagedLoop:
 
 
 def measure(
-    model: DecodeModel, backend: type[DecodeAttention], calls: Calls, batch: int, looks: int
+    model: DecodeModel,
+    backend: type[DecodeAttention],
+    shape: RequestShape,
+    batch: int,
+    measurements: int,
 ) -> dict[str, Any]:
     """The row of one length and budget."""
-    loop = PagedLoop(model, backend, calls, batch)
-    last = calls.generated_tokens - calls.interval
-    middles = [calls.generated_tokens * (2 * i + 1) // (2 * looks) for i in range(looks)]
+    loop = PagedLoop(model, backend, shape, batch)
+    last = shape.generated_tokens - shape.interval
+    middles = [
+        shape.generated_tokens * (2 * i + 1) // (2 * measurements) for i in range(measurements)
+    ]
     if model.device.type == "cuda":
         for _ in range(2):  # torch loads its kernels when they are called first
-            loop.look(min(middles[-1], last))
-    found = [loop.look(min(middle, last)) for middle in middles]
-    step_s = [value for look in found for value in look.step_s]
-    compaction_s = sum(look.compaction_s for look in found)
+            loop.measure_interval(min(middles[-1], last))
+    intervals = [loop.measure_interval(min(middle, last)) for middle in middles]
+    step_s = [value for measurement in intervals for value in measurement.step_s]
+    compaction_s = sum(measurement.compaction_s for measurement in intervals)
     total_s = sum(step_s) + compaction_s
     return {
-        **asdict(calls),
-        "kv_budget": "" if calls.kv_budget is None else calls.kv_budget,
-        "policy": "" if calls.kv_budget is None else calls.policy,
+        **asdict(shape),
+        "kv_budget": "" if shape.kv_budget is None else shape.kv_budget,
+        "policy": "" if shape.kv_budget is None else shape.policy,
         "batch": batch,
         "kv_gib": round(
-            batch * calls.peak_tokens * model.size.kv_bytes_per_token(model.dtype) / 2**30, 3
+            batch * shape.peak_tokens * model.size.kv_bytes_per_token(model.dtype) / 2**30, 3
         ),
-        "looks": looks,
+        "measurements": measurements,
         "steps": len(step_s),
-        "row_tokens": round(statistics.mean(look.row_tokens for look in found), 1),
+        "row_tokens": round(
+            statistics.mean(measurement.row_tokens for measurement in intervals), 1
+        ),
         "step_ms_p50": round(1e3 * statistics.median(step_s), 3),
         "tokens_per_s": round(batch * len(step_s) / total_s, 1),
-        "compactions": sum(look.compactions for look in found),
+        "compactions": sum(measurement.compactions for measurement in intervals),
         "compaction_ms": round(1e3 * compaction_s, 2),
         "compaction_share": round(compaction_s / total_s, 4),
     }
@@ -191,7 +199,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", help="generated tokens of a request")
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--interval", type=int)
-    parser.add_argument("--looks", type=int, default=4)
+    parser.add_argument("--measurements", type=int, default=4)
     parser.add_argument("--batch", type=int, help="requests at once; default: as many as fit")
     parser.add_argument("--memory-gib", type=float, help="for KV and records; default: all free")
     parser.add_argument("--reserve-gib", type=float, default=8.0, help="of it, for everything else")
@@ -206,15 +214,15 @@ def main() -> None:
     model = DecodeModel(SIZES[arguments.size], dtype, device)
     common = (arguments.prompt_tokens, arguments.interval, arguments.policy)
     cells = [
-        Calls(kv_budget, length, *common)
+        RequestShape(kv_budget, length, *common)
         for length in sorted(arguments.lengths, reverse=True)  # the longest say most
         for kv_budget in (None, *arguments.kv_budgets)
         if kv_budget is None or kv_budget < length
     ]
-    for calls in tqdm(cells, desc="decode", unit="cell"):
-        batch = largest_batch(free_bytes(device, arguments), calls, model.size, dtype)
+    for shape in tqdm(cells, desc="decode", unit="cell"):
+        batch = largest_batch(free_bytes(device, arguments), shape, model.size, dtype)
         batch = min(batch, arguments.batch or batch)
-        row = measure(model, backend, calls, batch, arguments.looks)
+        row = measure(model, backend, shape, batch, arguments.measurements)
         setting = {
             "size": arguments.size,
             "dtype": arguments.dtype,
@@ -222,7 +230,9 @@ def main() -> None:
         }
         how = {"step": "CUDA graph" if device.type == "cuda" else "eager"}
         append_row("decode", {**setting, **how, **row, **versions(device)})
-        print({one: row[one] for one in ("kv_budget", "generated_tokens", "batch", "tokens_per_s")})
+        print(
+            {name: row[name] for name in ("kv_budget", "generated_tokens", "batch", "tokens_per_s")}
+        )
 
 
 if __name__ == "__main__":

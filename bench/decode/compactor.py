@@ -29,7 +29,7 @@ BOOKKEEPING_BYTES = 48
 
 
 @dataclass(frozen=True)
-class Calls:
+class RequestShape:
     """What every request of a batch is like.
 
     Attributes:
@@ -58,7 +58,7 @@ class Calls:
         return self.kv_budget + 1 + (generated - self.kv_budget - 1) % self.interval
 
 
-def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
+def recorded_bytes(size: Size, shape: RequestShape, dtype: torch.dtype) -> int:
     """What the plugin holds for one request more."""
     config = {
         "num_hidden_layers": size.layers,
@@ -67,24 +67,24 @@ def recorded_bytes(size: Size, calls: Calls, dtype: torch.dtype) -> int:
         "head_dim": size.heads.dim,
         "hidden_size": size.hidden_size,
     }
-    if calls.kv_budget is None:
+    if shape.kv_budget is None:
         return 0
     settings = ServerConfig()
-    two, one = (
+    of_two, of_one = (
         sum(report.recorded_bytes(config, n, settings, dtype.itemsize).values()) for n in (2, 1)
     )
-    return two - one
+    return of_two - of_one
 
 
-def largest_batch(memory_bytes: int, calls: Calls, size: Size, dtype: torch.dtype) -> int:
+def largest_batch(memory_bytes: int, shape: RequestShape, size: Size, dtype: torch.dtype) -> int:
     """Requests whose KV and records fit.
 
     Raises:
         ValueError: not even one.
     """
     token_bytes = size.kv_bytes_per_token(dtype) + BOOKKEEPING_BYTES
-    request_bytes = calls.peak_tokens * token_bytes
-    request_bytes += recorded_bytes(size, calls, dtype)
+    request_bytes = shape.peak_tokens * token_bytes
+    request_bytes += recorded_bytes(size, shape, dtype)
     if memory_bytes < request_bytes:
         raise ValueError(f"memory: expected {request_bytes} bytes or more, got {memory_bytes}")
     return memory_bytes // request_bytes
@@ -99,20 +99,25 @@ def _random_centres(size: Size, device: torch.device) -> QueryCentres:
 
 
 class Compactor:
-    """Runtime, recorder and the states of a batch of budgeted requests; row b belongs to call b.
+    """Runtime, recorder and the states of a batch of budgeted requests; row b belongs to request b.
 
     Args:
         pool, req_to_token: as the decode loop has them.
     """
 
     def __init__(
-        self, model: DecodeModel, calls: Calls, batch: int, pool: KVPool, req_to_token: Tensor
+        self,
+        model: DecodeModel,
+        shape: RequestShape,
+        batch: int,
+        pool: KVPool,
+        req_to_token: Tensor,
     ) -> None:
         size, heads = model.size, model.size.heads
-        self.calls, self.pool, self.req_to_token = calls, pool, req_to_token
+        self.shape, self.pool, self.req_to_token = shape, pool, req_to_token
         self.vocabulary = size.vocabulary
-        config = ServerConfig(kv_interval=calls.interval, max_tracked_requests=batch)
-        keys = {"kv_budget": calls.kv_budget, "kv_policy": calls.policy}
+        config = ServerConfig(kv_interval=shape.interval, max_tracked_requests=batch)
+        keys = {"kv_budget": shape.kv_budget, "kv_policy": shape.policy}
         settings = resolve_request(keys, config)
         assert settings is not None
         self.settings = settings
@@ -134,7 +139,7 @@ class Compactor:
             config,
             recorder=self.recorder,
             scale=heads.dim**-0.5,
-            pool_tokens=batch * calls.peak_tokens,
+            pool_tokens=batch * shape.peak_tokens,
             kv_token_bytes=0,  # nobody is retracted here
             centres=_random_centres(size, model.device),
             reach=torch.rand(size.layers, heads.kv, device=model.device),
@@ -154,9 +159,9 @@ class Compactor:
         """
         owned = []
         for b in range(len(self.req_to_token)):
-            prompt = [b] * self.calls.prompt_tokens
+            prompt = [b] * self.shape.prompt_tokens
             state = self.runtime.open(str(b), self.settings, prompt)
-            own = self.calls.budgeted_tokens(generated)
+            own = self.shape.budgeted_tokens(generated)
             ids = torch.randint(self.vocabulary, (own,)).tolist()
             state.sentences.tracker.feed(ids)
             self.runtime.admit(state, b, len(prompt) + own)
@@ -175,7 +180,7 @@ class Compactor:
         for state, tokens, ids in zip(self.states, row_tokens, self.output_ids, strict=True):
             self.runtime.close(state, tokens, ids, None)
             if state.failure is not None:
-                raise RuntimeError(f"call {state.rid}: {state.failure}")
+                raise RuntimeError(f"request {state.rid}: {state.failure}")
         self.states, self.output_ids = [], []
 
     def observe(self, row_tokens: Sequence[int], new_ids: Sequence[int]) -> list[int]:
@@ -195,16 +200,19 @@ class Compactor:
         Returns:
             int64 [freed], slots that nobody refers to any more.
         """
-        calls = [
+        due_requests = [
             Due(
                 *(self.states[b], row_tokens[b], self.output_ids[b]),
-                *(partial(self._cached, of, b, row_tokens[b]) for of in (self.pool.k, self.pool.v)),
+                *(
+                    partial(self._cached, layers, b, row_tokens[b])
+                    for layers in (self.pool.k, self.pool.v)
+                ),
                 self.cache,
             )
             for b in due
         ]
         freed: list[Tensor] = []
-        for done in self.runtime.compactor.compact(calls, self.req_to_token):
+        for done in self.runtime.compactor.compact(due_requests, self.req_to_token):
             freed += done.freed
             for plan in done.plans:
                 row_tokens[plan.state.held.row] -= plan.evicted_tokens

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.decode.__main__ import DEFAULTS
-from bench.decode.compactor import Calls, largest_batch
+from bench.decode.compactor import RequestShape, largest_batch
 from bench.decode.model import SIZES, Size
 from bench.kernels.floors import Shape, works
 from bench.lib.device_clock import Ceilings
@@ -30,22 +30,22 @@ QUERY_WINDOW = 8
 COMPACTION = ("window_attention", "key_redundancy", "row_compaction")
 
 
-def mean_row_tokens(calls: Calls) -> float:
+def mean_row_tokens(shape: RequestShape) -> float:
     """Cached tokens of a request, over all of its steps."""
-    steps = calls.generated_tokens
-    return calls.prompt_tokens + sum(map(calls.budgeted_tokens, range(steps))) / steps
+    steps = shape.generated_tokens
+    return shape.prompt_tokens + sum(map(shape.budgeted_tokens, range(steps))) / steps
 
 
-def compactions(calls: Calls) -> int:
+def compactions(shape: RequestShape) -> int:
     """Of one request."""
-    if calls.kv_budget is None:
+    if shape.kv_budget is None:
         return 0
-    return max(0, calls.generated_tokens - calls.kv_budget) // calls.interval
+    return max(0, shape.generated_tokens - shape.kv_budget) // shape.interval
 
 
-def floors(size: Size, calls: Calls, batch: int, ceilings: Ceilings) -> dict[str, float]:
+def floors(size: Size, shape: RequestShape, batch: int, ceilings: Ceilings) -> dict[str, float]:
     """Milliseconds of one step, on average over a generation, by what takes them."""
-    heads, cached = size.heads, batch * mean_row_tokens(calls)
+    heads, cached = size.heads, batch * mean_row_tokens(shape)
 
     def ms(moved_bytes: float, operations: float) -> float:
         return ceilings.floor(int(moved_bytes), int(operations), DTYPE).us / 1e3
@@ -58,16 +58,16 @@ def floors(size: Size, calls: Calls, batch: int, ceilings: Ceilings) -> dict[str
         ),
         "compactions": 0.0,
     }
-    if calls.kv_budget is not None:
+    if shape.kv_budget is not None:
         due = Shape(
-            *(batch, calls.prompt_tokens + calls.kv_budget, calls.interval, size.layers),
+            *(batch, shape.prompt_tokens + shape.kv_budget, shape.interval, size.layers),
             *(heads.query, heads.kv, heads.dim, size.hidden_size),
             window=QUERY_WINDOW,
             sentences=0,
         )
         parts = works(due, DTYPE)
         each = sum(ms(parts[name].bytes, parts[name].operations) for name in COMPACTION)
-        found["compactions"] = each * compactions(calls) / calls.generated_tokens
+        found["compactions"] = each * compactions(shape) / shape.generated_tokens
     return found
 
 
@@ -80,24 +80,26 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for length, (i, kv_budget) in product(
         arguments.lengths, enumerate((None, *arguments.kv_budgets))
     ):
-        calls = Calls(*(kv_budget, length, arguments.prompt_tokens, arguments.interval, "rkv"))
+        shape = RequestShape(
+            *(kv_budget, length, arguments.prompt_tokens, arguments.interval, "rkv")
+        )
         if kv_budget is not None and kv_budget >= length:
             continue
         batch = (
             arguments.batches[i]
             if arguments.batches
-            else largest_batch(int(arguments.memory_gib * 2**30), calls, size, DTYPE)
+            else largest_batch(int(arguments.memory_gib * 2**30), shape, size, DTYPE)
         )
-        step_ms = floors(size, calls, batch, ceilings)
+        step_ms = floors(size, shape, batch, ceilings)
         rate = 1e3 * batch / sum(step_ms.values())
         full = rate if kv_budget is None else full
         found.append(
             {
                 "size": arguments.size,
-                **asdict(calls),
+                **asdict(shape),
                 "kv_budget": "" if kv_budget is None else kv_budget,
                 "batch": batch,
-                "row_tokens": round(mean_row_tokens(calls), 1),
+                "row_tokens": round(mean_row_tokens(shape), 1),
                 **{f"{name}_ms": round(value, 3) for name, value in step_ms.items()},
                 "tokens_per_s": round(rate, 1),
                 "over_full_cache": round(rate / full, 3),

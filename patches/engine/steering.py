@@ -17,7 +17,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.families import STEERED_LAYERS, STEERED_TYPES
+from sgl_skipkv.patches.engine.steered_models import STEERED_LAYERS, STEERED_TYPES
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.steering.steerer import Steerer
 from sgl_skipkv.steering.vector import FIELD

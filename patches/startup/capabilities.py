@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.patches.engine.families import STEERED_TYPES
 from sgl_skipkv.patches.engine.model_side import model_side_of
+from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.startup.attention_kinds import (
     counting_attention,
     full_attention,

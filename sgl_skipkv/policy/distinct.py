@@ -101,7 +101,7 @@ class Distinct(Policy):
         values, firsts = paged_values(
             requests, [self.candidates(request)[0] for request in requests]
         )
-        measures = from_pages(values, firsts, **_of_model(requests[0]))
+        measures = from_pages(values, firsts, **_model_arguments(requests[0]))
         joined, positions, _ = joined_sentences(requests)
         old = [is_old for request in requests for is_old in self._old(request)]
         place = self._by_place(joined.places(positions), old)
@@ -110,7 +110,7 @@ class Distinct(Policy):
     def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Plain torch on every device. Tokens of a protected prompt score 0."""
         firsts = [self.candidates(request)[0] for request in requests]
-        distances, sizes = values_of_ranks(requests, firsts, **_of_model(requests[0]))
+        distances, sizes = values_of_ranks(requests, firsts, **_model_arguments(requests[0]))
         scores = []
         for request, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
             assert request.sentences is not None
@@ -131,7 +131,7 @@ class Distinct(Policy):
         values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
         assert values is not None and sentences is not None
         layers = [values(layer) for layer in range(inputs.layers)]
-        measures = distinct_values(layers, first, **_of_model(inputs))
+        measures = distinct_values(layers, first, **_model_arguments(inputs))
         place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
         return self._score(*measures, place)
 
@@ -162,12 +162,12 @@ class Distinct(Policy):
         return place
 
 
-class _OfModel(TypedDict):
+class _ModelArguments(TypedDict):
     weights: Tensor
     compared: range
 
 
-def _of_model(inputs: ScoreInput) -> _OfModel:
+def _model_arguments(inputs: ScoreInput) -> _ModelArguments:
     """What both forms of ``distinct_values`` are told of the model."""
     assert inputs.reach is not None
     weights = _weights(inputs.reach, inputs.ranks)

@@ -43,7 +43,7 @@ ALONE = {
     "accuracy.layers": "--traces {traces} --kv-budget 64 --every 64",
     "accuracy.needed_tokens": "--problems 1",
     "conversation.figure": "--out {out}/conversation.svg",
-    "decode": "--device cpu --lengths 64 --looks 1 --memory-gib 0.0004",
+    "decode": "--device cpu --lengths 64 --measurements 1 --memory-gib 0.0004",
     "decode.figure": "--out {out}/decode.svg",
     "decode.floors": "--copy-tb-per-s 1 --bf16-tflop-per-s 500 --size tiny --lengths 100 "
     "--kv-budgets 24 --interval 16 --batches 3 6",

@@ -27,36 +27,36 @@ DEVICES = ("x86_64 CPU", "NVIDIA H100 80GB HBM3")
 
 def test_what_a_request_holds_after_so_many_tokens() -> None:
     """Against a request that grows token by token."""
-    calls = compactor.Calls(24, 100, 8, 16, "rkv")
+    shape = compactor.RequestShape(24, 100, 8, 16, "rkv")
     own = 0
     for generated in range(1, 100):
         own += 1
-        assert calls.budgeted_tokens(generated) == own <= calls.peak_tokens - 8 - 1
+        assert shape.budgeted_tokens(generated) == own <= shape.peak_tokens - 8 - 1
         if own == 24 + 16:
             own = 24
-    assert compactor.Calls(None, 100, 8, 16, "rkv").budgeted_tokens(77) == 77
+    assert compactor.RequestShape(None, 100, 8, 16, "rkv").budgeted_tokens(77) == 77
 
 
 def test_floors_of_a_decode_loop(rows_of: Any) -> None:
     """By hand, at 1 TB/s and 500 TFLOP/s: 100 tokens generated from 8, 3 requests, budget 24."""
     rates = ("--copy-tb-per-s", "1", "--bf16-tflop-per-s", "500", "--batches", "3", "6")
-    shape = ("--size", "tiny", "--lengths", "100", "--kv-budgets", "24", "--interval", "16")
-    full, ours = rows_of(decode_floors, "decode_floors", *rates, *shape, "--prompt-tokens", "8")
+    flags = ("--size", "tiny", "--lengths", "100", "--kv-budgets", "24", "--interval", "16")
+    full, ours = rows_of(decode_floors, "decode_floors", *rates, *flags, "--prompt-tokens", "8")
     assert float(full["row_tokens"]) == 8 + 99 / 2
-    calls = compactor.Calls(24, 100, 8, 16, "rkv")
-    held = [calls.budgeted_tokens(generated) for generated in range(100)]
+    shape = compactor.RequestShape(24, 100, 8, 16, "rkv")
+    held = [shape.budgeted_tokens(generated) for generated in range(100)]
     assert float(ours["row_tokens"]) == round(8 + sum(held) / 100, 1)
     weights = 2 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 160 * 64
     kv_bytes = 2 * 2 * 2 * 16 * 2  # keys and values, layers, heads, numbers, bytes
     size = decode.SIZES["tiny"]
     assert (size.weights, size.kv_bytes_per_token(torch.bfloat16)) == (weights, kv_bytes)
     ceilings = device_clock.Ceilings(1e12, {torch.bfloat16: 500e12}, 0.0)
-    step_ms = decode_floors.floors(size, calls, 6, ceilings)
+    step_ms = decode_floors.floors(size, shape, 6, ceilings)
     assert step_ms["weights"] == pytest.approx(1e3 * 2 * weights / 1e12)
-    cached = 6 * decode_floors.mean_row_tokens(calls)
+    cached = 6 * decode_floors.mean_row_tokens(shape)
     assert step_ms["attention"] == pytest.approx(1e3 * int(cached * kv_bytes) / 1e12)
     times = sum(a > b for a, b in pairwise(held))  # where it shrinks
-    assert decode_floors.compactions(calls) == times == 4
+    assert decode_floors.compactions(shape) == times == 4
     assert 0 < step_ms["compactions"] < step_ms["attention"]
     rate = 6e3 / sum(step_ms.values())
     assert float(ours["tokens_per_s"]) == pytest.approx(rate, rel=1e-6)
@@ -84,7 +84,7 @@ def test_attention_over_ragged_rows() -> None:
 
 @pytest.mark.parametrize("policy", ["distinct", "rkv", "skipkv"])
 def test_decode_rows_on_a_cpu(rows_of: Any, policy: str) -> None:
-    flags = ("--looks", "2", "--policy", policy, "--lengths", "96")
+    flags = ("--measurements", "2", "--policy", policy, "--lengths", "96")
     full, budgeted = rows_of(decode, "decode", "--device", "cpu", "--memory-gib", "0.0004", *flags)
     assert (full["kv_budget"], full["compactions"], full["policy"]) == ("", "0", "")
     assert (budgeted["kv_budget"], budgeted["policy"]) == ("24", policy)
@@ -125,9 +125,9 @@ def test_the_loop_with_kernels_is_the_loop_without(
     def decoded() -> tuple[int, list[torch.Tensor]]:
         torch.manual_seed(0)
         model = decode.DecodeModel(decode.SIZES["tiny"], torch.float32, CPU)
-        calls = compactor.Calls(24, 64, 8, 8, policy)
-        loop = decode.PagedLoop(model, attention.TorchDecode, calls, 3)
-        found = loop.look(48)
+        shape = compactor.RequestShape(24, 64, 8, 8, policy)
+        loop = decode.PagedLoop(model, attention.TorchDecode, shape, 3)
+        found = loop.measure_interval(48)
         return found.compactions, [loop.req_to_token, *loop.pool.k, loop.sampled]
 
     expected = decoded()
@@ -158,7 +158,7 @@ def test_the_decode_figure_is_drawn_from_the_rows(drawn: Any) -> None:
 
 def test_the_largest_batch() -> None:
     size = decode.SIZES["r1-qwen-7b"]
-    full = compactor.Calls(None, 16384, 128, 128, "rkv")
+    full = compactor.RequestShape(None, 16384, 128, 128, "rkv")
     assert size.kv_bytes_per_token(torch.bfloat16) == 56 * 1024
     token_bytes = 56 * 1024 + compactor.BOOKKEEPING_BYTES
     assert compactor.largest_batch(10 * 16513 * token_bytes, full, size, torch.bfloat16) == 10

@@ -77,7 +77,7 @@ def test_a_compacted_row_is_read_as_it_is(name: str, where: str, dtype: torch.dt
         lengths[row] = kept + NEW
         stays = selection.kept
         expected[row] = torch.cat([own_k[stays], k[new]]), torch.cat([own_v[stays], v[new]])
-    lengths[1] = 1  # a lane of nobody reads slot 0
+    lengths[1] = 1  # a padded row reads slot 0
     q = torch.randn(len(lengths), heads.query, heads.dim).to(device, dtype)
 
     kernels: Any = nullcontext()

@@ -4,7 +4,7 @@ A graph replays launches, not Python: the same operations on the same addresses,
 state is by then. ``Tape`` does that on the CPU, for the plain torch of a step and for its kernels,
 interpreted; where there is a GPU, a real graph does. SGLang's own attention layer, residual stream
 and forward batch pass through the hooks as on a server; the recorded step is replayed with other
-rows, tokens and positions in its buffers, idle lanes among them, and must leave what eager steps
+rows, tokens and positions in its buffers, padded rows among them, and must leave what eager steps
 leave.
 """
 
@@ -34,7 +34,7 @@ from sgl_skipkv.steering.vector import SteeringVector
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM, WIDTH, WINDOW = 3, 2, 4, 5, 4
-ROWS, TRACKS, LANES, STEPS = 6, 3, 4, 120
+TABLE_ROWS, TRACKS, ROWS, STEPS = 6, 3, 4, 120
 BUFFERS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc")
 #: all that a GPU's decode graph holds of us: a write per layer, behind one of them the vector, and
 #: at the end the sentences
@@ -134,23 +134,23 @@ class World:
         )
         vector = SteeringVector(torch.arange(WIDTH).float() + 1, origin())
         self.steerer = Steerer(vector, classes(), GAMMA, device=device)
-        self.recorder.use_rows(ROWS)
-        self.steerer.use_rows(ROWS)
+        self.recorder.use_rows(TABLE_ROWS)
+        self.steerer.use_rows(TABLE_ROWS)
         self.model = nn.Module()
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
         attach(self.model, self.recorder)
         attach_steering(self.model.model.layers, self.steerer)
-        zeros = torch.zeros(LANES, dtype=torch.int64, device=device)
+        zeros = torch.zeros(ROWS, dtype=torch.int64, device=device)
         self.batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            batch_size=LANES,
+            batch_size=ROWS,
             **{name: zeros.clone() for name in BUFFERS},
             seq_lens_sum=0,
         )
         self.batch.positions = zeros.clone()
-        self.batch.residual_stream = ResidualStream(torch.zeros(LANES, WIDTH, device=device))
-        self.hidden = torch.zeros(LANES, WIDTH, device=device)
+        self.batch.residual_stream = ResidualStream(torch.zeros(ROWS, WIDTH, device=device))
+        self.hidden = torch.zeros(ROWS, WIDTH, device=device)
 
     def step(self) -> None:
         from sgl_skipkv.patches.engine.forward import record_hidden
@@ -168,8 +168,8 @@ class World:
             (self.batch.positions, positions),
         ):
             buffer.copy_(torch.tensor(values))
-        self.hidden.copy_(torch.randn(LANES, WIDTH, generator=draw))
-        self.batch.residual_stream.residual.copy_(torch.randn(LANES, WIDTH, generator=draw))
+        self.hidden.copy_(torch.randn(ROWS, WIDTH, generator=draw))
+        self.batch.residual_stream.residual.copy_(torch.randn(ROWS, WIDTH, generator=draw))
 
     def tables(self) -> dict[str, Tensor]:
         """Everything that a later compaction or step reads; track 0 and row 0 are nobody's."""
@@ -210,7 +210,7 @@ def captured(
 
 
 def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Graph]) -> None:
-    """Requests come and go between the steps; lanes that nobody uses show row 0."""
+    """Requests come and go between the steps; padded rows show row 0 of the page table."""
     (graph, eager, tape), rng = captured, random.Random(3)
     worlds = (graph, eager)
     running: dict[int, int] = {}  # row -> position; track = row
@@ -231,9 +231,9 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
             for world in worlds:
                 world.recorder.track_of_row[row] = 0
                 world.steerer.stop(row)
-        rows = [*running, *[0] * (LANES - len(running))]
-        tokens = [rng.randrange(len(VOCABULARY)) for _ in range(LANES)]
-        positions = [*running.values(), *[0] * (LANES - len(running))]
+        rows = [*running, *[0] * (ROWS - len(running))]
+        tokens = [rng.randrange(len(VOCABULARY)) for _ in range(ROWS)]
+        positions = [*running.values(), *[0] * (ROWS - len(running))]
         for world in worlds:
             draw = torch.Generator().manual_seed(number)
             world.fill(rows, tokens, positions, draw)
@@ -260,7 +260,7 @@ def test_a_step_that_looks_at_the_python_state_is_not_captured() -> None:
         world.step()
     draw = torch.Generator().manual_seed(0)
     world.recorder.start(1, 1, PRESETS["math"])
-    world.fill([1, 0, 0, 0], [0] * LANES, [0] * LANES, draw)
+    world.fill([1, 0, 0, 0], [0] * ROWS, [0] * ROWS, draw)
     tape.replay()
     assert not world.recorder.queries.data.any()
     for operation in (lambda t: t.sum().item(), lambda t: torch.tensor([1.0]) + t):

@@ -41,7 +41,7 @@ LANES: tuple[tuple[Command, ...], ...] = (
 ALONE: tuple[Command, ...] = (
     *(("tests/load/load.py", f"L{number}") for number in range(5)),
     ("tests/load/ranks.py", "--scale", "0.2"),
-    ("tests/load/families.py",),
+    ("tests/load/models.py",),
     ("tests/load/pages.py",),
 )
 bar = progress()

@@ -84,7 +84,7 @@ STEPS: dict[str, tuple[int, Command]] = {
         ("python", "-m", "bench.kernels", "--shapes", "large", "--without-reference"),
     ),
     "decode": (250, decode()),
-    "compactions": (200, decode("--batch", "64", "--looks", "2")),
+    "compactions": (200, decode("--batch", "64", "--measurements", "2")),
     "off": (
         500,
         (

@@ -1,6 +1,6 @@
 """One more family under the oracle, with norms on what its layers add and half of a head rotated.
 
-``tests/load/families.py`` does the same with nine, for ``make reliability``.
+``tests/load/models.py`` does the same with nine, for ``make reliability``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MLA on a server: latents are evicted, scored by absorbed queries, backed up and carried on; in
 pages of 16.
 
-``tests/load/families.py`` has more requests; ``tests/policies/test_latent_scores.py`` the formula.
+``tests/load/models.py`` has more requests; ``tests/policies/test_latent_scores.py`` the formula.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models that read images: a rotary embedding with three axes, and prompts that are longer than
 they were sent. In pages of 16, and some requests are retracted and restored.
 
-``tests/load/families.py`` does the same with longer outputs, for ``make reliability``.
+``tests/load/models.py`` does the same with longer outputs, for ``make reliability``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model with windows: the last tokens stay, and its layers without a window choose the others.
 In pages of 16, and some requests are retracted and restored.
 
-``tests/load/families.py`` does the same with longer outputs, for ``make reliability``.
+``tests/load/models.py`` does the same with longer outputs, for ``make reliability``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
 
-    python tests/load/families.py                                # about 10 minutes of a core
-    python tests/load/families.py --families glm4 gemma --requests 1
+    python tests/load/models.py                                  # about 10 minutes of a core
+    python tests/load/models.py --models glm4 gemma --requests 1
 
 One row per family and policy, one per family of its steered requests. Where steering is not
 supported, a server with a vector must not start, and says why. Ends with 1 if something does not
@@ -38,7 +38,7 @@ from tiny_models import ARGUMENTS, ENVIRONMENT, WITH_VISION, prompt_ids, save_mo
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
 
-FAMILIES = (
+MODELS = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
     *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "gpt_oss"),
     *WITH_VISION,
@@ -141,13 +141,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--requests", type=int, default=2, help="of each policy")
     parser.add_argument("--record", action="store_true", help="append to bench/rows/models.csv")
     arguments = parser.parse_args()
-    folder, missed = Path(tempfile.mkdtemp(prefix="families-")), False
+    folder, missed = Path(tempfile.mkdtemp(prefix="models-")), False
     print("logs and traces, kept if anything goes wrong:", folder)
-    for family in track(arguments.families, "families"):
+    for family in track(arguments.models, "models"):
         rows = run(family, folder / family, arguments.requests)
         show(rows, family, record="models" if arguments.record else None)
         missed |= any(row["ok"] == "no" for row in rows)
