@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
 from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.request.trace import read_trace
@@ -53,10 +52,10 @@ def main() -> None:
         for size in SIZES:
             with ThreadPoolExecutor(size) as pool:
                 replies = list(
-                    tqdm(
+                    track(
                         pool.map(lambda problem, size=size: solve(problem, size), problems),
-                        total=len(problems),
-                        desc=f"batch {size}",
+                        f"batch {size}",
+                        len(problems),
                     )
                 )
             kept: dict[str, list[list[int]]] = {}

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.rkv import RKVParams
 
@@ -80,7 +80,7 @@ def main() -> None:
         arguments.model_path, dtype=torch.float32, attn_implementation="remembering"
     ).eval()
     params, totals, looks = RKVParams(), None, 0
-    for prompt, ids in tqdm(traces(arguments, model)):
+    for prompt, ids in track(traces(arguments, model), "traces"):
         seen.clear()
         with torch.no_grad():
             model(torch.tensor([ids]))
@@ -141,7 +141,7 @@ def greedy_traces(
     model: Any, tokenizer: Any, prompts: Sequence[str]
 ) -> Iterator[tuple[int, list[int]]]:
     """Prompt length and all tokens of each prompt's greedy trace."""
-    for prompt in tqdm(prompts, desc="traces"):
+    for prompt in track(prompts, "greedy traces"):
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             **{"add_generation_prompt": True, "return_dict": False},

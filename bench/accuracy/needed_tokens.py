@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.accuracy.layers import greedy_traces
@@ -41,6 +40,7 @@ from bench.reasoner.families.base import Size
 from bench.reasoner.families.needed import Rule, visible_in_total, visible_tokens
 from bench.reasoner.families.registry import FAMILIES, heldout_task
 from bench.reasoner.model import Reasoner
+from sgl_skipkv.cli.progress import track
 
 #: sentences, tokens before the delimiter, whether with the delimiter, recent tokens
 MASKS = (
@@ -125,7 +125,7 @@ def run_families(problems: int) -> None:
         for rule in RULES
         if (family.name, _name(rule)) not in done
     ]
-    for family, rule in tqdm(pairs, desc="families"):
+    for family, rule in track(pairs, "families"):
         most = trace_tokens = wrong = 0
         for index in range(problems):
             trace = _trace(family.name, "long", index)
@@ -154,7 +154,7 @@ def run_families(problems: int) -> None:
 def run_in_total(problems: int, totals: list[int]) -> None:
     """One row per family and number of tokens."""
     done = {(row["family"], row["total_tokens"]) for row in recorded("needed_in_total")}
-    for family in tqdm(FAMILIES.values(), desc="tokens in total"):
+    for family in track(FAMILIES.values(), "tokens in total"):
         # Without the names even 64 recent tokens are too few for chains (needed_by_family.csv).
         rule = needed.first_ends_and_names if family.name == "chains" else family.needed
         for total in totals:
@@ -195,7 +195,7 @@ def main() -> None:
     problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
     prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
     traces = list(greedy_traces(model, tokenizer, prompts))
-    for which, tokens, delimiter, recent in tqdm(MASKS, desc="masks"):
+    for which, tokens, delimiter, recent in track(MASKS, "masks"):
         old = wrong = 0
         for prompt, ids in traces:
             texts = [tokenizer.decode([token]) for token in ids]

@@ -18,11 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
 from sgl_skipkv.cli.tune.intervals import wilson
 
@@ -93,7 +92,7 @@ def main() -> None:
         assert peer.stdin is not None and peer.stdout is not None
         peer.stdin.write(json.dumps(request))
         peer.stdin.close()
-        for press, budget in tqdm(jobs, desc="kvpress"):
+        for press, budget in track(jobs, "kvpress"):
             result = json.loads(peer.stdout.readline())
             cost = {"tokens": result["tokens"], "seconds": result["seconds"]}
             report("kvpress", press, budget, problems, result["answers"], **cost)
@@ -114,7 +113,7 @@ def main() -> None:
             report("sgl_skipkv", policy, budget, problems, texts, **cost)
 
         cells = [("full", None, {}), *((p, b, k) for b in arguments.budgets for p, k in OURS)]
-        for policy, budget, parameters in tqdm(cells, desc="sgl_skipkv"):
+        for policy, budget, parameters in track(cells, "sgl_skipkv"):
             run(policy, budget, parameters, 1)
         run("full", None, {}, BATCH)
         for budget in arguments.budgets:

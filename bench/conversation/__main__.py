@@ -28,8 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.conversation.dialogue import (
     Conversation,
     Dialogue,
@@ -42,6 +40,7 @@ from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row, recorded
 from bench.reasoner.vocabulary import build_tokenizer
 from sgl_skipkv import policy
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
 from sgl_skipkv.cli.tune.intervals import wilson
 
@@ -93,7 +92,7 @@ def accuracy(
         work = partial(hold, server, way, arguments.max_new_tokens)
         with ThreadPoolExecutor(arguments.parallel) as pool:
             name = " ".join(map(str, columns(way).values()))
-            held = list(tqdm(pool.map(work, conversations), desc=name, total=len(conversations)))
+            held = list(track(pool.map(work, conversations), name, len(conversations)))
         for number, turns in enumerate(zip(*held, strict=True), start=1):
             right = sum(turn.right for turn in turns)
             low, high = wilson(right, len(turns))
@@ -129,8 +128,9 @@ def first_token(
 
     held = [(way, one) for one in conversations for way in ways]
     with ThreadPoolExecutor(arguments.parallel) as pool:
-        dialogues = list(tqdm(pool.map(until_last, *zip(*held, strict=True)), total=len(held)))
-    for number, conversation in enumerate(tqdm(conversations)):
+        prepared = pool.map(until_last, *zip(*held, strict=True))
+        dialogues = list(track(prepared, "all turns but the last", len(held)))
+    for number, conversation in enumerate(track(conversations, "last turn")):
         of_it = dialogues[number * len(ways) : (number + 1) * len(ways)]
         pairs = list(zip(ways, of_it, strict=True))
         for way, dialogue in pairs if number % 2 else reversed(pairs):
@@ -165,7 +165,7 @@ def pressure(
     retracted: dict[Way, int] = dict.fromkeys(ways, 0)
     for way in ways:
         hold(server, way, arguments.max_new_tokens, conversations[0])  # warms up
-    for number in tqdm(range(arguments.pressure_rounds), desc="rounds"):
+    for number in track(range(arguments.pressure_rounds), "rounds"):
         for way in ways if number % 2 else reversed(ways):
             server.post("/flush_cache")
             logged, start = len(server.log), time.perf_counter()

@@ -21,13 +21,13 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from bench.decode.attention import BACKENDS, DecodeAttention, backend_for, entries
 from bench.decode.compactor import Compactor, RequestShape, largest_batch
 from bench.decode.model import SIZES, DecodeModel, KVPool
 from bench.lib.device_clock import captured, synchronize, versions
 from bench.lib.record import append_row
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.kernels.on_device import device_tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -219,7 +219,7 @@ def main() -> None:
         for kv_budget in (None, *arguments.kv_budgets)
         if kv_budget is None or kv_budget < length
     ]
-    for shape in tqdm(cells, desc="decode", unit="cell"):
+    for shape in track(cells, "decode"):
         batch = largest_batch(free_bytes(device, arguments), shape, model.size, dtype)
         batch = min(batch, arguments.batch or batch)
         row = measure(model, backend, shape, batch, arguments.measurements)

@@ -19,7 +19,6 @@ from functools import cache as once
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from bench.decode.attention import BACKENDS, DecodeAttention, Heads, backend_for
 from bench.kernels.cases import COMPACTION_CASES, Cache
@@ -27,6 +26,7 @@ from bench.kernels.floors import SHAPES, Shape, Work, works
 from bench.kernels.step_cases import STEP_CASES
 from bench.lib.device_clock import Ceilings, Times, clock, measured_ceilings, versions
 from bench.lib.record import append_row
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.kernels.on_device import uses_triton
 
 CASES = {**COMPACTION_CASES, **STEP_CASES}
@@ -144,9 +144,9 @@ def main() -> None:
             *(SHAPES[name], dtype, device, arguments.repeats, attention),
             with_reference=not (on_gpu and arguments.without_reference),
         )
-        for row in tqdm(bench.rows(arguments.kernels, ceilings), desc=name, unit="kernel"):
+        for row in track(bench.rows(arguments.kernels, ceilings), name):
             append_row("kernels", {"shape": name, **row, **versions(device)})
-            print({one: row[one] for one in ("kernel", "keys", "time_us_p50", "ratio_to_floor")})
+            print({name: row[name] for name in ("kernel", "keys", "time_us_p50", "ratio_to_floor")})
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tqdm import tqdm
-
 from bench.lib.record import append_row, recorded
+from sgl_skipkv.cli.progress import track
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,7 +40,5 @@ def run_cells(
         if workers > 1:
             pool = ProcessPoolExecutor(workers, get_context("spawn"))
             each = stack.enter_context(pool).map
-        for cell, row in zip(
-            todo, tqdm(each(run, todo), total=len(todo), unit="cell"), strict=True
-        ):
+        for cell, row in zip(todo, track(each(run, todo), name, len(todo)), strict=True):
             append_row(name, {**asdict(cell), **row})

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import bootstrap
-from tqdm import tqdm
 
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess
 
 Round = Callable[[int], float]
@@ -68,7 +68,7 @@ def measure(
 ) -> dict[str, Any]:
     """Append the row of the first way over the second to ``bench/rows/<name>.csv``."""
     rates: dict[str, list[float]] = {way: [] for way in ways}
-    for i in tqdm(range(arguments.rounds + 1), desc="paired rounds", unit="pair"):
+    for i in track(range(arguments.rounds + 1), "paired rounds"):
         for way in ways if i % 2 else reversed(ways):  # whoever is first changes each time
             rate = ways[way](i)
             if i > 0:

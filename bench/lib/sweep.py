@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tqdm import tqdm
-
 from bench.lib.record import append_row, recorded
+from sgl_skipkv.cli.progress import progress
 from sgl_skipkv.cli.tune.grading import is_right
 from sgl_skipkv.cli.tune.intervals import wilson
 
@@ -113,16 +113,18 @@ class Sweep:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with (
             self.log.open("a") as log,
-            tqdm(total=sum(weight[cell.level] for cell, _, _ in tasks), unit="tokens") as bar,
+            progress() as bar,
             ThreadPoolExecutor(self.parallel * len(self.servers)) as pool,
         ):
+            total = sum(weight[cell.level] for cell, _, _ in tasks)
+            advance = partial(bar.advance, bar.add_task(self.name, total=total, unit="tokens"))
             missing: dict[Cell, int] = defaultdict(int)
             for cell, _, _ in tasks:
                 missing[cell] += 1
             running: dict[Future[dict[str, Any]], tuple[Cell, Problem, int]] = {}
             for task in tasks:
                 if self._identity(*task) in answers:
-                    self._answered(task[0], missing, answers, bar, weight)
+                    self._answered(task[0], missing, answers, advance, weight)
                 else:
                     running[pool.submit(self._ask, len(running), *task)] = task
             try:
@@ -134,7 +136,7 @@ class Sweep:
                     log.write(json.dumps(answer) + "\n")
                     log.flush()
                     answers[answer["key"]] = answer
-                    self._answered(cell, missing, answers, bar, weight)
+                    self._answered(cell, missing, answers, advance, weight)
             finally:  # whatever ended it: what has not begun is left for the next run
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -161,10 +163,10 @@ class Sweep:
         cell: Cell,
         missing: dict[Cell, int],
         answers: Mapping[str, Mapping[str, Any]],
-        bar: Any,
+        advance: Callable[[int], None],
         weight: Mapping[str, int],
     ) -> None:
-        bar.update(weight[cell.level])
+        advance(weight[cell.level])
         missing[cell] -= 1
         if missing[cell] == 0:
             keys = [

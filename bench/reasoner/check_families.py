@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from bench.reasoner.export import load_model
 from bench.reasoner.families.base import SIZES, Size, Task
 from bench.reasoner.families.registry import FAMILIES, HELDOUT, heldout_task
 from bench.reasoner.model import Block, Reasoner, rope_table
 from bench.reasoner.vocabulary import TURN_END, prompt_text, token_id
+from sgl_skipkv.cli.progress import progress
 
 FOLDER = Path(__file__).parents[2] / "examples" / "families"
 BATCH_TOKENS = 12_000
@@ -143,8 +143,9 @@ def _line(
     model: Reasoner, tokenizer: Tokenizer, family: str, size: Size, arguments: argparse.Namespace
 ) -> str:
     tasks = [heldout_task(family, size, index) for index in range(arguments.problems)]
-    bar = tqdm(batches(tokenizer, tasks), desc=f"{family} {size}", leave=False)
-    wrong = [count for rows in bar for count in wrong_tokens(model, rows)]
+    with progress(transient=True) as bar:
+        together = bar.track(batches(tokenizer, tasks), description=f"{family} {size}")
+        wrong = [count for rows in together for count in wrong_tokens(model, rows)]
     traces = sum(not count for count in wrong)
     answers = "-"
     if not arguments.traces_only:

@@ -9,7 +9,7 @@
         --batch-tokens 6144 --decay-share 0.5
 
 Restartable: the state is saved every few minutes, and the same command goes on from it. Uses a
-CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and tqdm.
+CUDA device when there is one. Needs torch, tokenizers, safetensors, transformers and rich.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from bench.reasoner.batches import IGNORE, Batch, BatchMaker, Kind
 from bench.reasoner.classifier import Classifier, FamilyClassifier
@@ -35,6 +34,7 @@ from bench.reasoner.export import save_model, start_model, write_heldout
 from bench.reasoner.families.registry import pieces
 from bench.reasoner.model import Reasoner, Shape
 from bench.reasoner.vocabulary import build_tokenizer
+from sgl_skipkv.cli.progress import progress
 
 LOG_EVERY = 50
 SAVE_EVERY_S = 120.0
@@ -188,7 +188,8 @@ def train(run: Run, maker: BatchMaker, log: Log, state: Path) -> None:
     """Run to the end of the recipe, saving the state on the way."""
     recipe = run.recipe
     last = saved = time.monotonic()
-    with tqdm(total=recipe.steps, initial=run.step, unit="step", smoothing=0.02) as bar:
+    with progress() as bar:
+        task = bar.add_task("train", total=recipe.steps, completed=run.step)
         while run.step < recipe.steps:
             batch = maker.batch(run.step).to(run.device)
             kinds = log.classifier.kinds(batch)
@@ -196,9 +197,10 @@ def train(run: Run, maker: BatchMaker, log: Log, state: Path) -> None:
             now = time.monotonic()
             run.seconds += now - last
             last = now
-            bar.update()
+            bar.advance(task)
             if run.step % LOG_EVERY == 0:
-                bar.set_postfix(log.flush(run))
+                shown = [f"{name} {value}" for name, value in log.flush(run).items()]
+                bar.update(task, description=", ".join(shown))
                 if now - saved > SAVE_EVERY_S or run.step == recipe.steps:
                     run.save(state)
                     saved = now

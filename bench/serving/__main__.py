@@ -36,13 +36,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
 from bench.serving import latency, off_cost
 from bench.serving.steady import steady
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess
 
 MEASUREMENTS = ("pressure", "latency", "compaction", "off")
@@ -121,7 +120,7 @@ def ample(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 ).wait_ready(START_S)  # one after the other: each sees what memory is left
                 for which, how in (("without", plain), ("with", ours))
             }
-            for number in tqdm(range(arguments.rounds + 1), desc="rounds", unit="round"):
+            for number in track(range(arguments.rounds + 1), "rounds"):
                 for which, kv_budget in ways if number % 2 else reversed(ways):
                     rate, running, _ = round_of(servers[which], arguments, kv_budget, number)
                     assert running == arguments.calls, f"{running} at once: the pool is not ample"
@@ -157,7 +156,7 @@ def pressure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         servers = {one: ours if one else plain for one in budgets}
         for server in (plain, ours):
             server.wait_ready(START_S)
-        for number in tqdm(range(arguments.rounds + 1), desc="rounds", unit="round"):
+        for number in track(range(arguments.rounds + 1), "rounds"):
             for kv_budget in budgets if number % 2 else reversed(budgets):
                 one = round_of(servers[kv_budget], arguments, kv_budget, number)
                 if number > 0:  # the first one warms up

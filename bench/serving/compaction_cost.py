@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from tqdm import tqdm
-
 from bench.lib.forced import REASONER_MODEL, forced_model, reasoner_trace
 from bench.lib.pairs import paired_ratio
 from bench.lib.policies import compared
 from bench.lib.record import append_row
+from sgl_skipkv.cli.progress import track
 
 BASE = "rkv"
 
@@ -33,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="traces, after one to warm up")
     arguments = parser.parse_args()
     forced, found = forced_model(REASONER_MODEL), dict[str, list[float]]()
-    for number in tqdm(range(arguments.rounds + 1), unit="round"):
+    for number in track(range(arguments.rounds + 1), "rounds"):
         ids, prompt = reasoner_trace(forced, "hard", number)
         names = arguments.policies if number % 2 else reversed(arguments.policies)
         for name in names:  # whoever is first changes each time

@@ -3,6 +3,7 @@ in a second, and how long the rest will take."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -34,7 +35,8 @@ class _Rate(ProgressColumn):
 
 
 def progress(*, transient: bool = False) -> Progress:
-    """The bar, on standard error: standard output is for results."""
+    """The bar, on standard error: standard output is for results, and where it is not a terminal it
+    gets all that is printed while the bar is there."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -45,6 +47,7 @@ def progress(*, transient: bool = False) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=transient,
+        redirect_stdout=sys.stdout.isatty(),
         speed_estimate_period=120,
     )
 
