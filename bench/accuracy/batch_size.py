@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
-from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.request.trace import read_trace
 
 SIZES = (1, 10, 32)
@@ -71,7 +71,6 @@ def main() -> None:
                 is_right(reply["text"], problem.answer)
                 for reply, problem in zip(replies, problems, strict=True)
             )
-            low, high = wilson(right, len(problems))
             pairs = list(zip(outputs, alone, strict=True))
             append_row(
                 "batch_size",
@@ -82,10 +81,7 @@ def main() -> None:
                     "kv_params": arguments.kv_params,
                     "batch": size,
                     "problems": len(problems),
-                    "right": right,
-                    "accuracy": round(right / len(problems), 4),
-                    "wilson_low": round(low, 4),
-                    "wilson_high": round(high, 4),
+                    **accuracy_columns(right, len(problems)),
                     "compactions": sum(len(sets) for _, sets in outputs),
                     "same_kept_sets_as_alone": sum(
                         batched[1] == other[1] for batched, other in pairs

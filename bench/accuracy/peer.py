@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
-from sgl_skipkv.cli.tune.intervals import wilson
 
 PRESSES = ("SnapKVPress", "KnormPress")
 OURS = (("snapkv", {}), ("skipkv", {"tau": 0.85}), ("skipkv+", {"tau": 0.85}))
@@ -45,7 +45,6 @@ def report(
     right = sum(
         is_right(text, problem.answer) for text, problem in zip(texts, problems, strict=True)
     )
-    low, high = wilson(right, len(problems))
     append_row(
         "peer",
         {
@@ -55,10 +54,7 @@ def report(
             "kv_budget": "" if kv_budget is None else kv_budget,
             "requests_at_once": parallel,
             "problems": len(problems),
-            "right": right,
-            "accuracy": round(right / len(problems), 4),
-            "wilson_low": round(low, 4),
-            "wilson_high": round(high, 4),
+            **accuracy_columns(right, len(problems)),
             "output_tokens": round(tokens / len(problems), 1),
             "tokens_per_s": round(tokens / seconds),
         },

@@ -36,13 +36,13 @@ from bench.conversation.dialogue import (
     computed_tokens,
     read_conversations,
 )
+from bench.lib.accuracy import accuracy_columns
 from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row, recorded
 from bench.reasoner.vocabulary import build_tokenizer
 from sgl_skipkv import policy
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
-from sgl_skipkv.cli.tune.intervals import wilson
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "conversant"
 MEASUREMENTS = ("accuracy", "first_token", "pressure")
@@ -95,15 +95,12 @@ def accuracy(
             held = list(track(pool.map(work, conversations), name, len(conversations)))
         for number, turns in enumerate(zip(*held, strict=True), start=1):
             right = sum(turn.right for turn in turns)
-            low, high = wilson(right, len(turns))
             means = {
                 one: round(statistics.mean(getattr(turn, one) for turn in turns), 1)
                 for one in ("prompt_tokens", "output_tokens", "computed_tokens", "held_kv_tokens")
             }
-            shares = {"accuracy": right / len(turns), "wilson_low": low, "wilson_high": high}
-            rounded = {one: round(value, 4) for one, value in shares.items()}
-            row = {**columns(way), **size, "turn": number, "right": right, **rounded, **means}
-            yield "conversation", row
+            shares = accuracy_columns(right, len(turns))
+            yield "conversation", {**columns(way), **size, "turn": number, **shares, **means}
 
 
 def first_token(

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.lib.accuracy import wilson_columns
 from bench.reasoner.check_families import FOLDER, choices, encode
 from bench.reasoner.export import load_model
 from bench.reasoner.families.base import Task
 from bench.reasoner.model import Block, rope_table
 from bench.reasoner.problems import heldout_problem, solution_text
-from sgl_skipkv.cli.tune.intervals import wilson
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
@@ -143,13 +143,8 @@ def reasoner_trace(model: ForcedModel, level: str, index: int) -> tuple[list[int
 
 def outcome(right: int, wrong_tokens: int, traces: int) -> dict[str, float]:
     """Columns of a row: right traces with their Wilson interval, wrong tokens of a trace."""
-    low, high = wilson(right, traces)
-    return {
-        "right": right,
-        "wilson_low": round(low, 4),
-        "wilson_high": round(high, 4),
-        "wrong_tokens": round(wrong_tokens / traces, 2),
-    }
+    share, wrong = wilson_columns(right, traces), round(wrong_tokens / traces, 2)
+    return {"right": right, **share, "wrong_tokens": wrong}
 
 
 class _Run:

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row, recorded
 from sgl_skipkv.cli.progress import progress
 from sgl_skipkv.cli.tune.grading import is_right
-from sgl_skipkv.cli.tune.intervals import wilson
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}
 GREEDY = {"temperature": 0}
@@ -232,13 +232,9 @@ def summary(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in answer.get("measures", {}).items():
             measured[name].append(value)
     right = sum(answer["right"] for answer in answers)
-    low, high = wilson(right, len(answers))
     return {
         "answers": len(answers),
-        "right": right,
-        "accuracy": round(right / len(answers), 4),
-        "wilson_low": round(low, 4),
-        "wilson_high": round(high, 4),
+        **accuracy_columns(right, len(answers)),
         "prompt_tokens": mean("prompt_tokens"),
         "output_tokens": mean("output_tokens"),
         "length_limited": sum(answer["cut_off"] for answer in answers),
