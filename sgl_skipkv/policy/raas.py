@@ -1,7 +1,7 @@
 """RaaS (arXiv 2502.11147, section 3): the tokens that were needed most recently.
 
 A token's timestamp is the last decode step at which its attention exceeded ``alpha``; a new token
-has its own step. The oldest timestamps go first.
+has its own step. Tokens with the oldest timestamps are evicted first.
 
 Deviations: attention is the mean over heads and layers, so one timestamp serves all of them; the
 paper works on pages of tokens, this on single ones; eviction every ``interval`` tokens instead of

@@ -1,9 +1,9 @@
 """R-KV (arXiv 2505.24133): importance against redundancy, token by token.
 
 ``Z = sigma * I - (1 - sigma) * R``, the mean over KV heads and then over layers; the lowest ``Z``
-go first. ``I`` is ``window_attention`` and ``R`` is ``key_redundancy`` (sections 3.2 and 3.3, eq.
-7). With MLA there is one KV head: ``I`` is the best of all query heads, ``R`` compares what is
-cached, latent and rotary key together.
+are evicted first. ``I`` is ``window_attention`` and ``R`` is ``key_redundancy`` (sections 3.2 and
+3.3, eq. 7). With MLA there is one KV head: ``I`` is the best of all query heads, ``R`` compares
+what is cached, latent and rotary key together.
 
 Deviations, all forced by an engine in which one slot holds the KV of every layer and head: the mean
 over heads and layers replaces a selection per layer and head; scores are float32 throughout; kept

@@ -36,7 +36,7 @@ class SkipKVPlusParams(SkipKVParams):
 
 class SkipKVPlus(SkipKV):
     name = "skipkv+"
-    keeps = "as `skipkv`, but what sentences end with goes last, and recent tokens stay"
+    keeps = "as `skipkv`, but sentence endings are evicted last and recent tokens are kept"
     source = "ours, [docs/distinct.md](docs/distinct.md)"
     Params: ClassVar[type[PolicyParams]] = SkipKVPlusParams
     params: SkipKVPlusParams

@@ -127,7 +127,7 @@ def test_the_loop_with_kernels_is_the_loop_without(
         model = decode.DecodeModel(decode.SIZES["tiny"], torch.float32, CPU)
         shape = compactor.RequestShape(24, 64, 8, 8, policy)
         loop = decode.PagedLoop(model, attention.TorchDecode, shape, 3)
-        found = loop.look(48)
+        found = loop.measure_interval(48)
         return found.compactions, [loop.req_to_token, *loop.pool.k, loop.sampled]
 
     expected = decoded()
