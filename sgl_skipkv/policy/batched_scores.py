@@ -9,8 +9,8 @@ themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,49 +19,61 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import APART, KeyLocation, PagedCache, Policy, ScoreInput, Sentences
+from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
+from sgl_skipkv.policy.joined_requests import Span, by_request
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 Scored = tuple[Policy, ScoreInput]
-Span = tuple[int, int]
 
 
 def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
-    """The inputs, with importance and redundancy where a policy takes them and kernels run.
-
-    Requests of the same window share the launches for importance.
-    """
+    """The inputs, with importance and redundancy where a policy takes them and kernels run."""
     inputs = [request for _, request in requests]
-    by_window: defaultdict[int, list[int]] = defaultdict(list)
-    repeating = []
-    for i, (policy, request) in enumerate(requests):
-        if request.location is not None and "importance" in policy.kernel_scores:
-            by_window[policy.params.window].append(i)
-        if request.location is not None and "redundancy" in policy.kernel_scores:
-            repeating.append(i)
-    if not by_window and not repeating:
-        return inputs
-    from sgl_skipkv.kernels.key_redundancy import key_redundancy
-    from sgl_skipkv.kernels.window_attention import window_attention
+    for i, importance in _importance(requests):
+        inputs[i] = replace(inputs[i], importance=importance)
+    for i, redundancy in _redundancy(requests):
+        inputs[i] = replace(inputs[i], redundancy=redundancy)
+    return inputs
 
+
+def _scored_by_kernels(requests: Sequence[Scored], name: str) -> list[int]:
+    """Indices of the requests whose policy takes these scores, and whose location is known."""
+    return [
+        i
+        for i, (policy, request) in enumerate(requests)
+        if request.location is not None and name in policy.kernel_scores
+    ]
+
+
+def _importance(requests: Sequence[Scored]) -> Iterator[tuple[int, Tensor]]:
+    """Index and scores of each request; those of the same window share the launches."""
+    by_window: defaultdict[int, list[int]] = defaultdict(list)
+    for i in _scored_by_kernels(requests, "importance"):
+        by_window[requests[i][0].params.window].append(i)
     for window, chosen in by_window.items():
+        from sgl_skipkv.kernels.window_attention import window_attention
+
         together = [requests[i] for i in chosen]
         paged, scale = _paged_requests([request for _, request in together]), together[0][1].scale
         widths = _parameters(together, "kernel", torch.int32)
         scores: Tensor = window_attention(*paged, widths, window=window, scale=scale)
         parts = torch.split(scores, [tokens - window for tokens in paged[0].row_tokens])
-        for i, importance in zip(chosen, parts, strict=True):
-            inputs[i] = replace(inputs[i], importance=importance)
-    if repeating:
-        together = [requests[i] for i in repeating]
-        keys, *_ = _paged_requests([request for _, request in together])
-        scores = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
-        parts = torch.split(scores, list(keys.row_tokens))
-        for i, redundancy in zip(repeating, parts, strict=True):
-            inputs[i] = replace(inputs[i], redundancy=redundancy)
-    return inputs
+        yield from zip(chosen, parts, strict=True)
+
+
+def _redundancy(requests: Sequence[Scored]) -> Iterator[tuple[int, Tensor]]:
+    """Index and scores of each request, all from the same launches."""
+    chosen = _scored_by_kernels(requests, "redundancy")
+    if not chosen:
+        return
+    from sgl_skipkv.kernels.key_redundancy import key_redundancy
+
+    together = [requests[i] for i in chosen]
+    keys, *_ = _paged_requests([request for _, request in together])
+    scores = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
+    yield from zip(chosen, torch.split(scores, list(keys.row_tokens)), strict=True)
 
 
 def _parameters(requests: Sequence[Scored], name: str, dtype: torch.dtype) -> Tensor:
@@ -118,130 +130,6 @@ def pooled_attention(
     return [column[:count] for column, count in zip(columns, tokens, strict=True)]
 
 
-@dataclass(frozen=True)
-class CachedTokens:
-    """Cached tokens of several requests. A layer is gathered when it is asked for.
-
-    Attributes:
-        slots: int64 of any shape.
-    """
-
-    cache: PagedCache
-    slots: Tensor
-
-    def keys(self, layer: int) -> Tensor:
-        """float [*slots, Hkv, d]; float8 keys are dequantised to float32."""
-        scales = self.cache.k_scales
-        return self._picked(self.cache.k_layers[layer], None if scales is None else scales[layer])
-
-    def values(self, layer: int) -> Tensor:
-        """As ``keys``, of values."""
-        scales = self.cache.v_scales
-        return self._picked(self.cache.v_layers[layer], None if scales is None else scales[layer])
-
-    def _picked(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        if stored.itemsize > 1:
-            picked = stored[self.slots]
-        else:  # which torch cannot index on every device
-            picked = stored.view(torch.uint8)[self.slots].view(stored.dtype).float()
-        return picked if scale is None else picked.float() * scale
-
-
-def joined_tokens(
-    requests: Sequence[ScoreInput], spans: Sequence[Span] | None = None
-) -> tuple[CachedTokens, Tensor]:
-    """Tokens of these requests, whose locations are known, one after the other, and their owners.
-
-    Args:
-        spans: row entries of each request, half-open; None: all.
-    """
-    locations = [request.location for request in requests if request.location is not None]
-    spans = spans or [(0, request.positions.shape[0]) for request in requests]
-    tokens, cache = [stop - first for first, stop in spans], locations[0].cache
-    starts = [0, *accumulate(tokens[:-1])]
-    shifts = [first - start for (first, _), start in zip(spans, starts, strict=True)]
-    rows, shift = device_tensors(
-        [[location.row for location in locations], shifts], cache.layer.device
-    )
-    every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
-    slots = cache.req_to_token[rows[owner], every + shift[owner]].long()
-    return CachedTokens(cache, slots), owner
-
-
-def padded_tokens(
-    requests: Sequence[ScoreInput], spans: Sequence[Span]
-) -> tuple[CachedTokens, Tensor]:
-    """Tokens of these requests, whose locations are known, side by side: slots [B, most tokens],
-    and which of them are the request's own: bool [B, most tokens]. Any others are no numbers that
-    one may rely on.
-
-    Args:
-        spans: row entries of each request, half-open.
-    """
-    locations = [request.location for request in requests if request.location is not None]
-    cache, counts = locations[0].cache, [stop - first for first, stop in spans]
-    rows, firsts, tokens = device_tensors(
-        [[location.row for location in locations], [first for first, _ in spans], counts],
-        cache.layer.device,
-    )
-    every = torch.arange(max(counts), device=rows.device)
-    columns = (firsts[:, None] + every).clamp_max_(cache.req_to_token.shape[1] - 1)
-    slots = cache.req_to_token[rows[:, None], columns].long()
-    return CachedTokens(cache, slots), every < tokens[:, None]
-
-
-def unpadded(
-    scores: Mapping[int, Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput]
-) -> list[Tensor]:
-    """float32 [row tokens] of each request; 0 outside its span.
-
-    Args:
-        scores: request -> float32 [its tokens or more].
-    """
-    zeros = requests[0].positions.new_zeros(1, dtype=torch.float32)
-    pieces = [
-        piece
-        for i, (first, stop) in enumerate(spans)
-        for piece in (
-            zeros.expand(first),
-            scores[i][: stop - first],
-            zeros.expand(requests[i].positions.shape[0] - stop),
-        )
-    ]
-    return by_request(torch.cat(pieces), requests)
-
-
-def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
-    """Indices of the spans, those together of which none is twice as long as another."""
-    by_length: defaultdict[int, list[int]] = defaultdict(list)
-    for i, (first, stop) in enumerate(spans):
-        by_length[(stop - first).bit_length()].append(i)
-    return list(by_length.values())
-
-
-def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor, Tensor]:
-    """Sentences and positions of these requests as if they were those of one, far apart; and int64
-    [tokens of all requests], whose each token is.
-
-    Args:
-        requests: whose sentences are known.
-    """
-    sentences = [request.sentences for request in requests if request.sentences is not None]
-    tokens = [len(request.positions) for request in requests]
-    closed = [len(part.starts) for part in sentences]
-    numbers = [tokens, closed, range(len(requests))]
-    token_counts, closed_counts, index = device_tensors(numbers, requests[0].positions.device)
-    owner = index.repeat_interleave(token_counts, output_size=sum(tokens))
-    shift = index.repeat_interleave(closed_counts, output_size=sum(closed)) * APART
-    joined = Sentences(
-        torch.cat([part.starts for part in sentences]) + shift,
-        torch.cat([part.stops for part in sentences]) + shift,
-        torch.cat([part.redundancy for part in sentences]),
-    )
-    positions = torch.cat([request.positions for request in requests]) + owner * APART
-    return joined, positions, owner
-
-
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
     locations = [request.location for request in requests if request.location is not None]
     return paged_at(locations, [request.positions.shape[0] for request in requests])
@@ -292,21 +180,3 @@ def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple
     )
     values = PagedKeys(cache.layer, cache.v_ptrs, cache.req_to_token, rows, row_tokens, offsets)
     return values, on_device
-
-
-def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [tokens of all requests], index of the request that each token is of."""
-    requests, counts = device_tensors([range(len(lengths)), lengths], device)
-    owner: Tensor = requests.repeat_interleave(counts, output_size=sum(lengths))
-    return owner
-
-
-def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
-    """float32 [tokens of all requests]: scores of each one's candidates, then 0 for its window."""
-    zeros = parts[0].new_zeros(window)
-    return torch.cat([piece for part in parts for piece in (part, zeros)])
-
-
-def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
-    """float32 [n] of each request, from [tokens of all requests]."""
-    return list(torch.split(scores, [request.positions.shape[0] for request in requests]))

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors, to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.batched_scores import of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import of_like_lengths, padded_tokens, unpadded
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 #: whose scores are held at once: fewer take less memory, more take fewer operations

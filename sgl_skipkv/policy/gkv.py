@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
-from sgl_skipkv.policy.batched_scores import by_request, owners
+from sgl_skipkv.policy.joined_requests import by_request, owners
 
 
 class GKVParams(PolicyParams):

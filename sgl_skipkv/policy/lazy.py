@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
-from sgl_skipkv.policy.batched_scores import by_request
+from sgl_skipkv.policy.joined_requests import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 

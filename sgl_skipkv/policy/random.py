@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request
+from sgl_skipkv.policy.joined_requests import by_request
 
 
 class RandomParams(PolicyParams):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, with_windows
+from sgl_skipkv.policy.joined_requests import by_request, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, pooled_attention
+from sgl_skipkv.policy.batched_scores import pooled_attention
+from sgl_skipkv.policy.joined_requests import by_request
 
 
 class RPCParams(PolicyParams):

@@ -35,7 +35,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences, Statistics, Steps
-from sgl_skipkv.policy.batched_scores import by_request, joined_sentences
+from sgl_skipkv.policy.joined_requests import by_request, joined_sentences
 from sgl_skipkv.policy.ranks import Ranks
 
 #: tokens that every sentence keeps before masses count

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, with_windows
+from sgl_skipkv.policy.joined_requests import by_request, with_windows
 
 
 class SnapKVParams(PolicyParams):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, recent_attention
+from sgl_skipkv.policy.batched_scores import recent_attention
+from sgl_skipkv.policy.joined_requests import by_request
 
 
 class TOVA(Policy):

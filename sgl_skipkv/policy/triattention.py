@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, to_device
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.batched_scores import of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import of_like_lengths, padded_tokens, unpadded
 from sgl_skipkv.policy.query_centres import QueryCentres
 
 _OFFSETS = tuple(1 << power for power in range(17))

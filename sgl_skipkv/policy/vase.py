@@ -37,7 +37,8 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.batched_scores import by_request, joined_tokens, owners, pooled_attention
+from sgl_skipkv.policy.batched_scores import pooled_attention
+from sgl_skipkv.policy.joined_requests import by_request, joined_tokens, owners
 
 #: of a range in fixed point; ranges up to 2**16 of 2**17 tokens can be added
 _ONE = 2.0**30

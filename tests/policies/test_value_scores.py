@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sgl_skipkv.policy import make_policy, policy_class, vase, with_params
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.batched_scores import joined_sentences
 from sgl_skipkv.policy.distinct import Distinct
+from sgl_skipkv.policy.joined_requests import joined_sentences
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.vase import largest_range
 

@@ -229,6 +229,8 @@ def test_speculative_decoding_is_refused() -> None:
             "routers by modality",
             "routers by modality (model_config.requires_mm_token_modalities)",
         ),
+        ("n-gram embeddings", "n-gram embeddings (model_config.use_ngram_embedding)"),
+        ("engram layers", "engram layers (model_config.use_engram)"),
     ],
 )
 def test_what_docs_models_names(name: str, said: str) -> None:

@@ -1,0 +1,158 @@
+"""Tokens, sentences and scores of several requests in one tensor, and apart again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sgl_skipkv.kernels.on_device import device_tensors
+from sgl_skipkv.policy.base import APART, PagedCache, ScoreInput, Sentences
+
+Span = tuple[int, int]
+
+
+def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
+    """float32 [n] of each request, from [tokens of all requests]."""
+    return list(torch.split(scores, [request.positions.shape[0] for request in requests]))
+
+
+def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [tokens of all requests], index of the request that each token is of."""
+    requests, counts = device_tensors([range(len(lengths)), lengths], device)
+    owner: Tensor = requests.repeat_interleave(counts, output_size=sum(lengths))
+    return owner
+
+
+def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
+    """float32 [tokens of all requests]: scores of each one's candidates, then 0 for its window."""
+    zeros = parts[0].new_zeros(window)
+    return torch.cat([piece for part in parts for piece in (part, zeros)])
+
+
+def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor, Tensor]:
+    """Sentences and positions of these requests as if they were those of one, far apart; and int64
+    [tokens of all requests], whose each token is.
+
+    Args:
+        requests: whose sentences are known.
+    """
+    sentences = [request.sentences for request in requests if request.sentences is not None]
+    tokens = [len(request.positions) for request in requests]
+    closed = [len(part.starts) for part in sentences]
+    numbers = [tokens, closed, range(len(requests))]
+    token_counts, closed_counts, index = device_tensors(numbers, requests[0].positions.device)
+    owner = index.repeat_interleave(token_counts, output_size=sum(tokens))
+    shift = index.repeat_interleave(closed_counts, output_size=sum(closed)) * APART
+    joined = Sentences(
+        torch.cat([part.starts for part in sentences]) + shift,
+        torch.cat([part.stops for part in sentences]) + shift,
+        torch.cat([part.redundancy for part in sentences]),
+    )
+    positions = torch.cat([request.positions for request in requests]) + owner * APART
+    return joined, positions, owner
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Cached tokens of several requests. A layer is gathered when it is asked for.
+
+    Attributes:
+        slots: int64 of any shape.
+    """
+
+    cache: PagedCache
+    slots: Tensor
+
+    def keys(self, layer: int) -> Tensor:
+        """float [*slots, Hkv, d]; float8 keys are dequantised to float32."""
+        scales = self.cache.k_scales
+        return self._picked(self.cache.k_layers[layer], None if scales is None else scales[layer])
+
+    def values(self, layer: int) -> Tensor:
+        """As ``keys``, of values."""
+        scales = self.cache.v_scales
+        return self._picked(self.cache.v_layers[layer], None if scales is None else scales[layer])
+
+    def _picked(self, stored: Tensor, scale: Tensor | None) -> Tensor:
+        if stored.itemsize > 1:
+            picked = stored[self.slots]
+        else:  # which torch cannot index on every device
+            picked = stored.view(torch.uint8)[self.slots].view(stored.dtype).float()
+        return picked if scale is None else picked.float() * scale
+
+
+def joined_tokens(
+    requests: Sequence[ScoreInput], spans: Sequence[Span] | None = None
+) -> tuple[CachedTokens, Tensor]:
+    """Tokens of these requests, whose locations are known, one after the other, and their owners.
+
+    Args:
+        spans: row entries of each request, half-open; None: all.
+    """
+    locations = [request.location for request in requests if request.location is not None]
+    spans = spans or [(0, request.positions.shape[0]) for request in requests]
+    tokens, cache = [stop - first for first, stop in spans], locations[0].cache
+    starts = [0, *accumulate(tokens[:-1])]
+    shifts = [first - start for (first, _), start in zip(spans, starts, strict=True)]
+    rows, shift = device_tensors(
+        [[location.row for location in locations], shifts], cache.layer.device
+    )
+    every, owner = torch.arange(sum(tokens), device=rows.device), owners(tokens, rows.device)
+    slots = cache.req_to_token[rows[owner], every + shift[owner]].long()
+    return CachedTokens(cache, slots), owner
+
+
+def padded_tokens(
+    requests: Sequence[ScoreInput], spans: Sequence[Span]
+) -> tuple[CachedTokens, Tensor]:
+    """Tokens of these requests, whose locations are known, side by side: slots [B, most tokens],
+    and which of them are the request's own: bool [B, most tokens]. Any others are no numbers that
+    one may rely on.
+
+    Args:
+        spans: row entries of each request, half-open.
+    """
+    locations = [request.location for request in requests if request.location is not None]
+    cache, counts = locations[0].cache, [stop - first for first, stop in spans]
+    rows, firsts, tokens = device_tensors(
+        [[location.row for location in locations], [first for first, _ in spans], counts],
+        cache.layer.device,
+    )
+    every = torch.arange(max(counts), device=rows.device)
+    columns = (firsts[:, None] + every).clamp_max_(cache.req_to_token.shape[1] - 1)
+    slots = cache.req_to_token[rows[:, None], columns].long()
+    return CachedTokens(cache, slots), every < tokens[:, None]
+
+
+def unpadded(
+    scores: Mapping[int, Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput]
+) -> list[Tensor]:
+    """float32 [row tokens] of each request; 0 outside its span.
+
+    Args:
+        scores: request -> float32 [its tokens or more].
+    """
+    zeros = requests[0].positions.new_zeros(1, dtype=torch.float32)
+    pieces = [
+        piece
+        for i, (first, stop) in enumerate(spans)
+        for piece in (
+            zeros.expand(first),
+            scores[i][: stop - first],
+            zeros.expand(requests[i].positions.shape[0] - stop),
+        )
+    ]
+    return by_request(torch.cat(pieces), requests)
+
+
+def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
+    """Indices of the spans, those together of which none is twice as long as another."""
+    by_length: defaultdict[int, list[int]] = defaultdict(list)
+    for i, (first, stop) in enumerate(spans):
+        by_length[(stop - first).bit_length()].append(i)
+    return list(by_length.values())
