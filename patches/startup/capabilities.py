@@ -284,7 +284,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
-    Capability("LoRA", "yes", "keys are scored as cached"),
+    Capability("LoRA", "yes", "keys are scored as cached; not run: it does not start on a CPU"),
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),

@@ -56,7 +56,7 @@ _LAST = 2.0**-20
 
 
 class DistinctParams(PolicyParams):
-    power: float = Field(4.0, ge=0.0, le=16.0, description="of a value's size in its score")
+    power: float = Field(4.0, ge=0.0, le=8.0, description="of a value's size in its score")
     ending: int = Field(
         3, ge=1, le=64, description="tokens before a sentence's delimiter that count up to twice"
     )

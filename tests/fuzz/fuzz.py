@@ -34,9 +34,9 @@ from planted_bugs import FOUND, IN_PAGES, RARE, SOONEST, bugs, plant
 from pool_content import plugin_and_topology
 from pool_machine import PagedPoolMachine, PoolMachine, run_machine
 from row_table import show
-from tqdm import tqdm
 
 from bench.lib.record import append_row, recorded
+from sgl_skipkv.cli.progress import track
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def side_by_side(work: Callable[..., T], tasks: Sequence[Any], workers: int, uni
     with ProcessPoolExecutor(workers, get_context("spawn"), start_worker) as pool:
         running = [pool.submit(work, *task) for task in tasks]
         try:
-            return [one.result() for one in tqdm(running, desc=work.__name__, unit=unit)]
+            return [task.result() for task in track(running, f"{work.__name__}, {unit}")]
         finally:
             pool.shutdown(cancel_futures=True)
 

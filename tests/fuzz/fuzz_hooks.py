@@ -1,6 +1,6 @@
 """A million calls of our hooks with arguments that make no sense: does anything get out?
 
-    python tests/fuzz/fuzz_hooks.py --requests 1000000     # one line per hook
+    python tests/fuzz/fuzz_hooks.py --calls 1000000     # one line per hook
 
 An exception that leaves a hook ends SGLang's scheduler, and with it every request of everybody. The
 first one ends this program with 1; ``hook_calls.py`` says what is called.
@@ -21,7 +21,8 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 from hook_calls import Escaped, HookCalls
 from pool_content import plugin_and_topology
 from row_table import show
-from tqdm import tqdm
+
+from sgl_skipkv.cli.progress import track
 
 PART = 20_000
 logging.disable()  # requests that hooks have refused are not news
@@ -34,7 +35,7 @@ def fuzz_hooks(calls: int, seed: int) -> list[dict[str, Any]]:
         SystemExit: something got out of a hook.
     """
     hooks: list[HookCalls] = []
-    for number in tqdm(range(0, calls, PART), desc="hooks", unit=f"{PART} calls"):
+    for number in track(range(0, calls, PART), f"hooks, {PART} calls each"):
         hooks.append(HookCalls(seed + number))
         try:
             hooks[-1].run(min(PART, calls - number))

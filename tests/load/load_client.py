@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import aiohttp
 import numpy as np
-from tqdm import tqdm
+
+from sgl_skipkv.cli.progress import progress
 
 TIMEOUT_S = 900
 # An abort that overtakes its own call is lost: SGLang knows no such call yet. So it is repeated.
@@ -169,16 +170,18 @@ async def _send_all(url: str, calls: Sequence[Call], parallel: int, label: str) 
     outcomes: dict[int, Outcome] = {}
     waiting = iter(enumerate(calls))
 
-    async def client(session: aiohttp.ClientSession, bar: tqdm[Any]) -> None:
-        for number, call in waiting:
-            outcomes[number] = await send(session, call)
-            bar.update()
+    with progress() as bar:
+        task = bar.add_task(label, total=len(calls))
 
-    with tqdm(total=len(calls), desc=label, unit="call", mininterval=2) as bar:
+        async def client(session: aiohttp.ClientSession) -> None:
+            for number, call in waiting:
+                outcomes[number] = await send(session, call)
+                bar.advance(task)
+
         async with session_of(url) as session:
             async with asyncio.TaskGroup() as group:
                 for _ in range(parallel):
-                    group.create_task(client(session, bar))
+                    group.create_task(client(session))
     return [outcomes[number] for number in range(len(calls))]
 
 

@@ -14,9 +14,9 @@ from load_rows import Findings
 from load_server import SETTINGS, LoadServer
 from servers import Server
 from test_bad_input import WRONG
-from tqdm import tqdm
 from vector_files import with_header
 
+from sgl_skipkv.cli.progress import track
 from sgl_skipkv.config import ServerConfig
 
 REFUSED_WITHIN_MS, ENDED_WITHIN_S = 50, 60
@@ -76,7 +76,9 @@ def refuse_values(server: LoadServer, findings: Findings) -> None:
 def start_wrongly(model: Path, folder: Path, findings: Findings) -> None:
     """Each ends by itself, soon, with one line that names the cause, and nothing is left."""
     right, slowest_s = 0, 0.0
-    for name, (settings, flags, word) in tqdm(WRONG_STARTS.items(), desc="L4 wrong starts"):
+    for name, (settings, flags, word) in track(
+        WRONG_STARTS.items(), "L4 wrong starts", len(WRONG_STARTS)
+    ):
         place = folder / name.replace(" ", "-")
         place.mkdir(parents=True)
         with_header(place / "v.safetensors", b'{"vec', 4000)

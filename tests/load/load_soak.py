@@ -17,9 +17,9 @@ from load_calls import POOL_TOKENS, budget_keys, hits, prompt_ids, retractions, 
 from load_client import Call, run_load
 from load_rows import Findings
 from load_server import START_WITHIN_S, LoadServer, report_outcomes, report_trace
-from tqdm import tqdm
 
 from sgl_skipkv import policy
+from sgl_skipkv.cli.progress import track
 
 WARM_UP = 0.2
 GONE_WITHIN_S = 15.0
@@ -100,7 +100,7 @@ def kill_server(
 ) -> None:
     """All rounds share a folder, so each start finds the log and the trace of a killed server."""
     ended, slowest = Counter[str](), dict.fromkeys(("start", "client", *VICTIMS), 0.0)
-    for number in tqdm(range(rounds + 1), desc="L7 kill", unit="round"):
+    for number in track(range(rounds + 1), "L7 kill"):
         begun = time.perf_counter()
         with LoadServer(
             model, folder, pool_tokens=2 * POOL_TOKENS, plugin=plugin, more=NO_CORE_DUMPS

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from load_server import INTERVAL, LoadServer, report_outcomes, report_trace, wit
 from oracle import Event, MaskingOracle
 from servers import HTTPFailure, Server
 from tiny_models import prompt_ids
-from tqdm import tqdm
 from turns import LOGPROB_TOLERANCE, Turn
 
 from sgl_skipkv import policy
+from sgl_skipkv.cli.progress import progress, track
 
 BUDGET, TEXT, TOKENS, PLAIN_TOKENS = 40, 40, 70, 32
 POLICIES = [name for name in policy.names() if name != "full"]
@@ -125,16 +125,19 @@ class Crowd:
     def judge(self, oracle: MaskingOracle) -> list[float | None]:
         """Every turn; earlier ones first."""
         turns = sorted(self.turns, key=lambda turn: len(turn.prompt))
-        return [turn.judge(oracle) for turn in tqdm(turns, desc="oracle", unit="turn")]
+        return [turn.judge(oracle) for turn in track(turns, "oracle")]
 
     async def _run(self) -> None:
         async with session_of(self.server.url) as session:
-            with tqdm(total=sum(talk.turns for talk in self.talks), desc="turns") as bar:
+            with progress() as bar:
+                done = bar.add_task("turns", total=sum(talk.turns for talk in self.talks))
                 async with asyncio.TaskGroup() as group:
                     for talk in self.talks:
-                        group.create_task(self._converse(session, talk, bar))
+                        group.create_task(self._converse(session, talk, lambda: bar.advance(done)))
 
-    async def _converse(self, session: aiohttp.ClientSession, talk: Talk, bar: tqdm[Any]) -> None:
+    async def _converse(
+        self, session: aiohttp.ClientSession, talk: Talk, taken: Callable[[], None]
+    ) -> None:
         opening = prompt_ids(f"opening {talk.number}", talk.opening_tokens)
         before: list[Turn] = []
         await self._places.acquire()
@@ -155,7 +158,7 @@ class Crowd:
                 else:
                     group.create_task(self._abort(session, talk, [*seen, *talk.text("abort")]))
             before = asked.result()
-            bar.update()
+            taken()
             await self._disturb()
             if not before:
                 break

@@ -1,6 +1,6 @@
 """Every run that docs/reliability.md quotes, and the table of its goals.
 
-    python tests/load/reliability.py            # make reliability: about an hour of two cores
+    python tests/load/reliability.py            # make reliability: about 2.5 hours of two cores
     python tests/load/reliability.py --print    # the table of the rows that are there
 
 Two lanes side by side: what needs one core, and the servers whose limits are wide. The servers
