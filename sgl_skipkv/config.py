@@ -38,8 +38,14 @@ class SettingError(ValueError):
         super().__init__(f"{field}: expected {expected}, got {brief(got)}; choices: {choices}")
 
 
+class Unabridged(str):
+    """A given value that an error message shows whole: what an operator typed, and a reason."""
+
+
 def brief(value: object) -> str:
     """The value for an error message: at most 80 characters of a client's input."""
+    if isinstance(value, Unabridged):
+        return str(value)
     try:
         text = _repr.repr(value)
     except ValueError:  # Python does not print an integer of more than 4,300 digits

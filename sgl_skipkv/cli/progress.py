@@ -52,6 +52,13 @@ def progress(*, transient: bool = False) -> Progress:
     )
 
 
+def step(text: str) -> None:
+    """One line on standard error where that is no terminal, which shows no bar until its end."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
 def track(things: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
     """The things, with a bar of how many have been taken.
 

@@ -59,12 +59,12 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
         if any(type(count) is not int for count in counts):
             raise SettingError("file", "a JSON list of token counts", counts, "a .jsonl file")
         return counts
-    lines = read_lines(path, field)
+    lines = read_lines("file", path, field)
     if tokenizer is None:
         choices = "a folder or name that Transformers loads"
         raise SettingError("tokenizer", "a tokenizer, because the file holds text", None, choices)
     encode = load_tokenizer("tokenizer", tokenizer).encode
-    return [len(encode(line[field])) for line in lines]
+    return [len(encode(line.record[field])) for line in lines]
 
 
 def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:

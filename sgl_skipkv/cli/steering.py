@@ -63,9 +63,11 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
         choices = "another path, or create the folder"
         raise SettingError("out", "a file in a folder that exists", str(arguments.out), choices)
     if arguments.traces is not None:
-        statistics = run.from_traces(read_lines(arguments.traces, "prompt", "output"))
+        statistics = run.from_traces(
+            [line.record for line in read_lines("traces", arguments.traces, "prompt", "output")]
+        )
     else:
-        lines = read_lines(arguments.prompts)
+        lines = [line.record for line in read_lines("prompts", arguments.prompts)]
         prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
         if not all(prompts):
             expected, got = "prompt or problem in every line", str(arguments.prompts)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 #: of the median output of the full cache
 SHARES = (0.15, 0.25, 0.35, 0.5)
+POLICIES = ("distinct", "streaming")
 
 
 def add_tune(commands: Any) -> None:
@@ -26,11 +27,18 @@ def add_tune(commands: Any) -> None:
         help="JSONL: prompt (or problem, or messages), and an answer if there is a key",
     )
     tune.add_argument(
-        "--problems", type=int, default=40, help="lines to take, spread evenly over the file"
+        *("--problems",),
+        type=int,
+        default=40,
+        help="prompts to take, spread evenly over the file; default: %(default)s",
     )
     tune.add_argument("--suffix", default="", help="put after every prompt")
     tune.add_argument(
-        *("--policies",), nargs="+", metavar="POLICY", default=["distinct", "streaming"]
+        *("--policies",),
+        nargs="+",
+        metavar="POLICY",
+        default=list(POLICIES),
+        help=f"to compare; default: {' '.join(POLICIES)}",
     )
     sizes = tune.add_mutually_exclusive_group()
     sizes.add_argument("--budgets", nargs="+", type=int, help="in KV tokens")
@@ -39,10 +47,16 @@ def add_tune(commands: Any) -> None:
         nargs="+",
         type=float,
         default=list(SHARES),
-        help="budgets as shares of the full cache's median output; default: %(default)s",
+        help="budgets as shares of the full cache's median output; default: "
+        + " ".join(map(str, SHARES)),
     )
     tune.add_argument("--kv-params", default="{}", help="JSON object, for every policy")
-    tune.add_argument("--max-new-tokens", type=int, default=4096)
+    tune.add_argument(
+        *("--max-new-tokens",),
+        type=int,
+        default=4096,
+        help="of one output; default: %(default)s",
+    )
     tune.add_argument(
         "--tolerance-points",
         type=float,

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from rich.markup import escape
 
 from sgl_skipkv import policy
 from sgl_skipkv.cli.files import load_tokenizer
-from sgl_skipkv.cli.progress import progress
+from sgl_skipkv.cli.progress import progress, step
 from sgl_skipkv.cli.server_process import (
     Endpoint,
     HTTPFailure,
@@ -27,23 +28,39 @@ from sgl_skipkv.cli.server_process import (
     pool_flags,
 )
 from sgl_skipkv.cli.tables import print_json
+from sgl_skipkv.cli.tune.budgets import (
+    given_settings,
+    least_tokens,
+    resolved,
+    shared_settings,
+)
 from sgl_skipkv.cli.tune.compare import Comparison
 from sgl_skipkv.cli.tune.figure import check_figure, draw
 from sgl_skipkv.cli.tune.prompts import Prompt, read_prompts
 from sgl_skipkv.cli.tune.runs import FULL, Run, Runner, Setting
 from sgl_skipkv.cli.tune.show import Report, sentences, table
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.request.settings import resolve_request
 
 #: for a start; on a new GPU libraries compile their kernels first
 _START_S = 900
+#: of the log of a server that did not start
+_LOG_LINES = 12
+
+
+class NotStarted(Exception):
+    """The server did not start; the message has the end of its log."""
 
 
 def run_tune(arguments: argparse.Namespace, console: Console) -> int:
     """Compare, print, draw; 1 if the server refused a request or went away."""
     kv_params = _checked(arguments)
     tokenizer = load_tokenizer("model-path", arguments.model_path)
-    prompts = read_prompts(arguments.prompts, tokenizer, arguments.problems, arguments.suffix)
+    prompts, repeated = read_prompts(
+        arguments.prompts, tokenizer, arguments.problems, arguments.suffix
+    )
+    if arguments.budgets is not None:
+        longest = max(len(prompt.ids) for prompt in prompts)
+        given_settings(arguments.policies, arguments.budgets, kv_params, longest)
     try:
         with _server(arguments, prompts) as server:
             runner = Runner(
@@ -55,7 +72,11 @@ def run_tune(arguments: argparse.Namespace, console: Console) -> int:
                 arguments.parallel or len(prompts),
                 logprobs=prompts[0].answer is None,
             )
-            report = compare(runner, arguments)
+            report = compare(runner, arguments, _of_repeated(repeated, arguments.prompts))
+    except NotStarted as error:
+        why = escape(str(error))
+        console.print(f"[bold red]the server did not start[/]: {why}", soft_wrap=True)
+        return 1
     except HTTPFailure as error:
         console.print(f"[bold red]refused[/] by the server: {escape(str(error))}", soft_wrap=True)
         return 1
@@ -63,42 +84,66 @@ def run_tune(arguments: argparse.Namespace, console: Console) -> int:
         why = escape(f"{type(error).__name__}: {error}")
         console.print(f"[bold red]no answer[/] from the server: {why}", soft_wrap=True)
         return 1
-    if arguments.figure is not None:
-        draw(report, arguments.figure)
-    if arguments.json:
-        print_json(as_json(report, arguments))
-        return 0
-    console.print(table(report))
-    for line in sentences(report):
-        console.print(line, markup=False, highlight=False)
-    if arguments.figure is not None:
-        console.print(str(arguments.figure), soft_wrap=True, markup=False, highlight=False)
+    _show(report, arguments, console)
     return 0
 
 
-def compare(runner: Runner, arguments: argparse.Namespace) -> Report:
+def _show(report: Report, arguments: argparse.Namespace, console: Console) -> None:
+    """Print first: a figure that cannot be written costs no more than itself."""
+    if arguments.json:
+        print_json(as_json(report, arguments))
+    else:
+        console.print(table(report))
+        for line in sentences(report):
+            console.print(line, markup=False, highlight=False)
+    if arguments.figure is not None:
+        draw(report, arguments.figure)
+        if not arguments.json:
+            console.print(str(arguments.figure), soft_wrap=True, markup=False, highlight=False)
+
+
+def _of_repeated(lines: int, path: Path) -> list[str]:
+    """What is said of lines that were left out, if any were."""
+    if not lines:
+        return []
+    return [f"Left out: {lines} lines of {path} whose prompt is that of an earlier line."]
+
+
+def compare(runner: Runner, arguments: argparse.Namespace, notes: Sequence[str] = ()) -> Report:
     """Run the full cache, every setting, and the full cache once more."""
-    n = len(runner.prompts)
+    n, start = len(runner.prompts), time.monotonic()
     with progress() as bar:
+        step(f"{FULL}: {n} prompts")
         task = bar.add_task(str(FULL), total=n, unit="answers")
         first = runner.run(FULL, lambda _: bar.advance(task))
         lengths = [len(output.ids) for output in first.outputs]
         full_tokens = median(lengths)
-        budgets = arguments.budgets or [round(share * full_tokens) for share in arguments.shares]
-        settings = [Setting(p, b) for p in arguments.policies for b in sorted({*budgets})]
-        for setting in settings:
-            _resolved(setting, runner.kv_params)
+        settings, too_small = _settings(runner, arguments, full_tokens)
         # As if every setting wrote as many tokens as the full cache.
         task = bar.add_task("", total=sum(lengths) * (len(settings) + 1), unit="tokens")
         runs: list[Run] = []
         for setting in (*settings, FULL):
             count = f"{len(runs) + 1} of {len(settings) + 1}"
             bar.update(task, description=f"{setting} ({count})")
+            step(f"{setting} ({count}), after {time.monotonic() - start:,.0f} s")
             runs.append(runner.run(setting, lambda i: bar.advance(task, lengths[i])))
-    timed, policies = runner.owned, len(arguments.policies)
-    comparison = Comparison(runner.prompts, first, runs[-1], policies, timed=timed)
+    policies = len({setting.policy for setting in settings})
+    comparison = Comparison(runner.prompts, first, runs[-1], policies, timed=runner.owned)
     rows = [comparison.row(run) for run in (first, *runs)]
-    return Report(comparison, rows, full_tokens, arguments.tolerance_points / 100)
+    tolerance = arguments.tolerance_points / 100
+    return Report(comparison, rows, full_tokens, tolerance, [*notes, *too_small])
+
+
+def _settings(
+    runner: Runner, arguments: argparse.Namespace, full_tokens: float
+) -> tuple[list[Setting], list[str]]:
+    """What is compared with the full cache, and a sentence for each share that is left out."""
+    policies, kv_params = arguments.policies, runner.kv_params
+    longest = max(len(prompt.ids) for prompt in runner.prompts)
+    if arguments.budgets is not None:
+        return given_settings(policies, arguments.budgets, kv_params, longest), []
+    leasts = {policy: least_tokens(policy, kv_params, longest) for policy in policies}
+    return shared_settings(leasts, arguments.shares, full_tokens)
 
 
 def as_json(report: Report, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +181,7 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
         raise SettingError("policies", "each name once", arguments.policies, "two names")
     try:
         kv_params = json.loads(arguments.kv_params)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise SettingError("kv-params", "a JSON object", str(error), '{"interval": 32}') from error
     if not isinstance(kv_params, dict):
         raise SettingError("kv-params", "a JSON object", kv_params, '{"interval": 32}')
@@ -147,20 +192,10 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
             )
             raise SettingError("policies", "policies that evict", name, evicting)
         for budget in arguments.budgets or [ServerConfig().kv_budget_max]:
-            _resolved(Setting(name, budget), kv_params)
+            resolved(Setting(name, budget), kv_params)
     if arguments.figure is not None:
         check_figure(arguments.figure)
     return kv_params
-
-
-def _resolved(setting: Setting, kv_params: Mapping[str, Any]) -> None:
-    """Refuse what a server without settings of its own would refuse."""
-    keys = {
-        "kv_policy": setting.policy,
-        "kv_budget": setting.kv_budget,
-        "kv_params": dict(kv_params),
-    }
-    resolve_request(keys, ServerConfig())
 
 
 @contextlib.contextmanager
@@ -183,8 +218,22 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
         *(part for flag in arguments.server_flags for part in f"--{flag}".split("=", 1)),
     ]
     exit_on_sigterm()
+    step("starting a server")
     with (
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(arguments.model_path, Path(folder), flags, captures=True) as server,
     ):
-        yield server.wait_ready(_START_S)
+        yield _started(server)
+
+
+def _started(server: ServerProcess) -> Endpoint:
+    """The server when it is ready.
+
+    Raises:
+        NotStarted: it has ended, or is not ready in time.
+    """
+    try:
+        return server.wait_ready(_START_S)
+    except (RuntimeError, TimeoutError) as error:
+        why, *log = str(error).splitlines()
+        raise NotStarted("\n".join([why, *log[-_LOG_LINES:]])) from error

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.cli.tune.compare import Row
 from sgl_skipkv.cli.tune.show import Report
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import SettingError, Unabridged, why_unopened
 
 
 def check_figure(path: Path) -> None:
     """Refuse a figure that could not be drawn, before a run of minutes.
 
     Raises:
-        SettingError: no matplotlib, no such folder, or a type of file that it does not write.
+        SettingError: no matplotlib, no such folder, a type of file that it does not write, or a
+            place where nothing can be written.
     """
     if find_spec("matplotlib") is None:
         expected, choices = (
@@ -24,14 +26,36 @@ def check_figure(path: Path) -> None:
         )
         raise SettingError("figure", expected, "an environment without it", choices)
     if path.suffix not in _UNDATED:
-        raise SettingError("figure", "a file of a known type", str(path), ".svg, .png, .pdf")
+        raise SettingError("figure", "a file of a known type", Unabridged(path), ".svg, .png, .pdf")
     if not path.absolute().parent.is_dir():
         choices = "another path, or create the folder"
-        raise SettingError("figure", "a file in a folder that exists", str(path), choices)
+        raise SettingError("figure", "a file in a folder that exists", Unabridged(path), choices)
+    try:
+        _try_to_write(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise what writing would raise, and change nothing."""
+    if path.exists():
+        with path.open("ab"):
+            return
+    with tempfile.TemporaryFile(dir=path.absolute().parent):  # never has a name there
+        return
+
+
+def _unwritable(path: Path, error: OSError) -> SettingError:
+    got = Unabridged(f"{path}: {why_unopened(error)}")
+    return SettingError("figure", "a file that can be written", got, "another path")
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the figure: points with 95% intervals, a line per policy, the full cache as a star."""
+    """Write the figure: points with 95% intervals, a line per policy, the full cache as a star.
+
+    Raises:
+        SettingError: the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     timed = report.comparison.timed
@@ -46,7 +70,10 @@ def draw(report: Report, path: Path) -> None:
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
-    canvas.savefig(path, metadata=_UNDATED[path.suffix])
+    try:
+        canvas.savefig(path, metadata=_UNDATED[path.suffix])
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 #: without a date the same numbers give the same file

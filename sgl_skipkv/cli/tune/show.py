@@ -28,12 +28,14 @@ class Report:
         rows: the full cache twice, first and last, and the settings between.
         full_tokens: median output of the full cache.
         tolerance: the largest loss of score that a recommendation may have, in [0, 1].
+        notes: sentences about prompts and settings that were left out.
     """
 
     comparison: Comparison
     rows: Sequence[Row]
     full_tokens: float
     tolerance: float
+    notes: Sequence[str] = ()
 
     @property
     def settings(self) -> Sequence[Row]:
@@ -41,8 +43,15 @@ class Report:
         return self.rows[1:-1]
 
     @property
+    def tells(self) -> bool:
+        """Whether the full cache surely scores more than a recommendation may lose: otherwise any
+        setting would do, even one without a right answer.
+        """
+        return not self.comparison.keyed or self.rows[0].score_low > self.tolerance
+
+    @property
     def chosen(self) -> Row | None:
-        return recommended(self.settings, self.tolerance)
+        return recommended(self.settings, self.tolerance) if self.tells else None
 
     @property
     def policies(self) -> int:
@@ -88,7 +97,7 @@ def difference(row: Row) -> str:
 
 def sentences(report: Report) -> list[str]:
     """The recommendation, how sure it is, and what else a reader has to know."""
-    return [*_recommendation(report), *_notes(report)]
+    return [*_recommendation(report), *_notes(report), *report.notes]
 
 
 def _recommendation(report: Report) -> list[str]:
@@ -110,6 +119,13 @@ def _recommendation(report: Report) -> list[str]:
             f"{full.mean_kv_tokens:,.0f} and {full.peak_kv_tokens:,.0f}.",
             f"How sure: {_seen(chosen)}, and up to {-100 * chosen.difference_low:.1f} points are "
             f"possible ({1 - ERROR:.0%} sure, over all settings together). {cannot}",
+        ]
+    if not report.tells:
+        return [
+            f"No recommendation: the full cache itself has {_scored(report, full)}; check the "
+            "answers, --suffix and --max-new-tokens.",
+            f"Its 95% interval begins at {100 * full.score_low:.1f}%, and a loss of {tolerance:g} "
+            "points is tolerated (--tolerance-points), so any budget could pass.",
         ]
     if least > tolerance:
         return [
