@@ -31,10 +31,9 @@ from transformers import AutoTokenizer
 
 from sgl_skipkv.cli.progress import progress as progress_bar
 from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
-from sgl_skipkv.cli.trace_view import show
+from sgl_skipkv.cli.trace_view import finished_request, show
 from sgl_skipkv.cli.view import write_page
 from sgl_skipkv.explorer.text import pieces
-from sgl_skipkv.request.trace import read_trace
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE / "reasoner"
@@ -216,10 +215,10 @@ def main() -> None:
                 lossy = run_round(server, problems, TOO_SMALL, tokenizer, progress)
             console.print(results_table(rounds))
             rids = ask_policies(server, problems[0], tokenizer)
-            events = [event for event in read_trace(trace) if event["rid"] == f"{BUDGETS[-1]}-0"]
+            request = finished_request(trace, f"{BUDGETS[-1]}-0")
         write_page(trace, arguments.page, partial(pieces, tokenizer), rids)
     console.rule(f"one trace, kv_budget {BUDGETS[-1]}: evicted text is struck through")
-    show(console, events, tokenizer)
+    show(console, request, tokenizer)
     none, small = rounds[0], rounds[-1]
     console.rule()
     console.print(

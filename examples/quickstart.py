@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import sglang as sgl
 
@@ -45,9 +46,16 @@ def main() -> None:
     parser.add_argument("--problem", type=int, default=0, help="line of the held-out hard problems")
     arguments = parser.parse_args()
     lines = (json.loads(line) for line in PROBLEMS.read_text().splitlines())
-    problem = [line for line in lines if line["level"] == "hard"][arguments.problem]
-
-    backend = sgl.RuntimeEndpoint(arguments.url)
+    problems = [line for line in lines if line["level"] == "hard"]
+    if arguments.problem not in range(len(problems)):
+        parser.error(f"--problem: expected 0 to {len(problems) - 1}, got {arguments.problem}")
+    problem = problems[arguments.problem]
+    try:
+        backend = sgl.RuntimeEndpoint(arguments.url)
+    except (URLError, ValueError) as error:  # nothing listens there, or no address
+        parser.error(
+            f"--url: expected the address of a running server, got {arguments.url}: {error}"
+        )
     state = solve.run(problem["prompt"], backend=backend, kv_reuse="keep")
     thought = state.get_meta_info("thoughts")["skipkv"]
     answered = state.get_meta_info("answer")

@@ -73,7 +73,7 @@ def check_model(path: Path) -> ModelReport:
     folder = path.parent if path.name == "config.json" else path
     expected = "the folder of a model, or its config.json"
     if not (folder / "config.json").is_file():
-        raise SettingError("model", expected, str(path), "a folder that has a config.json")
+        raise SettingError("model", expected, *_no_config(path))
     try:
         config = ModelConfig(str(folder), trust_remote_code=False)
     except (OSError, ValueError, TypeError) as error:  # no JSON, no known type, no architecture
@@ -102,6 +102,16 @@ def check_model(path: Path) -> ModelReport:
         else str(rope.get("full_attention", rope).get("rope_type", "default")),
         window_tokens=int(config.sliding_window_size or 0) if _windows(config) else 0,
     )
+
+
+def _no_config(path: Path) -> tuple[str, str]:
+    """What is at a path without a config.json, and what would help."""
+    if path.is_file():
+        return f"{path}, a file of another name", "the same file, named config.json"
+    if path.is_dir():
+        return f"{path}, a folder without one", "a folder that has a config.json"
+    choices = "a local folder that has a config.json; a model of a hub is downloaded first"
+    return f"{path}, which is not there", choices
 
 
 def _windows(config: Any) -> int:

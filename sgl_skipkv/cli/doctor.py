@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,8 @@ from sgl_skipkv.cli.endpoint import check_endpoint
 from sgl_skipkv.cli.model_view import show_model
 from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
 
+#: columns of a file or a pipe, which has no width of its own
+LEAST_WIDTH: Final = 110
 #: of a missing package
 CHOICES: Final = "the environment of your server, or pip install 'sgl-skipkv[sglang]'"
 _PACKAGES: Final = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
@@ -48,9 +51,12 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
     """
     if arguments.url is not None:
         return check_endpoint(arguments.url, arguments.api_key, console, as_json=arguments.json)
-    if arguments.model is not None:
-        return show_model(arguments.model, console, as_json=arguments.json)
-    report = examine()
+    with warnings.catch_warnings():
+        # SGLang warns while it is imported of what this machine lacks, whoever asks for what.
+        warnings.filterwarnings("ignore", category=UserWarning, module="sglang")
+        if arguments.model is not None:
+            return show_model(arguments.model, console, as_json=arguments.json)
+        report = examine()
     if arguments.json:
         print_json(report)
     else:
@@ -61,7 +67,7 @@ def doctor(arguments: argparse.Namespace, console: Console) -> int:
 def examine() -> dict[str, Any]:
     """What this environment has, and whether eviction is ready as far as can be said without a
     server."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version_of(name) for name in _PACKAGES}
     versions["python"] = platform.python_version()
     report: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
     report |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
@@ -95,7 +101,8 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version; None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -104,6 +111,8 @@ def _version(package: str) -> str | None:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """The same as tables."""
+    if not console.is_terminal:
+        console.width = max(console.width, LEAST_WIDTH)
     facts = {name: version or "not installed" for name, version in report["versions"].items()}
     facts["SGLANG_PLATFORM"] = report["platform"] or "not set"
     if report["device"] is not None:
@@ -117,7 +126,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         for hook in report["hooks"]
     ]
     columns = Column("hook", "hook"), Column("kind", "kind"), Column("state", "state", lambda t: t)
-    console.print(table_of("hooks", (*columns, Column("why", "why")), hooks))
+    table = table_of("hooks", (*columns, Column("why", "why")), hooks)
+    table.columns[0].overflow = "fold"  # names without a space: they would be cut
+    console.print(table)
     supported = Column(
         "supported", "supported", lambda word: f"[{_CAPABILITY_COLOURS[word]}]{word}[/]"
     )

@@ -16,6 +16,7 @@ import requests
 from rich.console import Console
 from rich.markup import escape
 
+from sgl_skipkv.cli.no_answer import why_no_answer
 from sgl_skipkv.cli.tables import Column, plain, print_json, table_of
 from sgl_skipkv.config import SettingError, brief
 
@@ -106,7 +107,7 @@ def _send(session: requests.Session, url: str, probe: Probe) -> Finding:
     try:
         answer = session.post(url + probe.path, json=probe.body, timeout=TIMEOUT_S)
     except requests.RequestException as error:
-        return Finding("other", f"[yellow]no answer[/]: {escape(type(error).__name__)}")
+        return Finding("other", f"[yellow]no answer[/]: {why_no_answer(error)}")
     try:
         body = answer.json()
     except requests.JSONDecodeError:
@@ -127,9 +128,10 @@ def _model_of(session: requests.Session, url: str) -> str:
         if answer.status_code != 200:
             raise SettingError("url", expected, f"{url} (status {answer.status_code})", choices)
         return str(answer.json()["data"][0]["id"])
-    except (requests.RequestException, LookupError, TypeError) as error:
-        got = f"{url} ({type(error).__name__})"
-        raise SettingError("url", expected, got, choices) from error
+    except requests.RequestException as error:
+        raise SettingError("url", expected, f"{url} ({why_no_answer(error)})", choices) from error
+    except (LookupError, TypeError) as error:
+        raise SettingError("url", expected, f"{url} (no list of models)", choices) from error
 
 
 def check_endpoint(url: str, api_key: str | None, console: Console, *, as_json: bool) -> int:

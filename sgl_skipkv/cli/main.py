@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from sgl_skipkv.cli.doctor import CHOICES, add_doctor
+from sgl_skipkv.cli.doctor import CHOICES, add_doctor, version_of
 from sgl_skipkv.cli.report_view import add_report
 from sgl_skipkv.cli.steering import add_steering
 from sgl_skipkv.cli.top import add_top
@@ -22,6 +24,8 @@ _OF_SGLANG = ("sglang", "torch", "transformers", "triton", "safetensors")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="skipkv", description="A KV budget for SGLang requests.")
+    version = f"%(prog)s {version_of('sgl-skipkv')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     tables = argparse.ArgumentParser(add_help=False)
     tables.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -37,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments, Console(soft_wrap=False)) or 0
     except SettingError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads the output has gone, such as ``head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _OF_SGLANG:

@@ -11,6 +11,7 @@ from typing import Final
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from sgl_skipkv.cli.no_answer import why_no_answer
 from sgl_skipkv.config import METRIC_PREFIX, SettingError
 
 TIMEOUT_S: Final = 10
@@ -69,19 +70,24 @@ def scrape(session: requests.Session, url: str) -> Scrape:
     """Ask the server for its metrics.
 
     Raises:
-        SettingError: nothing answers there, metrics are off, or the plugin is not loaded.
+        SettingError: nothing answers there, metrics are off, something else answers, or the plugin
+            is not loaded.
     """
     expected = "the address of a running server"
     try:
         answer = session.get(url + "/metrics", timeout=TIMEOUT_S)
     except requests.RequestException as error:
-        raise SettingError("url", expected, f"{url} ({type(error).__name__})", _CHOICES) from error
+        raise SettingError("url", expected, f"{url} ({why_no_answer(error)})", _CHOICES) from error
     if answer.status_code == 404:
         choices = "start it with --enable-metrics"
         raise SettingError("url", "a server with metrics", f"{url} without /metrics", choices)
     if answer.status_code != 200:
         raise SettingError("url", expected, f"{url} (status {answer.status_code})", _CHOICES)
-    scraped = Scrape(answer.text)
+    try:
+        scraped = Scrape(answer.text)
+    except ValueError as error:
+        got = f"{url}, whose /metrics has none"
+        raise SettingError("url", "a server with metrics", got, _CHOICES) from error
     if f"{METRIC_PREFIX}state" not in scraped.names:
         expected = "a server with sgl_skipkv"
         choices = "install it in the server's environment"

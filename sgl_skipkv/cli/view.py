@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,11 @@ from rich.console import Console
 
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.config import SettingError, brief, why_unopened
-from sgl_skipkv.explorer.book import Book, Decode, TracedRequest
-from sgl_skipkv.explorer.events import event_of
+from sgl_skipkv.explorer.book import Book, Decode
+from sgl_skipkv.explorer.outline import Outline, OutlinedRequest
 from sgl_skipkv.explorer.page import page_of
 from sgl_skipkv.explorer.text import pieces
-from sgl_skipkv.request.trace import read_trace
+from sgl_skipkv.explorer.trace_file import TraceFile
 
 #: requests on a page where none are named
 DEFAULT_REQUESTS: Final = 12
@@ -45,11 +47,12 @@ def add_view(commands: Any) -> None:
 
 def view_trace(arguments: argparse.Namespace, console: Console) -> int:
     """Write the page, and print where it is."""
-    out = arguments.out or Path(arguments.file).with_suffix(".html")
+    trace = Path(arguments.file)
+    out = arguments.out or trace.parent / f"{trace.stem}.html"
     decode = None
     if arguments.model_path is not None:
         decode = partial(pieces, load_tokenizer("model-path", arguments.model_path))
-    write_page(Path(arguments.file), out, decode, arguments.rid)
+    write_page(trace, out, decode, arguments.rid)
     console.print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, markup=False)
     return 0
 
@@ -60,20 +63,21 @@ def write_page(
     """Write a page of these requests of a trace, or of its last ones.
 
     Raises:
-        SettingError: no trace, no such request, or a file that cannot be written.
+        SettingError: no trace, no such request, or a file that cannot be written or is the trace.
     """
+    if _is_same_file(trace, out):
+        raise SettingError("out", "another file than the trace", str(out), "another name, with -o")
     book = Book()
-    for line in read_trace(trace):
-        try:
-            event = event_of(line)
-        except ValueError as error:
-            expected = "lines of a trace, with the fields of their event"
-            choices = "a file written by --skipkv-trace"
-            raise SettingError("file", expected, str(error), choices) from error
-        if event is not None:
+    with TraceFile(trace) as file:
+        chosen = _chosen(Outline(file.events()).requests, rids)
+        turns = _with_earlier_turns(chosen)
+        for event in file.at(sorted(begin for turn in turns for begin in turn.lines)):
             book.add(event)
-    chosen, side_by_side = _chosen([*book], rids)
-    requests = [request.data(decode) for request in _with_earlier_turns(chosen)]
+        if file.skipped:
+            print(file.skipped, file=sys.stderr)
+    numbers = {turn.number: request.number for turn, request in zip(turns, book, strict=True)}
+    side_by_side = [] if rids is None else [numbers[request.number] for request in chosen]
+    requests = [request.data(decode) for request in book]
     page = page_of({"requests": requests, "side_by_side": side_by_side})
     try:
         out.write_text(page, encoding="utf-8")
@@ -82,29 +86,36 @@ def write_page(
         raise SettingError("out", expected, got, "a writable path") from error
 
 
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether both are there and are one file, by whatever names."""
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):  # one is not there, or no file name
+        return False
+
+
 def _chosen(
-    requests: Sequence[TracedRequest], rids: Sequence[str] | None
-) -> tuple[list[TracedRequest], list[int]]:
-    """The requests of the page, and the numbers of those that it begins with side by side."""
+    requests: Sequence[OutlinedRequest], rids: Sequence[str] | None
+) -> list[OutlinedRequest]:
+    """The requests that the page is of, in the order in which they were named."""
     if not requests:
         choices = "a trace of requests with a budget"
         raise SettingError("file", "at least one request", "a trace without one", choices)
     if rids is None:
-        return [*requests[-DEFAULT_REQUESTS:]], []
+        return [*requests[-DEFAULT_REQUESTS:]]
     last = {request.rid: request for request in requests}  # a client may use an id again
     for rid in rids:
         if rid not in last:
             known = ", ".join(brief(rid) for rid in [*last][-10:])
             raise SettingError("rid", "a request of the trace", rid, known)
-    chosen = [last[rid] for rid in dict.fromkeys(rids)]
-    return chosen, [request.number for request in chosen]
+    return [last[rid] for rid in dict.fromkeys(rids)]
 
 
-def _with_earlier_turns(chosen: Sequence[TracedRequest]) -> list[TracedRequest]:
+def _with_earlier_turns(chosen: Sequence[OutlinedRequest]) -> list[OutlinedRequest]:
     """These and those that they continue, in the order of the trace."""
-    turns: dict[int, TracedRequest] = {}
+    turns: dict[int, OutlinedRequest] = {}
     for request in chosen:
-        turn: TracedRequest | None = request
+        turn: OutlinedRequest | None = request
         while turn is not None and turn.number not in turns:
             turns[turn.number] = turn
             turn = turn.continues

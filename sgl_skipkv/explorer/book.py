@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sgl_skipkv.explorer.events import Compact, Finish, Recompute
+from sgl_skipkv.explorer.events import Compact, Finish, Recompute, TraceEvent
 
 #: tokens of one request that a page shows; more would be too much for a browser
 LIMIT_TOKENS: Final = 131_072
@@ -119,7 +119,7 @@ class TracedRequest:
             self.text = decode(ids)
         shown |= {
             "prompt": finish.prompt_tokens,
-            "budget": finish.kv_budget,
+            "budget": finish.budget_tokens,
             "reason": finish.finish_reason,
             "tokens": len(finish.output_ids),
             "ids": ids,
@@ -155,7 +155,7 @@ class Book:
         """In the order in which they appeared."""
         return iter(sorted(self._requests.values(), key=lambda request: request.number))
 
-    def add(self, event: Compact | Recompute | Finish, source: str = "", at: int = 0) -> None:
+    def add(self, event: TraceEvent, source: str = "", at: int = 0) -> None:
         """Add a line.
 
         Args:

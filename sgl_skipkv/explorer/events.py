@@ -65,6 +65,14 @@ class Finish(Event):
     kv_reuse: str | None = None
     continues: Continues | None = None
 
+    @property
+    def budget_tokens(self) -> int | None:
+        """What evicted: ``full`` has none, whatever the request asked for."""
+        return None if self.policy == "full" else self.kv_budget
+
+
+#: a line of a trace that the explorer shows
+TraceEvent = Compact | Recompute | Finish
 
 _KINDS: dict[str, TypeAdapter[Any]] = {
     "compact": TypeAdapter(Compact),
@@ -73,7 +81,7 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 }
 
 
-def event_of(line: object) -> Compact | Recompute | Finish | None:
+def event_of(line: object) -> TraceEvent | None:
     """The event of a decoded line; None for a kind that the explorer does not show.
 
     Raises:
@@ -85,7 +93,7 @@ def event_of(line: object) -> Compact | Recompute | Finish | None:
     if kind not in _KINDS:
         return None
     try:
-        event: Compact | Recompute | Finish = _KINDS[kind].validate_python(line, strict=False)
+        event: TraceEvent = _KINDS[kind].validate_python(line, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"][:3]))

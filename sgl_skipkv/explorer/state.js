@@ -24,6 +24,8 @@ class TracedRequest {
     this.at = this.steps.map(([generated]) => generated); // when each compaction came
     const last = this.at.length ? this.at[this.at.length - 1] : 0;
     this.generated = this.ids ? Math.max(this.tokens, last) : last;
+    // Every generated token but the last sampled one has KV, and is counted in the trace.
+    this.cached = this.ids ? Math.max(this.tokens - 1, last) : last;
     this.length = this.prompt + (this.ids ? this.ids.length : last); // positions that are drawn
     this.evictedAt = this.lives.map((life) => this.unpacked(life.evicted));
     this.inherited = this.parent ? this.parent.goneAtEnd(this.cut) : new Uint8Array(0);
@@ -72,7 +74,7 @@ class TracedRequest {
 
   /** KV tokens in the row, prompt included, right behind the last compaction of that moment. */
   held({ step, life, generated }) {
-    const now = Math.min(generated, this.generated);
+    const now = Math.min(generated, this.cached);
     if (step > this.lives[life].first) {
       const [at, , after] = this.steps[step - 1];
       return after + now - at;
@@ -83,7 +85,7 @@ class TracedRequest {
   }
 
   full(generated) {
-    return this.prompt + Math.min(generated, this.generated);
+    return this.prompt + Math.min(generated, this.cached);
   }
 
   inheritedTokens() {
@@ -116,8 +118,9 @@ class TracedRequest {
     return parts;
   }
 
+  /** Turns before this one. A fork of the frontend prefills with a request that generates nothing. */
   get depth() {
-    return this.parent ? this.parent.depth + 1 : 0;
+    return this.parent ? this.parent.depth + (this.parent.tokens > 0 ? 1 : 0) : 0;
   }
 
   get title() {

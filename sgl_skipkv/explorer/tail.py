@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sgl_skipkv.explorer.events import Compact, Finish, Recompute, event_of
+from sgl_skipkv.explorer.events import TraceEvent, event_of
 
 #: read at once; of a longer file that is met for the first time, the end
 LIMIT_BYTES: Final = 64 << 20
@@ -26,7 +26,7 @@ class TraceTail:
         self.at = self.unreadable = 0
         self._inside_line = False
 
-    def events(self) -> Iterator[tuple[Compact | Recompute | Finish, int]]:
+    def events(self) -> Iterator[tuple[TraceEvent, int]]:
         """Each new event, and the bytes of the file up to its end. None of a file that is not there
         yet."""
         try:

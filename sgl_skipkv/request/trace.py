@@ -1,7 +1,8 @@
 """The trace: one JSON line per compaction, restore, recomputation and finish of a request.
 
-It holds logical positions and output ids, no prompt text. Readers: ``skipkv trace`` and the masking
-oracle of the tests.
+It holds logical positions and output ids, no prompt text. ``read_trace`` is strict, for the masking
+oracle of the tests and for ``bench``; what users run skips lines that are no events
+(``explorer/trace_file.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _FIELDS: Final = {
 class TraceWriter:
     """Appends lines to the operator's file; ``write`` flushes each line to the operating system.
 
+    A killed server may have left half a line; the first event then begins a line of its own.
+
     Raises:
         SettingError: the file cannot be opened for appending.
     """
@@ -30,6 +33,8 @@ class TraceWriter:
     def __init__(self, path: str) -> None:
         try:
             self._file = Path(path).open("a", encoding="utf-8")
+            if _ends_inside_line(Path(path)):
+                self._file.write("\n")
         except (OSError, ValueError) as error:
             expected, got = "a file that can be appended to", f"{path} ({why_unopened(error)})"
             raise SettingError("trace", expected, got, "a writable path") from error
@@ -38,6 +43,15 @@ class TraceWriter:
         line = json.dumps({"event": event, **fields}, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()
+
+
+def _ends_inside_line(path: Path) -> bool:
+    """Whether this file, if it is one at all and no pipe, has a last line without an end."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
 
 
 def read_trace(path: str | Path) -> list[dict[str, Any]]:

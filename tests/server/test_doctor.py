@@ -110,8 +110,9 @@ def test_an_endpoint_that_does_not_answer(capsys: pytest.CaptureFixture[str]) ->
         assert all("status 503" in one["text"] for one in found["budgets"])
         _assert_no_endpoint(url, "status 401", capsys)
         proxy.shutdown()
-    _assert_no_endpoint(url, "ConnectionError", capsys)
-    _assert_no_endpoint("127.0.0.1", "MissingSchema", capsys)
+    _assert_no_endpoint(url, "nothing listens there", capsys)
+    for address in ("127.0.0.1", "localhost:30000"):
+        _assert_no_endpoint(address, "no http:// in front", capsys)
 
 
 def _assert_no_endpoint(url: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +214,18 @@ def test_a_file_that_is_no_model(text: str | None, tmp_path: Path, capsys: Any) 
     message = capsys.readouterr().err
     assert "model: expected the folder of a model, or its config.json, got " in message
     assert "choices: a " in message
+
+
+def test_a_path_without_a_config(tmp_path: Path, capsys: Any) -> None:
+    """A file of another name, and the name of a model of a hub, each with what would help."""
+    (tmp_path / "c.json").write_text("{}")
+    for path, said in (
+        (tmp_path / "c.json", "a file of another name'; choices: the same file, named config.json"),
+        ("Qwen/Qwen3-0.6B", "which is not there'; choices: a local folder that has a config.json"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["doctor", "--model", str(path)])
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_every_seam_names_what_uses_it() -> None:

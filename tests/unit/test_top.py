@@ -83,7 +83,10 @@ class _Metrics(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         allowed = self.headers["Authorization"] == "Bearer secret"
         body = b"sglang:num_running_reqs 1.0\n" if allowed else b""
-        self.send_response((200 if allowed else 401) if self.path == "/metrics" else 404)
+        status = (200 if allowed else 401) if self.path == "/metrics" else 404
+        if self.path == "/page/metrics":
+            status, body = 200, b"<html>hi</html>"
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -110,7 +113,10 @@ def test_where_there_is_nothing_to_look_at(capsys: pytest.CaptureFixture[str]) -
         assert "url: expected a server with sgl_skipkv" in without
         other = told("--url", url + "/x")
         assert "expected a server with metrics" in other and "--enable-metrics" in other
-    assert "(ConnectionError)" in told("--url", url)
+        page = told("--url", url + "/page")
+        assert "expected a server with metrics" in page and "whose /metrics has none" in page
+    assert "(nothing listens there)" in told("--url", url)
+    assert "(no http:// in front)" in told("--url", url.removeprefix("http://"))
     assert "interval: expected a number of seconds" in told("--url", url, "--interval", "0")
 
 

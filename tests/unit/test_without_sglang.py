@@ -33,6 +33,7 @@ def trace(tmp_path: Path) -> Path:
     counts = ("evicted_tokens", "full_kv_tokens", "evicted_sentences", "sentences")
     numbers = dict.fromkeys((*counts, "peak_kv_tokens"), 0)
     event = {"event": "finish", "rid": "r", "output_ids": [1], "policy": "rkv", **numbers}
+    event["prompt_tokens"] = 1
     path.write_text(json.dumps(event) + "\n")
     return path
 
