@@ -7,8 +7,9 @@ that the request may still hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
@@ -56,7 +57,7 @@ class _BudgetedAdder:
             self.last_untracked = None
         state = state_of(req)
         if state is None or not state.settings.evicts:
-            with _counted_as_usual(req, [*self.running_batch.reqs, *self.can_run_list]):
+            with _counted_as_usual(req, chain(self.running_batch.reqs, self.can_run_list)):
                 return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
         # Tokens restored from a backup and copied from a history need slots but no computation:
         # SGLang sees them as a cached prefix, and their slots count as future tokens. It adds a
@@ -210,7 +211,7 @@ def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def _counted_as_usual(req: Any, others: list[Any]) -> Iterator[None]:
+def _counted_as_usual(req: Any, others: Iterable[Any]) -> Iterator[None]:
     """While a request without a budget is considered beside those that evict.
 
     Without a radix cache, ``ignore_eos`` selects a path of SGLang that adds up the full traces of

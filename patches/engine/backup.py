@@ -128,7 +128,7 @@ def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any)
         return
     runtime.backs_up = False
     try:
-        _forget_waiting(scheduler, runtime)
+        _forget_waiting(scheduler, runtime, "a pause")
         original(scheduler, recv_req)
     finally:
         runtime.backs_up = True
@@ -142,10 +142,10 @@ def forget_flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> No
     runtime = runtime_of(scheduler)
     if result and runtime is not None:
         runtime.histories.clear()
-        _forget_waiting(scheduler, runtime)
+        _forget_waiting(scheduler, runtime, "a flush")
 
 
-def _forget_waiting(scheduler: Any, runtime: Runtime) -> None:
+def _forget_waiting(scheduler: Any, runtime: Runtime, lost_to: str) -> None:
     """Requests that wait with a backup are computed anew."""
     for req in list(scheduler.waiting_queue):
         state = state_of(req)
@@ -154,4 +154,4 @@ def _forget_waiting(scheduler: Any, runtime: Runtime) -> None:
             lengthen_input(req)
             if is_stranded(req):  # it would block the queue for ever
                 scheduler.waiting_queue.remove(req)
-                end_stranded(scheduler, req)
+                end_stranded(scheduler, req, lost_to)

@@ -177,7 +177,8 @@ def refuse_unrecomputable(
     It has no backup, and its full trace does not fit the pool, so it would wait for ever.
     """
     if req.is_retracted and is_stranded(req):
-        end_stranded(scheduler, req)
+        full = req.skipkv.runtime.backs_up
+        end_stranded(scheduler, req, "the pool is full" if full else "a pause")
         return
     if not req.is_retracted:
         follow_prompt(req)
@@ -194,18 +195,30 @@ def is_stranded(req: Any) -> bool:
     )
 
 
-def end_stranded(scheduler: Any, req: Any) -> None:
-    """End a request that can be neither restored nor recomputed, with 500."""
+#: why a request has lost its KV, and what helps
+_LOST = {
+    "the pool is full": (
+        "the KV pool was full and no other request could be retracted",
+        "Lower the load, or raise retraction_backup_bytes (host memory),",
+    ),
+    "a pause": (
+        "pause_generation (mode retract) freed its KV",
+        "Pause with mode in_place, or raise",
+    ),
+    "a flush": ("flush_cache dropped its KV", "Flush when no request waits, or raise"),
+}
+
+
+def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
+    """End a request that can be neither restored nor recomputed, with 500.
+
+    Args:
+        lost_to: a key of ``_LOST``.
+    """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
-    state = req.skipkv
-    if state.runtime.backs_up:
-        why = "the KV pool was full and no other request could be retracted"
-        remedy = "Lower the load, or raise retraction_backup_bytes (host memory),"
-    else:
-        why = "pause_generation (mode retract) freed its KV"
-        remedy = "Pause with mode in_place, or raise"
+    state, (why, remedy) = req.skipkv, _LOST[lost_to]
     reason = FINISH_ABORT(
         f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
         f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "

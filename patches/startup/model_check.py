@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.config import ServerConfig, SettingError, Unabridged
 from sgl_skipkv.patches.engine.steered_models import FAMILIES
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, generates_images
 from sgl_skipkv.policy import policy_class, with_params
@@ -73,11 +73,12 @@ def check_model(path: Path) -> ModelReport:
     folder = path.parent if path.name == "config.json" else path
     expected = "the folder of a model, or its config.json"
     if not (folder / "config.json").is_file():
-        raise SettingError("model", expected, *_no_config(path))
+        got, choices = _no_config(path)
+        raise SettingError("model", expected, Unabridged(got), choices)
     try:
         config = ModelConfig(str(folder), trust_remote_code=False)
     except (OSError, ValueError, TypeError) as error:  # no JSON, no known type, no architecture
-        got = f"{path} ({str(error).strip().partition(chr(10))[0]})"
+        got = Unabridged(f"{path} ({str(error).strip().partition(chr(10))[0]})")
         choices = "a config.json with model_type and architectures that SGLang knows"
         raise SettingError("model", expected, got, choices) from error
     text, architecture = config.hf_text_config, config.hf_config.architectures[0]

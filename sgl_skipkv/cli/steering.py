@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from sgl_skipkv.cli.files import read_lines
+from sgl_skipkv.cli.files import is_utf8, read_lines
 from sgl_skipkv.cli.tables import Column, print_json, table_of
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import SettingError, Unabridged
 from sgl_skipkv.recording.sentences import PRESETS
 
 
@@ -67,11 +67,13 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
             [line.record for line in read_lines("traces", arguments.traces, "prompt", "output")]
         )
     else:
-        lines = [line.record for line in read_lines("prompts", arguments.prompts)]
-        prompts = [str(line.get("prompt") or line.get("problem") or "") for line in lines]
-        if not all(prompts):
-            expected, got = "prompt or problem in every line", str(arguments.prompts)
-            raise SettingError("prompts", expected, got, '{"prompt": "..."}')
+        prompts = []
+        for line in read_lines("prompts", arguments.prompts):
+            prompt = line.record.get("prompt") or line.record.get("problem")
+            if not prompt or not is_utf8(prompt):
+                expected, got = "prompt or problem, as text", Unabridged(line.place)
+                raise SettingError("prompts", expected, got, '{"prompt": "..."}')
+            prompts.append(prompt)
         statistics = run.from_prompts(prompts, arguments.max_new_tokens)
     nonexecution, execution = statistics.count.tolist()
     layers = run.report()

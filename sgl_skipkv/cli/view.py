@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from sgl_skipkv.cli.files import load_tokenizer
-from sgl_skipkv.config import SettingError, brief, why_unopened
+from sgl_skipkv.config import SettingError, Unabridged, brief, why_unopened
 from sgl_skipkv.explorer.book import Book, Decode
 from sgl_skipkv.explorer.outline import Outline, OutlinedRequest
 from sgl_skipkv.explorer.page import page_of
@@ -66,7 +66,9 @@ def write_page(
         SettingError: no trace, no such request, or a file that cannot be written or is the trace.
     """
     if _is_same_file(trace, out):
-        raise SettingError("out", "another file than the trace", str(out), "another name, with -o")
+        raise SettingError(
+            "out", "another file than the trace", Unabridged(out), "another name, with -o"
+        )
     book = Book()
     with TraceFile(trace) as file:
         chosen = _chosen(Outline(file.events()).requests, rids)
@@ -82,7 +84,7 @@ def write_page(
     try:
         out.write_text(page, encoding="utf-8")
     except (OSError, ValueError) as error:
-        expected, got = "a file that can be written", f"{out} ({why_unopened(error)})"
+        expected, got = "a file that can be written", Unabridged(f"{out} ({why_unopened(error)})")
         raise SettingError("out", expected, got, "a writable path") from error
 
 

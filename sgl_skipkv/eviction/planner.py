@@ -165,7 +165,7 @@ class Planner:
             sentences=sentences,
             seed=seed,
             logical_tokens=due.logical_tokens,
-            given_sentences=state.input_sentences() if policy.needs_spans else (),
+            input_sentences=state.input_sentences() if policy.needs_spans else (),
             centres=self._centres if policy.needs_rotation else None,
             reach=self._reach if policy.needs_reach else None,
             values=due.values if policy.needs_values else None,

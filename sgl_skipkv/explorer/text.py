@@ -28,7 +28,7 @@ def pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
 
     parts: list[str] = []
     start = 0  # of the tokens whose text is complete but for the newest
-    done = ""  # the text of the tokens from start on that is in ``found``
+    done = ""  # the text of the tokens from start on that is in ``parts``
     for i, token_id in enumerate(token_ids):
         if token_id >= vocabulary:
             parts.append("")

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, Self
 
-from sgl_skipkv.config import SettingError, why_unopened
+from sgl_skipkv.config import SettingError, Unabridged, why_unopened
 from sgl_skipkv.explorer.events import TraceEvent, event_of
 
 _EXPECTED: Final = "a trace, JSON lines"
@@ -66,7 +66,8 @@ class TraceFile:
             if event is not None:
                 yield event, at
         if self._first_fault and not readable:
-            raise SettingError("file", _EXPECTED, self._first_fault, _CHOICES)
+            got = Unabridged(f"{self.path}, {self._first_fault}")
+            raise SettingError("file", _EXPECTED, got, _CHOICES)
 
     def at(self, begins: Iterable[int]) -> Iterator[TraceEvent]:
         """The events whose lines begin there."""
@@ -117,12 +118,13 @@ def _opened(path: Path) -> IO[bytes]:
     except (OSError, ValueError) as error:
         replicas = _replicas(path) if isinstance(error, FileNotFoundError) else []
         choices = ", ".join(map(str, replicas)) or _CHOICES
-        got = f"{path} ({why_unopened(error)})"
+        got = Unabridged(f"{path} ({why_unopened(error)})")
         raise SettingError("file", _EXPECTED, got, choices) from error
     if file.seekable():
         return file
     copy = TemporaryFile()  # a pipe, whose lines are read twice
-    shutil.copyfileobj(file, copy)
+    with file:
+        shutil.copyfileobj(file, copy)
     copy.seek(0)
     return copy
 

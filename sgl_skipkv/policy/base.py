@@ -246,7 +246,7 @@ class ScoreInput:
             first; None for policies that did not ask for them, and where kernels read them.
         scale: the model's factor on attention logits.
         sentences: None for policies that asked neither for them nor for their spans.
-        given_sentences: numbers of those that users and tools wrote in later turns; none for
+        input_sentences: numbers of those that users and tools wrote in later turns; none for
             policies that did not ask for spans.
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
@@ -273,7 +273,7 @@ class ScoreInput:
     sentences: Sentences | None
     seed: int
     logical_tokens: int
-    given_sentences: Collection[int] = ()
+    input_sentences: Collection[int] = ()
     centres: QueryCentres | None = None
     reach: Tensor | None = None
     values: Callable[[int], Tensor] | None = None

@@ -149,7 +149,7 @@ class Distinct(Policy):
             budget -= request.prompt_tokens
         newer = max(1, min(self.most_newer, budget // _TOKENS_PER_NEWER))
         closed = request.sentences.starts.shape[0]
-        return [i < closed - newer and i not in request.given_sentences for i in range(closed)]
+        return [i < closed - newer and i not in request.input_sentences for i in range(closed)]
 
     def _by_place(self, places: Places, old: Sequence[bool]) -> Tensor:
         """float32 [n]: 1 to 2 by how near a sentence ends; next to nothing where an old one begins.

@@ -92,7 +92,7 @@ class SentenceQuotas(Policy):
         share = (1.0 - CREDIT_SHARE) * recent + CREDIT_SHARE * credit
         mass = _sums(share, segment, segments)[segment] / _ONE
         rank = _ranks(token_scores, segment, segments)
-        first_ranks = 2.0 * (LEAST_TOKENS - rank) + mass
+        first_ranks = 3.0 * (LEAST_TOKENS - rank) + mass  # the others are 2 at most
         of_rest = mass / (rank - LEAST_TOKENS + 0.5)
         scores = torch.where(rank < LEAST_TOKENS, first_ranks, of_rest) * inside
         return by_request(

@@ -177,7 +177,7 @@ def test_wrong_arguments(
     [
         ("", "file: expected at least one request"),
         ("{", "file: expected a trace, JSON lines"),
-        (json.dumps(finish("a", ["x"])), "got 'line 1: finish.output_ids.0"),
+        (json.dumps(finish("a", ["x"])), "trace.jsonl, line 1: finish.output_ids.0"),
         (json.dumps({**finish("a", [1]), "kv_budget": -1}), "finish.kv_budget"),
     ],
 )

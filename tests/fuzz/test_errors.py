@@ -182,6 +182,26 @@ def test_a_flush_forgets_the_backups_of_who_waits() -> None:
     assert [len(call.output_ids) for call in calls] == [60, 60]
 
 
+def test_a_flush_ends_who_waits_and_is_longer_than_the_pool() -> None:
+    from sgl_skipkv.patches.engine.backup import forget_flushed
+
+    world = World(overlap=True, backup_bytes=1 << 20)
+    calls = [
+        world.arrive([5, 6, 7, 21, 22, first], 300, **asks(6, "streaming")) for first in (23, 24)
+    ]
+    waiting = None
+    while waiting is None or waiting.skipkv.offloaded.backup is None:
+        longest = min(len(call.output_ids) for call in calls) > POOL
+        world.retract_now = longest and not world.waiting_queue
+        world.step()
+        waiting = next(iter(world.waiting_queue), None)
+    forget_flushed(True, world)
+    assert world.aborted == [waiting] and not world.waiting_queue
+    assert "flush_cache dropped its KV" in waiting.skipkv.failure
+    world.backed_up.clear()
+    world.drain()
+
+
 def test_a_long_trace_of_a_budget_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a radix cache SGLang adds up the full traces of all that run beside a request that
     ignores the end of sequence."""

@@ -67,7 +67,7 @@ def by_quotas(
         mass = float(share[members].sum())
         members.sort(key=lambda i: (float(own[i]), bool(kept[i]), i), reverse=True)
         for rank, i in enumerate(members):
-            scores[i] = 2 * (8 - rank) + mass if rank < 8 else mass / (rank - 8 + 0.5)
+            scores[i] = 3 * (8 - rank) + mass if rank < 8 else mass / (rank - 8 + 0.5)
     return scores
 
 

@@ -15,6 +15,8 @@ from bench.kernels import compile as compiler
 from bench.kernels.compile_cases import CASES, COMPILED
 from bench.lib.record import recorded as rows_on_record
 
+pytestmark = pytest.mark.slow  # three minutes, where Triton has not compiled them before
+
 
 def test_no_variant_spills() -> None:
     assert not [row for row in compile_report() if row["spilled_bytes"]]

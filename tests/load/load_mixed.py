@@ -36,7 +36,10 @@ MIXED_POOL_TOKENS = POOL_TOKENS // 2
 PAUSES = ("retract", "in_place", "abort")
 POLICIES = [name for name in policy.names() if name != "full"]
 #: what a request is told whose trace no pool of this size can compute again
-LOST_TO_A_PAUSE = "pause_generation (mode retract) freed its KV"
+LOST_TO_A_PAUSE = (
+    "pause_generation (mode retract) freed its KV",
+    "flush_cache dropped its KV",
+)
 #: how often a client asks for what
 KINDS = {"canary": 20, "any": 40, "abort": 14, "disconnect": 14, "body": 12}
 COUNTED = ("n", "stop", "regex", "steering", "kv_reuse")
@@ -133,7 +136,9 @@ class Storm:
             self.done.update(name for name in COUNTED if call.keys.get(name))
             if outcome.ended == "aborted" and self._stopped_since(stops):
                 self.excused += 1  # by the pause, whatever its client asked for
-            elif LOST_TO_A_PAUSE in outcome.error and call.tokens > MIXED_POOL_TOKENS:
+            elif call.tokens > MIXED_POOL_TOKENS and any(
+                lost in outcome.error for lost in LOST_TO_A_PAUSE
+            ):
                 self.done["lost to a pause"] += 1  # docs/reliability.md: what a pause cannot keep
             else:
                 self.outcomes.append(outcome)

@@ -112,7 +112,7 @@ def test_distinct_leaves_beginnings_alone_that_users_wrote() -> None:
     starts = [positions[at] for at in range(12, 57, 5)]
     spans = [(start, start + 5, -1.0) for start in starts]
     inputs = score_input(seed=5, sentences=some_sentences(*spans))
-    asked = dataclasses.replace(inputs, given_sentences=frozenset({0, 2, 8}))
+    asked = dataclasses.replace(inputs, input_sentences=frozenset({0, 2, 8}))
     left, plain = (make_policy("distinct", beginning=n).scores(asked) for n in (3, 0))
     evicted = [left[i] < plain[i] for i in range(len(positions))]
     begins = [

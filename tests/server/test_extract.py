@@ -173,8 +173,8 @@ def test_the_shipped_vectors_belong_to_their_models(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "none.jsonl"], "file: expected readable JSONL"),
-        (["--traces", "numbers.jsonl"], "file: expected objects with prompt, output"),
+        (["--prompts", "none.jsonl"], "prompts: expected readable JSONL"),
+        (["--traces", "numbers.jsonl"], "traces: expected objects with prompt, output"),
         (["--prompts", "prompts.jsonl", "--keywords", "Hmm"], "keywords: expected words that are"),
         (["--prompts", "unnamed.jsonl"], "prompts: expected prompt or problem"),
         (["--prompts", "prompts.jsonl", "--layer", "4"], "layer: expected auto or a number in [0"),
@@ -182,7 +182,7 @@ def test_the_shipped_vectors_belong_to_their_models(folder: Path) -> None:
         (["--prompts", "prompts.jsonl", "-o", "no/v.safetensors"], "out: expected a file in a fol"),
         (["--prompts", "prompts.jsonl", "--delimiters", "foo"], "invalid choice: 'foo'"),
         (["--prompts", "prompts.jsonl", "--model-path", "none"], "model-path: expected a folder"),
-        (["--prompts", "latin.jsonl"], "file: expected readable JSONL"),
+        (["--prompts", "latin.jsonl"], "prompts: expected readable JSONL"),
         (["--prompts", "long.jsonl"], "prompts: expected at most 32765 tokens each"),
     ],
 )

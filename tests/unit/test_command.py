@@ -90,7 +90,7 @@ WORDS = (
     (exceptions.InvalidSchema("x"), "no http:// in front"),
     (exceptions.SSLError("x"), "no TLS that is trusted"),
     (exceptions.ConnectTimeout("x"), "no answer in time"),
-    (exceptions.ConnectionError(), "nothing listens there"),
+    (exceptions.ConnectionError(), "the connection failed or was closed"),
     (exceptions.JSONDecodeError("x", "y", 0), "its answer is no JSON"),
     (exceptions.ContentDecodingError("x"), "no HTTP answer"),
 )

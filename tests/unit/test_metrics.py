@@ -61,12 +61,17 @@ def test_every_label_has_a_bound() -> None:
 
 
 def test_the_reasons_of_misses_and_returns_are_those_that_the_code_gives() -> None:
-    """Every text that is assigned to ``state.reuse.miss``."""
-    found = set[str]()
-    for node in ast.walk(ast.parse((ROOT / "patches" / "engine" / "reuse.py").read_text())):
+    """Every text that is assigned to ``state.reuse.miss``, and every reason of ``_why_not``."""
+    tree = ast.parse((ROOT / "patches" / "engine" / "reuse.py").read_text())
+    (why_not,) = (node for node in tree.body if getattr(node, "name", "") == "_why_not")
+    values = [node.value for node in ast.walk(why_not) if isinstance(node, ast.Return)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and "reuse.miss" in ast.unparse(node.targets[0]):
-            texts = (n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant))
-            found |= {text for text in texts if isinstance(text, str)}
+            values.append(node.value)
+    constants = [
+        part.value for value in values for part in ast.walk(value) if isinstance(part, ast.Constant)
+    ]
+    found = {text for text in constants if isinstance(text, str)}
     assert found - {"none"} == {*metrics.MISSES}
 
 

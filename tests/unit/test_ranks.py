@@ -12,7 +12,7 @@ from kernels_on_cpu import on_triton
 from rank_world import on_ranks
 from synthetic import Call, SyntheticServer, decode_until_due, unlike
 
-from sgl_skipkv.eviction import in_parts, planner, replay, runtime, scoring
+from sgl_skipkv.eviction import compactor, in_parts, planner, replay, scoring
 from sgl_skipkv.eviction.agreement import Agreement, DisagreementError
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.policy import names, policy_class, values_of_ranks
@@ -268,8 +268,7 @@ def test_a_retry_of_one_rank_is_seen() -> None:
     """What fails may not be tried again by a rank alone: it would gather what nobody else does."""
 
     def plant(ranks: Ranks) -> None:
-        retried_alone = in_parts.retried_alone
-        runtime.in_parts = lambda due, work, *args, alone, **sizes: retried_alone(due, work)
+        compactor.in_parts = lambda due, work, *args, **sizes: in_parts.retried_alone(due, work)
         if ranks.index == 1:
             failing(planner, "scores_of_ranks", once=True)
 

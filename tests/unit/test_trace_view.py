@@ -177,7 +177,7 @@ LINES = (
     json.dumps(finish([1], output_ids="abc")),
 )
 WRONG: list[tuple[str | None, str]] = [
-    *((line + "\n", "file: expected a trace, JSON lines, got 'line 1: ") for line in LINES),
+    *((line + "\n", "trace.jsonl, line 1: ") for line in LINES),
     *(
         (text, "file: expected a trace, JSON lines, got ")
         for text in (None, '{"event": "compact", "ri')

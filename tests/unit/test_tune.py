@@ -404,7 +404,7 @@ def test_what_was_left_out_is_said(
     assert tuned(monkeypatch, tmp_path, "--shares", "0.01", "0.5", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["prompts"] == 4 and [row["kv_budget"] for row in found["rows"]] == [None, 40, None]
-    assert f"Left out: 1 lines of {tmp_path / 'p'} whose prompt is" in found["sentences"][-2]
+    assert f"Left out: 1 line of {tmp_path / 'p'} whose prompt is" in found["sentences"][-2]
     assert "Left out: share 0.01 with kv_policy streaming" in found["sentences"][-1]
     assert tuned(monkeypatch, tmp_path, "--shares", "0.01") == 2
     assert "error: shares: expected one that is 13 tokens or more" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from sgl_skipkv import policy
 from sgl_skipkv.cli.files import load_tokenizer
+from sgl_skipkv.cli.no_answer import why_no_answer
 from sgl_skipkv.cli.progress import progress, step
 from sgl_skipkv.cli.server_process import (
     Endpoint,
@@ -81,8 +82,7 @@ def run_tune(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"[bold red]refused[/] by the server: {escape(str(error))}", soft_wrap=True)
         return 1
     except requests.RequestException as error:
-        why = escape(f"{type(error).__name__}: {error}")
-        console.print(f"[bold red]no answer[/] from the server: {why}", soft_wrap=True)
+        console.print(f"[bold red]no answer[/] from the server: {why_no_answer(error)}")
         return 1
     _show(report, arguments, console)
     return 0
@@ -106,7 +106,8 @@ def _of_repeated(lines: int, path: Path) -> list[str]:
     """What is said of lines that were left out, if any were."""
     if not lines:
         return []
-    return [f"Left out: {lines} lines of {path} whose prompt is that of an earlier line."]
+    count = "1 line" if lines == 1 else f"{lines} lines"
+    return [f"Left out: {count} of {path} whose prompt is that of an earlier line."]
 
 
 def compare(runner: Runner, arguments: argparse.Namespace, notes: Sequence[str] = ()) -> Report:
@@ -205,7 +206,8 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
         try:
             server.get("/v1/models")
         except (requests.RequestException, HTTPFailure) as error:
-            got, choices = f"{arguments.url} ({error})", "such as http://127.0.0.1:30000"
+            why = str(error) if isinstance(error, HTTPFailure) else why_no_answer(error)
+            got, choices = f"{arguments.url} ({why})", "such as http://127.0.0.1:30000"
             raise SettingError("url", "the address of a running server", got, choices) from error
         yield server
         return
