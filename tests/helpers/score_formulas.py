@@ -122,29 +122,37 @@ def looked_at(params: Any, highest: Tensor) -> Tensor:
 
 
 def drawn(
-    params: Any, first: int, keep: int, seed: int, queries: Tensor, keys: Tensor, values: Tensor
+    params: Any,
+    first: int,
+    pinned: int,
+    keep: int,
+    seed: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> Tensor:
     """VaSE: values of a large range, then a draw in proportion to attention.
 
     Args:
-        first: row entry of the first candidate. keep: tokens of the row that stay.
+        first: row entry of the first candidate. pinned: last tokens, that stay in any case.
+        keep: tokens of the row that stay.
         queries: [L, W, Hq, d]. keys, values: [L, n, Hkv, d].
     """
     (layers, window, heads, size), n = queries.shape, keys.shape[1]
-    stop = n - window
+    stop = n - pinned
     ranges = values[:, first:stop].amax(dim=3) - values[:, first:stop].amin(dim=3)
     steps = (2048 * ranges / ranges.mean(dim=1, keepdim=True)).floor()
     order = steps.amax(dim=(0, 2)).argsort(stable=True)
-    received = torch.zeros(stop - first, dtype=torch.float64)
+    received = torch.zeros(n - window - first, dtype=torch.float64)
     for layer, head in itertools.product(range(layers), range(heads)):
-        k = keys[layer, first:stop, head * keys.shape[2] // heads]
+        k = keys[layer, first : n - window, head * keys.shape[2] // heads]
         received += (queries[layer, :, head] @ k.T / size**0.5).softmax(dim=1).mean(dim=0)
     reach = params.kernel // 2
     pooled = F.pad(received / (layers * heads), (reach, reach)).unfold(0, params.kernel, 1)
     draws = torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).random(stop - first))
-    scores = pooled.mean(dim=1).log() - (-draws.log()).log()
-    scores[order[stop - first - int(params.large * (keep - first - window)) :]] += 1e3
-    return F.pad(scores, (first, window))
+    scores = pooled.mean(dim=1)[: stop - first].log() - (-draws.log()).log()
+    scores[order[stop - first - int(params.large * (keep - first - pinned)) :]] += 1e3
+    return F.pad(scores, (first, pinned))
 
 
 def distinct(power: float, first: int, values: Tensor, reach: Tensor) -> Tensor:

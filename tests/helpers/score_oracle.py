@@ -141,34 +141,35 @@ class ScoreOracle:
             # Of the last queries, not further back than the turn's first own one.
             fed_in = [stop for _, stop in uncounted if stop <= row[-1]]
             since = max([prompt, window[0], *fed_in]) - prompt
+            pinned = max(params.window, self.window_tokens)
             if policy.name == "gkv":
                 scores = carried(params, row, steps[:, :, since:], row_keys, attended)
             elif policy.name == "triattention":
                 first = max(held, params.sink)
-                free = positions[first : len(row) - params.window]
+                free = positions[first : len(row) - pinned]
                 scores = self._looked_for(free, keys[:, free], row[-1] + 1)
-                scores = F.pad(scores, (first, params.window))
+                scores = F.pad(scores, (first, pinned))
             elif policy.name == "expected":
                 first = max(held, params.sink)
-                free = positions[first : len(row) - params.window]
+                free = positions[first : len(row) - pinned]
                 asked_at = torch.tensor([*window])
                 scores = self._expected(
                     params.horizon, asked_at, queries[:, window], keys[:, free], values[:, free]
                 )
-                scores = F.pad(scores, (first, params.window))
+                scores = F.pad(scores, (first, pinned))
             elif policy.name == "distinct":
                 first = max(held, params.sink)
                 scores = distinct(params.power, first, values[:, positions], self.reach)
             elif policy.name == "vase":
                 asked = prompts[sum(turn <= row[-1] for turn in turns)] if prompts else prompt_ids
                 seed = f"{zlib.crc32(array('q', asked).tobytes())}:{number - 1}".encode()
-                at = max(held, params.sink), event["after"], zlib.crc32(seed)
+                at = max(held, params.sink), pinned, event["after"], zlib.crc32(seed)
                 scores = drawn(params, *at, queries[:, window], row_keys, values[:, positions])
             else:
                 scores = scores_of(
                     policy.name, params, prompt, held, row, queries[:, window], row_keys, steps
                 )
-            tail = max(params.window, self.window_tokens)
+            tail = pinned
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
             if policy.name == "distinct":
@@ -214,7 +215,7 @@ class ScoreOracle:
                 recent = steps[:, :, since:].mean(dim=(0, 1, 2))
                 for position, value in zip(row, recent.tolist(), strict=True):
                     credit[position] = 0.8 * credit.get(position, 0.0) + 0.2 * value
-                free = slice(max(held, params.sink), len(row) - params.window)
+                free = slice(max(held, params.sink), len(row) - pinned)
                 both = recent[free], torch.tensor([credit[one] for one in row[free]])
                 share = sum(part * of / of.sum() for part, of in zip((0.7, 0.3), both, strict=True))
                 own = scores[free] + score_tolerance(policy.name) * kept[free]
