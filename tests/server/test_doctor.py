@@ -220,8 +220,8 @@ def test_a_path_without_a_config(tmp_path: Path, capsys: Any) -> None:
     """A file of another name, and the name of a model of a hub, each with what would help."""
     (tmp_path / "c.json").write_text("{}")
     for path, said in (
-        (tmp_path / "c.json", "a file of another name'; choices: the same file, named config.json"),
-        ("Qwen/Qwen3-0.6B", "which is not there'; choices: a local folder that has a config.json"),
+        (tmp_path / "c.json", "a file of another name; choices: the same file, named config.json"),
+        ("Qwen/Qwen3-0.6B", "which is not there; choices: a local folder that has a config.json"),
     ):
         with pytest.raises(SystemExit):
             main(["doctor", "--model", str(path)])
