@@ -53,7 +53,8 @@ class GKV(Policy):
 
     def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
-        recent = self._of_highest(seen.attention.cumsum(dim=0)[-1], seen.lengths)
+        received = torch.split(seen.attention.cumsum(dim=0)[-1], list(seen.lengths))
+        recent = _of_highest(self._before_window(received), seen.lengths)
         faded = statistics["attended"] * self.params.decay
         return {"attended": torch.maximum(faded, recent)}
 
@@ -61,8 +62,8 @@ class GKV(Policy):
         """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
         sigma, lengths = self.params.sigma, [request.positions.shape[0] for request in requests]
         attended = torch.cat([request.statistics["attended"] for request in requests])
-        redundancy = torch.cat([self._redundancy(request) for request in requests])
-        repeated = self._of_highest(requests[0].ranks.mean(redundancy), lengths)
+        redundancy = self._before_window([*map(self._redundancy, requests)])
+        repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
@@ -77,11 +78,14 @@ class GKV(Policy):
             total += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)
         return total / inputs.layers
 
-    def _of_highest(self, values: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Values, all >= 0, over the highest before the window of their request, which is above 0;
-        0 in the window."""
-        rows, zeros = torch.split(values, list(lengths)), values.new_zeros(self.params.window)
-        before = torch.cat([piece for row in rows for piece in (row[: -len(zeros)], zeros)])
-        owner = owners(lengths, values.device)
-        highest = before.new_zeros(len(lengths)).scatter_reduce_(0, owner, before, "amax")
-        return before / highest[owner]
+    def _before_window(self, rows: Sequence[Tensor]) -> Tensor:
+        """[n of all rows], each with 0 for its window."""
+        zeros = rows[0].new_zeros(self.params.window)
+        return torch.cat([piece for row in rows for piece in (row[: -len(zeros)], zeros)])
+
+
+def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Values, all >= 0, over the highest of their request, which is above 0."""
+    owner = owners(lengths, values.device)
+    highest = values.new_zeros(len(lengths)).scatter_reduce_(0, owner, values, "amax")
+    return values / highest[owner]

@@ -84,12 +84,11 @@ class VaSE(Policy):
         else:
             tokens, owner = joined_tokens(requests, spans)
             layers = range(requests[0].layers)
-            ranges, unsound = largest_range(map(tokens.values, layers), owner, counts)
+            ranges = largest_range(map(tokens.values, layers), owner, counts)
             kernel = self.params.kernel
             columns = [(first, stop + tail - window) for first, stop in spans]
             pooled = pooled_attention(requests, columns, zeros, window=window, kernel=kernel)
-            before = [part[:count] for part, count in zip(pooled, counts, strict=True)]
-            attended = torch.cat(before) + unsound
+            attended = torch.cat([part[:count] for part, count in zip(pooled, counts, strict=True)])
         ranks = requests[0].ranks
         ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
         scores = self._scores(requests, spans, ranges, owner, attended)
@@ -110,10 +109,10 @@ class VaSE(Policy):
         owner = torch.zeros_like(inputs.positions[first:stop])
         values = inputs.values
         layers = (values(layer)[first:stop] for layer in range(inputs.layers))
-        ranges, unsound = largest_range(layers, owner, [stop - first])
+        ranges = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
-        return ranges, inputs.mean_over_layers(attention)[: stop - first] + unsound
+        return ranges, inputs.mean_over_layers(attention)[: stop - first]
 
     def _scores(
         self,
@@ -142,11 +141,9 @@ class VaSE(Policy):
         return torch.where(rank >= least[owner], scores + _LARGE, scores)
 
 
-def largest_range(
-    layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+def largest_range(layers: Iterable[Tensor], owner: Tensor, counts: Sequence[int]) -> Tensor:
     """int64 [n], range of each token's values in steps of its request's mean: the largest of all
-    layers and KV heads; and float32 [n], 0, or NaN where a value is not finite.
+    layers and KV heads.
 
     Args:
         layers: float [n, Hkv, d] each. A layer is gone when the next one is taken: together they
@@ -159,8 +156,7 @@ def largest_range(
     total = fixed.new_zeros(len(counts), fixed.shape[1]).index_add_(0, owner, fixed)
     steps = device_tensor([_STEPS * count for count in counts], fixed.device)
     step = total.div_(steps[:, None], rounding_mode="floor").clamp_min_(1)
-    in_steps = fixed.div_(step[owner], rounding_mode="floor")
-    return in_steps.amax(dim=1), spread.sum(dim=1) * 0.0
+    return fixed.div_(step[owner], rounding_mode="floor").amax(dim=1)
 
 
 def _range(values: Tensor) -> Tensor:
