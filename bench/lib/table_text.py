@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ Row = dict[str, str]
 PLAIN = ", plain SGLang"
 #: a table of more runs leaves the commands to its rows
 MOST_COMMANDS = 3
+#: characters of a command that a caption prints
+LONGEST_COMMAND = 120
 
 
 def markdown(header: list[str], lines: list[list[str]]) -> str:
@@ -21,21 +24,28 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def table(header: list[str], lines: list[list[str]], source: list[Row], name: str) -> str:
     """A Markdown table, and where its numbers come from."""
-    commands = list(dict.fromkeys(f"`{row['command']}`" for row in source))
-    file = f"`bench/rows/{name}.csv`"
-    if len(commands) > MOST_COMMANDS:
-        origin = f"{len(commands)} commands, each in its rows of {file}"
-    else:
-        origin = f"{', '.join(commands)} ({file})"
     last = source[-1]
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
-    return "\n".join(
-        [
-            markdown(header, lines),
-            "",
-            f"{last['device']}, {versions}, {last['date']}: {origin}.",
-        ]
-    )
+    origin = _origin(list(dict.fromkeys(row["command"] for row in source)), name)
+    caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
+    return "\n".join([markdown(header, lines), "", caption])
+
+
+def _origin(commands: list[str], name: str) -> str:
+    """The commands that made rows of a file, as far as they fit a caption."""
+    file = f"`bench/rows/{name}.csv`"
+    if len(commands) > MOST_COMMANDS:
+        return f"{len(commands)} commands, each in its rows of {file}."
+    fit = all(len(command) <= LONGEST_COMMAND for command in commands)
+    shown = commands if fit else dict.fromkeys(map(without_flags, commands))
+    flags = "" if fit else " The rows' `command` column has all flags."
+    return f"{', '.join(f'`{command}`' for command in shown)} ({file}).{flags}"
+
+
+def without_flags(command: str) -> str:
+    """``python -m bench.decode``, or the script."""
+    words = shlex.split(command)
+    return shlex.join(words[: 3 if words[1] == "-m" else 2])
 
 
 def parameters(row: Row) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 
 from bench.lib.policies import compared
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, parameters
-from bench.report.captions import table
+from bench.lib.table_text import Row, budget, parameters, table
 
 LEVELS = ("easy", "medium", "hard")
 #: of the sampled levels: ours, and the best published ones

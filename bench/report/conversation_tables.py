@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row
-from bench.report.captions import table
+from bench.lib.table_text import Row, table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")

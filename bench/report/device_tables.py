@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, markdown
-from bench.report.captions import table
+from bench.lib.table_text import Row, budget, markdown, table
 
 
 def on_gpu(name: str) -> list[Row]:

@@ -7,8 +7,7 @@ Every cell is read from the rows of ``tests/fuzz/fuzz.py``, ``tests/fuzz/fuzz_ho
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import PLAIN, Row
-from bench.report.captions import table
+from bench.lib.table_text import PLAIN, Row, table
 
 #: what SGLang without the plugin cannot be asked
 NONE = "-"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import markdown
-from bench.report.captions import table
+from bench.lib.table_text import markdown, table
 from sgl_skipkv.metrics import METRICS
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row
-from bench.report.captions import table
+from bench.lib.table_text import Row, table
 
 #: ends the policy of rows whose requests were steered; and the row of a vector that was refused
 STEERED, REFUSED = ", steered", "steering refused"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row
-from bench.report.captions import table
+from bench.lib.table_text import Row, table
 
 _SUMS = ("compactions", "equal_on_ranks", "as_one_rank", "wrong_tokens")
 

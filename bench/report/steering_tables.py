@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, paired_ratio
+from bench.lib.table_text import Row, paired_ratio, table
 from bench.report.accuracy_tables import right, share_of_trace
-from bench.report.captions import table
 
 
 def steering_cells(model: str, *, budgeted: bool) -> list[Row]:

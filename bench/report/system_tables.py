@@ -7,8 +7,7 @@ from itertools import zip_longest
 from math import inf
 
 from bench.lib.record import recorded
-from bench.lib.table_text import PLAIN, Row, budget, markdown, paired_ratio
-from bench.report.captions import table
+from bench.lib.table_text import PLAIN, Row, budget, markdown, paired_ratio, table
 
 #: generated tokens of the papers' largest table
 LONGEST = 16384

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench.lib.table_text import LONGEST_COMMAND, table, without_flags
 from bench.report import __main__ as tables
-from bench.report.captions import LONGEST_COMMAND, table, without_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
