@@ -19,9 +19,9 @@ from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row
 from bench.lib.serving import add_arguments, read_problems, servers
 from bench.lib.sweep import Cell, Problem
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
-from sgl_skipkv.request.trace import read_trace
 
 SIZES = (1, 10, 32)
 

@@ -22,8 +22,8 @@ from typing import Any
 import requests
 
 from bench.lib.pairs import START_S
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.server_process import ServerProcess
-from sgl_skipkv.request.trace import read_trace
 
 #: what the neighbours of the streaming request do
 NEIGHBOURS = ("no budget", "compact together")

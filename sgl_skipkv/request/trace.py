@@ -1,24 +1,15 @@
 """The trace: one JSON line per compaction, restore, recomputation and finish of a request.
 
-It holds logical positions and output ids, no prompt text. ``read_trace`` is strict, for the masking
-oracle of the tests and for ``bench``; what users run skips lines that are no events
-(``explorer/trace_file.py``).
+It holds logical positions and output ids, no prompt text. ``explorer/trace_file.py`` reads it.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from sgl_skipkv.config import SettingError, why_unopened
-
-# Fields that readers need, by event.
-_FIELDS: Final = {
-    "compact": {"prompt_tokens", "generated", "kept"},
-    "finish": {"output_ids", "policy", "evicted_tokens", "full_kv_tokens", "evicted_sentences"}
-    | {"sentences", "peak_kv_tokens"},
-}
 
 
 class TraceWriter:
@@ -52,23 +43,3 @@ def _ends_inside_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read() != b"\n"
-
-
-def read_trace(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a trace file, in order.
-
-    Raises:
-        SettingError: no such file, or a line that is not an event of a trace.
-    """
-    try:
-        with Path(path).open(encoding="utf-8") as lines:
-            events = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        expected, got = "a trace, JSON lines", f"{path} ({error})"
-        raise SettingError("file", expected, got, "a file written by --skipkv-trace") from error
-    for event in events:
-        named = isinstance(event, dict) and "rid" in event and isinstance(event.get("event"), str)
-        if not named or not _FIELDS.get(event["event"], set()) <= event.keys():
-            expected = "lines of a trace, with event, rid and the fields of the event"
-            raise SettingError("file", expected, event, "a file written by --skipkv-trace")
-    return events

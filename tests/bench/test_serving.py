@@ -8,10 +8,10 @@ import pytest
 from fleet import Fleet
 
 from bench.lib import pairs
+from bench.lib.trace import read_trace
 from bench.serving import __main__ as serving
 from bench.serving import figure as serving_figure
 from bench.serving import latency, steady
-from sgl_skipkv.request.trace import read_trace
 
 
 @pytest.mark.server

@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 from bench.explorer.browser import Watched, browser, why_not
 from bench.explorer.synthetic import write_trace
 from bench.lib import record
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.server_process import claimed_port
 from sgl_skipkv.cli.view import write_page
 from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.patches.api.explorer import add_explorer
-from sgl_skipkv.request.trace import read_trace
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "there is one")
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.view import DEFAULT_REQUESTS, write_page
 from sgl_skipkv.explorer.book import Book
 from sgl_skipkv.explorer.events import Finish, event_of
 from sgl_skipkv.explorer.outline import Outline
 from sgl_skipkv.explorer.trace_file import TraceFile
-from sgl_skipkv.request.trace import TraceWriter, read_trace
+from sgl_skipkv.request.trace import TraceWriter
 
 FINISH = {"event": "finish", "rid": "a", "policy": "rkv", "prompt_tokens": 3, "output_ids": [1]}
 COMPACT = {

@@ -15,9 +15,9 @@ from metric_counts import counts_of_metrics, counts_of_trace, differences
 from routers import router
 from servers import Server
 
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.scrape import Scrape
-from sgl_skipkv.request.trace import read_trace
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 

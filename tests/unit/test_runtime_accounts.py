@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import BUDGET, PROMPT, SyntheticServer, served, words
 
-from sgl_skipkv.request.trace import TraceWriter, read_trace
+from bench.lib.trace import read_trace
+from sgl_skipkv.request.trace import TraceWriter
 
 # -- what comes back
 
