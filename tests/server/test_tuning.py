@@ -126,4 +126,4 @@ def test_what_a_server_refuses_or_drops(
 
     monkeypatch.setattr(server, "post", gone)
     status, printed = tune("--budgets", "200")
-    assert status == 1 and "no answer from the server: ConnectionError" in printed
+    assert status == 1 and "no answer from the server: nothing listens there" in printed
