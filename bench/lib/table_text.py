@@ -13,6 +13,9 @@ Row = dict[str, str]
 PLAIN = ", plain SGLang"
 #: a table of more runs leaves the commands to its rows
 MOST_COMMANDS = 3
+#: when `recent` of `distinct` became a third of the budget, and what is said of rows before
+CHANGED = "2026-11-28"
+EARLIER_DEFAULT = "Budgets of `distinct` above 194 tokens: `recent` 64, its default then."
 #: characters of a command that a caption prints
 LONGEST_COMMAND = 120
 
@@ -28,7 +31,20 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     origin = _origin(list(dict.fromkeys(row["command"] for row in source)), name)
     caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
+    if name != "compaction_cost" and any(map(_of_earlier_default, source)):  # as long with both
+        caption += f" {EARLIER_DEFAULT}"
     return "\n".join([markdown(header, lines), "", caption])
+
+
+def _of_earlier_default(row: Row) -> bool:
+    """Made while the default policy kept 64 recent tokens, and would be another one now."""
+    budget = row.get("kv_budget", "")
+    return (
+        (row.get("policy"), budget.isdigit()) == ("distinct", True)
+        and int(budget) > 194
+        and '"recent"' not in row.get("kv_params", "")
+        and row["date"] < CHANGED
+    )
 
 
 def _origin(commands: list[str], name: str) -> str:

@@ -233,9 +233,13 @@ class Reasoner(nn.Module):
         }
 
     def load_hf_state(self, state: dict[str, Tensor]) -> None:
-        """Take over weights that carry the names of `LlamaForCausalLM`."""
+        """Take over weights that carry the names of `LlamaForCausalLM`, with biases or without."""
         parts = dict(self._hf_parts())
         state = {name: part for name, part in state.items() if not name.endswith("o_proj.bias")}
+        if not any(name.endswith(".bias") for name in state):
+            state |= {
+                name: torch.zeros_like(part) for name, part in parts.items() if "bias" in name
+            }
         assert parts.keys() == state.keys(), f"weights differ: {parts.keys() ^ state.keys()}"
         with torch.no_grad():
             for name, part in parts.items():

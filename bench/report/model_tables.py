@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
+from bench.public.model import FOLDER
 
 #: ends the policy of rows whose requests were steered; and the row of a vector that was refused
 STEERED, REFUSED = ", steered", "steering refused"
@@ -32,6 +33,8 @@ def _largest(rows: list[Row]) -> str:
 
 def _steering(rows: list[Row]) -> str:
     steered = [row for row in rows if row["policy"].endswith(STEERED)]
+    if rows[0]["family"] == FOLDER.name:
+        return "not run"
     if not steered:
         refusals = [row["ok"] == "yes" for row in rows if row["policy"] == REFUSED]
         assert refusals == [True], "a family is steered, or steering is refused"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from bench.lib.table_text import markdown
 from sgl_skipkv.policy import PolicyParams, names, policy_class
@@ -24,7 +24,9 @@ def parameters() -> str:
     for name in names():
         for parameter, field in policy_class(name).Params.model_fields.items():
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            choices = ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
+            given = field.annotation
+            literals = get_args(given) if get_origin(given) is Literal else ()
+            choices = ", ".join(f"`{choice}`" for choice in literals)
             meaning = ": ".join(filter(None, [field.description, choices]))
             of_policies.setdefault((parameter, default, meaning), []).append(f"`{name}`")
     shared = PolicyParams.model_fields

@@ -10,7 +10,7 @@ The first ``beginning`` tokens of an old sentence that the model wrote count a m
 are evicted before all others but exact repetitions; it is old once one newer sentence follows for
 every eight tokens of the budget, or 24 do. The mean lengths are of the tokens
 that may be evicted and those behind them. The most recent ``recent`` tokens stay as well, as far as
-that is no more than three fifths of the budget.
+that is no more than three fifths of the budget; unless given, a third of it and at least 64.
 
 Why: what a token can still contribute is its value. Whoever looks it up adds it to a sum, so a
 small value is nearly nothing. Only heads that look far will look it up: a head that reads the last
@@ -21,7 +21,8 @@ the token alone, so the same number of another name looks like a repetition; in 
 of the whole context and never repeats. A sentence's beginning (a line's number, its first words)
 says what comes next while it is new; a few old ones that happen to stay mislead. Attention to a
 token is not asked: what is looked up for the first time hundreds of tokens later has not been
-looked at before. docs/distinct.md has the measurements and what was tried instead.
+looked at before. What comes next in prose or code hangs mostly on what was just written, so a third
+of the budget is for that. docs/distinct.md has the measurements and what was tried instead.
 
 Sources of the parts: values beside attention, VATP (arXiv 2406.12335) and VaSE (arXiv 2606.03928);
 the later of two alike tokens stays, R-KV (arXiv 2505.24133); some heads retrieve and the others do
@@ -51,6 +52,7 @@ from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, va
 
 #: tokens of the budget for each sentence that is not old
 _TOKENS_PER_NEWER = 8
+_LEAST_RECENT = 64
 #: what an old beginning counts
 _LAST = 2.0**-20
 
@@ -66,8 +68,12 @@ class DistinctParams(PolicyParams):
         le=64,
         description="first tokens of the model's old sentences, which are evicted before others",
     )
-    recent: int = Field(
-        64, ge=0, le=65536, description="last tokens, always kept, up to three fifths of the budget"
+    recent: int | None = Field(
+        None,
+        ge=0,
+        le=65536,
+        description="last tokens, always kept, up to three fifths of the budget; "
+        "null: a third of the budget, at least 64",
     )
 
 
@@ -87,7 +93,9 @@ class Distinct(Policy):
 
     def protected_tail(self, kv_budget: int) -> int:
         """``recent`` tokens, at most three fifths of the budget, at least the window."""
-        return max(self.params.window, min(self.params.recent, 3 * kv_budget // 5))
+        given = self.params.recent
+        recent = max(_LEAST_RECENT, kv_budget // 3) if given is None else given
+        return max(self.params.window, min(recent, 3 * kv_budget // 5))
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Where kernels read the cache, of all requests from two launches."""

@@ -50,6 +50,8 @@ ALONE = {
     "kernels": "--device cpu --shapes tiny --repeats 2",
     "kernels.compile": "--kernels ring_write --architectures 90",
     "kernels.floors": "--copy-tb-per-s 2 --bf16-tflop-per-s 500 --fp32-tflop-per-s 50",
+    "public.forced": "--model-path {reasoner} --kinds prose --policies streaming --kv-budgets 512 "
+    "--workers 1",
     "reasoner.check_families": "--model-path {reasoner} --families chains --sizes short "
     "--problems 2",
     "reasoner.similarity": "--problems 1",
@@ -91,6 +93,7 @@ ELSEWHERE = {
     "accuracy.parity": "compares with kvpress itself: no stand-in can have its scores",
     "accuracy.parity_kvpress": "run by accuracy.parity in an environment that has kvpress",
     "accuracy.peer_kvpress": "run by accuracy.peer in an environment that has kvpress",
+    "public.model": "needs a GGUF file: tests/bench/test_public.py writes one and runs it",
 }
 #: reads the rows of the repository
 READERS = ("accuracy.figure", "conversation.figure", "report", "serving.figure", "steering.figure")

@@ -173,7 +173,8 @@ class ScoreOracle:
             if policy.name == "h2o":
                 tail = max(tail, budget // 2)
             if policy.name == "distinct":
-                tail = max(tail, min(params.recent, int(0.6 * budget)))
+                recent = max(64, budget // 3) if params.recent is None else params.recent
+                tail = max(tail, min(recent, int(0.6 * budget)))
             if policy.name == "distinct":
                 spans = _sentences(is_delimiter[: event["generated"]], prompt, turns)
                 live = [span for span in spans if not set(row).isdisjoint(range(*span))]

@@ -222,6 +222,22 @@ def test_streaming_keeps_the_sinks_and_the_most_recent() -> None:
     assert len(call.compactions) >= 4
 
 
+@pytest.mark.parametrize(
+    ("kv_budget", "recent", "kept"),
+    [
+        *((75, None, 45), (150, None, 64), (194, None, 64), (195, None, 65), (1024, None, 341)),
+        *((75, 64, 45), (1024, 64, 64), (1024, 1000, 614), (1024, 0, 8)),
+    ],
+)
+def test_distinct_keeps_a_third_of_the_budget_for_recent_tokens(
+    kv_budget: int, recent: int | None, kept: int
+) -> None:
+    """At least 64 and the window, at most three fifths; what was given in place of the third."""
+    assert make_policy("distinct", recent=recent).protected_tail(kv_budget) == kept
+    if recent is None:
+        assert make_policy("distinct").protected_tail(kv_budget) == kept
+
+
 def test_random_keeps_the_same_set_for_the_same_prompt_whoever_asks() -> None:
     server = SyntheticServer()
     same = [serve(server, ("random", {}), rid=rid, seed=seed) for rid, seed in (("a", 1), ("b", 2))]

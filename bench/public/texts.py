@@ -1,0 +1,91 @@
+"""Texts that people wrote, in the place of what a model generates: every Python brings them along.
+
+``prose`` is the language reference that ``help()`` shows, ``code`` modules of the standard library,
+``recall`` other prose with facts strewn in, which its end repeats: what is asked there stood a
+thousand tokens before, and no line hints at it in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pydoc_data.topics import topics
+
+from tokenizers import Tokenizer
+
+#: of a text, and how many of them are its prompt
+TOKENS, PROMPT_TOKENS = 2048, 32
+#: what is scored of prose and code starts here, where every budget has compacted several times
+FIRST_SCORED = 1024
+PROSE = ("specialnames", "compound", "types", "formatstrings")
+CODE = ("argparse", "inspect", "mailbox", "tarfile")
+FILLER = ("string-methods", "typesseq", "debugger", "typesmapping")
+FILLER_TOKENS, FIRST_PARAGRAPHS = 1400, 3
+NAMES = (
+    *("Ruth", "Adam", "Clara", "Henry", "Lucy", "Oscar", "Nora", "Peter"),
+    *("Alice", "Simon", "Grace", "Victor", "Helen", "Bruno", "Sarah", "Felix"),
+)
+FACT = "The locker of {name} has the number {number}."
+_NUMBER = re.compile(r"the number (\d+)\.")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text.
+
+    Attributes:
+        ids: tokens.
+        scored: groups of positions; a group is right if all its tokens are.
+    """
+
+    ids: list[int]
+    scored: list[list[int]]
+
+
+def prose(tokenizer: Tokenizer) -> Iterator[Text]:
+    return (_beginning(tokenizer, topics[name]) for name in PROSE)
+
+
+def code(tokenizer: Tokenizer) -> Iterator[Text]:
+    return (_beginning(tokenizer, inspect.getsource(import_module(name))) for name in CODE)
+
+
+def recall(tokenizer: Tokenizer) -> Iterator[Text]:
+    return (_facts(tokenizer, topics[name], random.Random(name)) for name in FILLER)
+
+
+KINDS: dict[str, Callable[[Tokenizer], Iterator[Text]]] = {
+    "prose": prose,
+    "code": code,
+    "recall": recall,
+}
+
+
+def _beginning(tokenizer: Tokenizer, text: str) -> Text:
+    ids = tokenizer.encode(text).ids[:TOKENS]
+    assert len(ids) == TOKENS, f"{len(ids)} tokens are too few"
+    return Text(ids, [[position] for position in range(FIRST_SCORED, TOKENS)])
+
+
+def _facts(tokenizer: Tokenizer, text: str, random: random.Random) -> Text:
+    """A fact behind each of 16 paragraphs; all of them again, in another order, at the end."""
+    end, _ = tokenizer.encode(text).offsets[FILLER_TOKENS]
+    paragraphs = text[:end].split("\n\n")
+    facts = [FACT.format(name=name, number=random.randrange(1000, 10_000)) for name in NAMES]
+    # None in the prompt, which is never evicted.
+    start, rest = paragraphs[:FIRST_PARAGRAPHS], paragraphs[FIRST_PARAGRAPHS:]
+    assert len(rest) >= len(facts), f"{len(rest)} paragraphs are too few"
+    mixed = chain(start, *zip(rest, facts, strict=False), rest[len(facts) :])
+    before = "\n\n".join(mixed)
+    whole = "\n\n".join([before, *random.sample(facts, len(facts))])
+    encoded = tokenizer.encode(whole)
+    scored = [
+        [i for i, (at, _) in enumerate(encoded.offsets) if asked.start(1) <= at < asked.end(1)]
+        for asked in _NUMBER.finditer(whole, len(before))
+    ]
+    return Text(encoded.ids, scored)
