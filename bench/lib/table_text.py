@@ -15,7 +15,7 @@ PLAIN = ", plain SGLang"
 MOST_COMMANDS = 3
 #: when `recent` of `distinct` became a third of the budget, and what is said of rows before
 CHANGED = "2026-11-28"
-EARLIER_DEFAULT = "Budgets of `distinct` above 194 tokens: `recent` 64, its default then."
+EARLIER_DEFAULT = f"Rows of `distinct` above 194 tokens from before {CHANGED}: with `recent` 64."
 #: characters of a command that a caption prints
 LONGEST_COMMAND = 120
 

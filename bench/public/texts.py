@@ -1,8 +1,8 @@
 """Texts that people wrote, in the place of what a model generates: every Python brings them along.
 
 ``prose`` is the language reference that ``help()`` shows, ``code`` modules of the standard library,
-``recall`` other prose with facts strewn in, which its end repeats: what is asked there stood a
-thousand tokens before, and no line hints at it in between.
+``recall`` other prose with facts strewn in, which its end repeats: what is asked there stood 800 to
+1,740 tokens before, and no line hints at it in between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
 from pydoc_data.topics import topics
 
 from tokenizers import Tokenizer
@@ -25,7 +24,7 @@ FIRST_SCORED = 1024
 PROSE = ("specialnames", "compound", "types", "formatstrings")
 CODE = ("argparse", "inspect", "mailbox", "tarfile")
 FILLER = ("string-methods", "typesseq", "debugger", "typesmapping")
-FILLER_TOKENS, FIRST_PARAGRAPHS = 1400, 3
+FILLER_TOKENS, FIRST_FACT, APART = 1400, 64, 40
 NAMES = (
     *("Ruth", "Adam", "Clara", "Henry", "Lucy", "Oscar", "Nora", "Peter"),
     *("Alice", "Simon", "Grace", "Victor", "Helen", "Bruno", "Sarah", "Felix"),
@@ -73,16 +72,15 @@ def _beginning(tokenizer: Tokenizer, text: str) -> Text:
 
 
 def _facts(tokenizer: Tokenizer, text: str, random: random.Random) -> Text:
-    """A fact behind each of 16 paragraphs; all of them again, in another order, at the end."""
-    end, _ = tokenizer.encode(text).offsets[FILLER_TOKENS]
-    paragraphs = text[:end].split("\n\n")
+    """A fact every ``APART`` tokens at first; all of them, in another order, at the end."""
+    offsets = tokenizer.encode(text).offsets
     facts = [FACT.format(name=name, number=random.randrange(1000, 10_000)) for name in NAMES]
-    # None in the prompt, which is never evicted.
-    start, rest = paragraphs[:FIRST_PARAGRAPHS], paragraphs[FIRST_PARAGRAPHS:]
-    assert len(rest) >= len(facts), f"{len(rest)} paragraphs are too few"
-    mixed = chain(start, *zip(rest, facts, strict=False), rest[len(facts) :])
-    before = "\n\n".join(mixed)
-    whole = "\n\n".join([before, *random.sample(facts, len(facts))])
+    mixed, done = "", 0
+    for number, fact in enumerate(facts):  # behind the line that the token is in
+        at = text.index("\n", offsets[FIRST_FACT + APART * number][0])
+        mixed, done = f"{mixed}{text[done:at]}\n{fact}", at
+    before = mixed + text[done : offsets[FILLER_TOKENS][0]]
+    whole = "\n".join([before, *random.sample(facts, len(facts))])
     encoded = tokenizer.encode(whole)
     scored = [
         [i for i, (at, _) in enumerate(encoded.offsets) if asked.start(1) <= at < asked.end(1)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
-from bench.public.model import FOLDER
 
+#: of tests/load/public_model.py, without a vector
+PUBLIC = "SmolLM2-135M-Instruct"
 #: ends the policy of rows whose requests were steered; and the row of a vector that was refused
 STEERED, REFUSED = ", steered", "steering refused"
 
@@ -33,7 +34,7 @@ def _largest(rows: list[Row]) -> str:
 
 def _steering(rows: list[Row]) -> str:
     steered = [row for row in rows if row["policy"].endswith(STEERED)]
-    if rows[0]["family"] == FOLDER.name:
+    if rows[0]["family"] == PUBLIC:
         return "not run"
     if not steered:
         refusals = [row["ok"] == "yes" for row in rows if row["policy"] == REFUSED]

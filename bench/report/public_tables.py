@@ -43,9 +43,15 @@ def _table(kinds: Collection[str], shown: Callable[[Row], str]) -> str:
 
 
 def _name(row: Row) -> str:
-    half = int(row["kv_budget"]) // 2
-    lines = {None: f"`{row['policy']}`", 64: RECENT, half: HALF_RECENT}
-    return lines[parameters(row).get("recent")]
+    given = parameters(row)
+    if not given:
+        return f"`{row['policy']}`"
+    (line,) = (
+        text
+        for text, recent in ((RECENT, 64), (HALF_RECENT, int(row["kv_budget"]) // 2))
+        if given == {"recent": recent}
+    )
+    return line
 
 
 def _over(row: Row) -> float:

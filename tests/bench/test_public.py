@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,18 @@ def test_what_is_asked_was_said_long_before_and_once(learned: Tokenizer) -> None
     seen = [*texts.recall(learned)]
     assert len(seen) == len(texts.FILLER)
     for text in seen:
-        asked = [learned.decode([text.ids[i] for i in group]) for group in text.scored]
-        assert len(asked) == len(texts.NAMES) and all(number.isdigit() for number in asked)
-        first = min(text.scored[0])
-        whole, before = learned.decode(text.ids), learned.decode(text.ids[:first])
-        for name, number in zip(texts.NAMES, sorted(asked), strict=True):
-            assert whole.count(f"locker of {name} has") == 2 and before.count(number) >= 1
-        assert "locker" not in learned.decode(text.ids[: texts.PROMPT_TOKENS])
+        pieces = [learned.decode([token]) for token in text.ids]
+        starts = [0, *accumulate(map(len, pieces))]
+        whole, names = "".join(pieces), []
+        for group in text.scored:
+            asked = whole[starts[group[0]] : starts[group[-1] + 1]]
+            fact = whole[whole.rindex("\n", 0, starts[group[0]]) : starts[group[-1] + 1]] + "."
+            assert asked.isdigit() and len(asked) == len(group) == 4
+            assert whole.count(fact) == 2 and whole.count(fact.split(" has")[0]) == 2
+            first = starts.index(whole.index(fact))
+            assert first > texts.PROMPT_TOKENS and group[0] - first > 700
+            names.append(fact.split()[3])
+        assert sorted(names) == sorted(texts.NAMES)
 
 
 @pytest.mark.parametrize("kind", ["prose", "code"])

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.lib.table_text import LONGEST_COMMAND, table, without_flags
+from bench.lib.table_text import (
+    CHANGED,
+    EARLIER_DEFAULT,
+    LONGEST_COMMAND,
+    table,
+    without_flags,
+)
 from bench.report import __main__ as tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,3 +57,22 @@ def test_a_long_command_is_left_to_its_row() -> None:
         f"{start} `python -m bench.decode` (`bench/rows/decode.csv`). "
         "The rows' `command` column has all flags.",
     ]
+
+
+def test_a_caption_names_rows_of_an_earlier_default() -> None:
+    """Whose budget is large enough for it to matter, and which did not say `recent` themselves."""
+    row = {"device": "a CPU", "sglang": "1", "torch": "2", "command": "python -m bench.accuracy"}
+    row |= {"policy": "distinct", "kv_budget": "195", "kv_params": "{}", "date": "2026-11-27"}
+    others = (
+        *({"policy": "rkv"}, {"kv_budget": "194"}, {"kv_budget": ""}),
+        *({"kv_params": '{"recent": 64}'}, {"date": CHANGED}),
+    )
+    told = [
+        EARLIER_DEFAULT in table(["one"], [["1"]], [{**row, **other}, row], "accuracy")
+        for other in others
+    ]
+    silent = [
+        EARLIER_DEFAULT in table(["one"], [["1"]], [{**row, **other}], "accuracy")
+        for other in others
+    ]
+    assert all(told) and not any(silent)
