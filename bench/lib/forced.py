@@ -190,7 +190,6 @@ class _Run:
         self.runtime.start_recording(self.state)
         self.row_tokens = self.kv_steps = 0
         self.kept: list[list[int]] = []
-        self.wrong: list[int] = []
         self.most_likely: list[int] = []
         self.nats: list[float] = []
         self.compaction_s = 0.0
@@ -206,8 +205,11 @@ class _Run:
                 steps += 1
             self.kv_steps += sum(range(start + 1, start + steps + 1)) - steps * self.prompt_tokens
             self._forward(steps)
+        choices = zip(self.most_likely, self.ids[1:], strict=True)
+        differ = [position for position, pair in enumerate(choices, start=1) if pair[0] != pair[1]]
         return Forced(
-            *(self.wrong, self.most_likely, self.nats, self.kept),
+            [position for position in differ if position >= self.prompt_tokens],
+            *(self.most_likely, self.nats, self.kept),
             mean_kv_tokens=self.kv_steps / (last - self.prompt_tokens),
             compaction_s=self.compaction_s,
         )
@@ -270,12 +272,8 @@ class _Run:
                     recording.tracks[:1], ids[i : i + 1], hidden[i : i + 1]
                 )
         logits, following = F.linear(hidden, model.embed.weight), self.ids[first + 1 : stop + 1]
-        chosen = logits.argmax(-1).tolist()
-        self.most_likely += chosen
+        self.most_likely += logits.argmax(-1).tolist()
         self.nats += F.cross_entropy(logits, torch.tensor(following), reduction="none").tolist()
-        for position, pair in enumerate(zip(chosen, following, strict=True), start=first + 1):
-            if position >= self.prompt_tokens and pair[0] != pair[1]:
-                self.wrong.append(position)
         self.row_tokens = n
 
     def _record(self, recording: Any, layer: int, q: Tensor) -> None:

@@ -31,7 +31,7 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     origin = _origin(list(dict.fromkeys(row["command"] for row in source)), name)
     caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
-    if name != "compaction_cost" and any(map(_of_earlier_default, source)):  # as long with both
+    if any(map(_of_earlier_default, source)):
         caption += f" {EARLIER_DEFAULT}"
     return "\n".join([markdown(header, lines), "", caption])
 

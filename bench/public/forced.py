@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from bench.lib.cells import run_cells
 from bench.lib.forced import forced_model
 from bench.lib.policies import compared
-from bench.public.model import FOLDER
+from bench.public.model import FOLDER, made
 from bench.public.texts import KINDS, PROMPT_TOKENS, Text
 from sgl_skipkv import policy
 
@@ -116,14 +116,14 @@ def main() -> None:
     parser.add_argument("--kv-params", type=json.loads, default={}, help="JSON, of all policies")
     parser.add_argument("--workers", type=int, default=2, help="processes of 3 GB each")
     arguments = parser.parse_args()
-    params = json.dumps(arguments.kv_params, sort_keys=True)
+    folder, params = made(arguments.model_path), json.dumps(arguments.kv_params, sort_keys=True)
     cells = [
-        Cell(arguments.model_path.name, kind, name, kv_budget, params)
+        Cell(folder.name, kind, name, kv_budget, params)
         for kind in arguments.kinds
         for kv_budget in arguments.kv_budgets or KV_BUDGETS[kind]
         for name in arguments.policies
     ]
-    run_cells("public", cells, partial(run, arguments.model_path), arguments.workers)
+    run_cells("public", cells, partial(run, folder), arguments.workers)
 
 
 if __name__ == "__main__":

@@ -142,6 +142,13 @@ def write(gguf: Path, folder: Path) -> None:
     save_file(packaged.weights(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def made(folder: Path) -> Path:
+    """The folder, once it is there."""
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"{folder.name}: expected a model's folder; make public-model makes it")
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gguf", type=Path, default=PACKAGED, help="the model's file")

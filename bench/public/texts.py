@@ -71,16 +71,16 @@ def _beginning(tokenizer: Tokenizer, text: str) -> Text:
     return Text(ids, [[position] for position in range(FIRST_SCORED, TOKENS)])
 
 
-def _facts(tokenizer: Tokenizer, text: str, random: random.Random) -> Text:
+def _facts(tokenizer: Tokenizer, text: str, draw: random.Random) -> Text:
     """A fact every ``APART`` tokens at first; all of them, in another order, at the end."""
     offsets = tokenizer.encode(text).offsets
-    facts = [FACT.format(name=name, number=random.randrange(1000, 10_000)) for name in NAMES]
+    facts = [FACT.format(name=name, number=draw.randrange(1000, 10_000)) for name in NAMES]
     mixed, done = "", 0
     for number, fact in enumerate(facts):  # behind the line that the token is in
         at = text.index("\n", offsets[FIRST_FACT + APART * number][0])
         mixed, done = f"{mixed}{text[done:at]}\n{fact}", at
     before = mixed + text[done : offsets[FILLER_TOKENS][0]]
-    whole = "\n".join([before, *random.sample(facts, len(facts))])
+    whole = "\n".join([before, *draw.sample(facts, len(facts))])
     encoded = tokenizer.encode(whole)
     scored = [
         [i for i, (at, _) in enumerate(encoded.offsets) if asked.start(1) <= at < asked.end(1)]

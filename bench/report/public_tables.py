@@ -43,15 +43,13 @@ def _table(kinds: Collection[str], shown: Callable[[Row], str]) -> str:
 
 
 def _name(row: Row) -> str:
-    given = parameters(row)
-    if not given:
-        return f"`{row['policy']}`"
-    (line,) = (
-        text
-        for text, recent in ((RECENT, 64), (HALF_RECENT, int(row["kv_budget"]) // 2))
-        if given == {"recent": recent}
-    )
-    return line
+    given, half = parameters(row), int(row["kv_budget"]) // 2
+    if given == {"recent": 64}:
+        return RECENT
+    if given == {"recent": half}:
+        return HALF_RECENT
+    assert not given, f"no line for {given}"
+    return f"`{row['policy']}`"
 
 
 def _over(row: Row) -> float:

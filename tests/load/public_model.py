@@ -30,7 +30,7 @@ from row_table import show
 from servers import Server
 from transformers import AutoTokenizer
 
-from bench.public.model import FOLDER
+from bench.public.model import FOLDER, made
 from sgl_skipkv.cli.progress import track
 
 QUESTIONS = (
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--record", action="store_true", help="append to bench/rows/models.csv")
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(made(FOLDER))
     asked: dict[str, list[Row]] = {}
     for policy in arguments.policies:
         keys = {"kv_policy": policy, "kv_budget": BUDGET, "kv_params": {"interval": INTERVAL}}
