@@ -30,6 +30,7 @@ SHARE, COVERAGE = 0.375, 0.8
 # Random models repeat themselves less than real ones, and attend to everything a little.
 PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
     ("distinct", 40): {"beginning": 0},
+    ("distinct", 240): {"beginning": 0},
     ("skipkv", 40): {"tau": 0.3},
     ("skipkv+", 40): {"tau": 0.3, "ending": 2, "recent": 12},
     ("raas", 40): {"alpha": 0.01},
@@ -37,6 +38,8 @@ PARAMETERS: dict[tuple[str, int], dict[str, Any]] = {
     ("crystal", 40): {"alpha": 0.05},
 }
 WITH_QUOTAS = ("rkv", "keydiff", "distinct")
+# A third of it is more than 64 recent tokens.
+LARGE_BUDGET, LARGE_TOKENS = 240, 300
 # (family, overlap) -> name in the fleet
 SERVERS = {
     ("qwen2", True): "main",
@@ -48,7 +51,7 @@ SERVERS = {
 
 def make_calls(tag: str) -> list[dict[str, Any]]:
     """Two budgets per policy on prompts of 120 to 131 tokens, 100 of them shared, every other one
-    of the larger budgets under a share; a few follow their demand."""
+    of the larger budgets under a share; a few follow their demand. And one large budget."""
     rng = random.Random(7)
     draw = lambda n: [rng.randrange(3, VOCAB_SIZE) for _ in range(n)]  # noqa: E731
     prefix = draw(100)
@@ -63,11 +66,13 @@ def make_calls(tag: str) -> list[dict[str, Any]]:
             calls.append((f"{policy}-{kv_budget}", i, policy, kv_budget, parameters))
     for i, policy in enumerate(WITH_QUOTAS):
         calls.append((f"{policy}-quotas", i, policy, 56, {"quotas": True}))
+    large = PARAMETERS["distinct", LARGE_BUDGET]
+    calls.append((f"distinct-{LARGE_BUDGET}", 0, "distinct", LARGE_BUDGET, large))
     return [
         {
             "rid": f"{tag}-{name}",
             "input_ids": prefix + draw(20 + i),
-            "tokens": TOKENS,
+            "tokens": LARGE_TOKENS if kv_budget == LARGE_BUDGET else TOKENS,
             "kv_budget": kv_budget,
             "kv_policy": policy,
             "kv_params": {"interval": INTERVAL, "delimiters": "any-newline", **parameters},
@@ -130,7 +135,7 @@ def test_budgets_hold_and_prompts_stay(families, answers):
                 if policy.params.coverage == 1:
                     assert event["after"] == prompt + after
                     assert event["before"] == prompt + before + INTERVAL
-            bound = budget_at(policy, call["kv_budget"], len(compactions), TOKENS)
+            bound = budget_at(policy, call["kv_budget"], len(compactions), call["tokens"])
             assert info["peak_kv_tokens"] <= bound + INTERVAL + 1
             assert info["kv_tokens"] == info["full_kv_tokens"] - info["evicted_tokens"]
     assert below >= 10  # of those that follow their demand
