@@ -152,8 +152,8 @@ class ServerConfig(Settings):
 
     @property
     def enabled(self) -> bool:
-        """Whether eviction is enabled at start: at least one setting was given."""
-        return bool(self.model_fields_set)
+        """Whether eviction is enabled at start: at least one setting was given, or ``required``."""
+        return self.required or bool(self.model_fields_set - {"required"})
 
     @property
     def defaults_apply(self) -> bool:

@@ -92,7 +92,7 @@ def _gen(gen: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _run(run: Callable[..., Any], program: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Store our keys on a copy of the program, which other threads may be running. A key that is
     also a parameter of the program is passed to it."""
-    keys = _take(kwargs, but=program.arg_names)
+    keys = _take(kwargs, but=inspect.signature(program.func).parameters)
     if keys:
         program = copy.copy(program)
         program.skipkv = keys
@@ -100,9 +100,18 @@ def _run(run: Callable[..., Any], program: Any, /, *args: Any, **kwargs: Any) ->
 
 
 def _run_program(run_program: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Copy the keys from the program to its default sampling parameters."""
+    """Copy the keys from the program to its default sampling parameters.
+
+    Keys for a service that would ignore them are refused here: what a ``gen`` raises in the
+    program's thread is in ``state.error()`` only.
+    """
     given = inspect.signature(run_program).bind(*args, **kwargs).arguments
-    given["default_sampling_para"].skipkv = _keys_of(given["program"])
+    keys = _keys_of(given["program"])
+    modules = {cls.__module__ for cls in type(given["backend"]).mro()}
+    for name in _WITHOUT_KEYS:
+        if f"sglang.lang.backend.{name}" in modules:
+            _refuse(name, keys)
+    given["default_sampling_para"].skipkv = keys
     return run_program(*args, **kwargs)
 
 
@@ -126,11 +135,12 @@ def _commit(commit: Callable[..., None], endpoint: Any, /, s: Any) -> None:
     """Compute the text of a program that forks as a request with ``kv_reuse``.
 
     SGLang's own request would compute all of it and file it in full. It stays as it is without
-    ``kv_reuse``: it computes nothing that a budget could evict.
+    ``kv_reuse``: it computes nothing that a budget could evict. Before the first ``gen`` ``run``
+    may have set the reuse alone, which is refused without a budget: each ``gen`` brings its own.
     """
     latest = getattr(s, "skipkv", None)
     keys = _keys_of(s.default_sampling_para if latest is None else s)
-    if not keys.get("kv_reuse"):
+    if not keys.get("kv_reuse") or (latest is None and "kv_budget" not in keys):
         commit(endpoint, s)
         return
     params = {"max_new_tokens": 0, "custom_params": keys}
@@ -150,10 +160,14 @@ def _refuse_keys(
     backend: str, to_kwargs: Callable[[Any], dict[str, Any]], params: Any
 ) -> dict[str, Any]:
     """Refuse the keys for a service that would ignore them and answer without a budget."""
-    for name, value in _keys_of(params).items():
+    _refuse(backend, _keys_of(params))
+    return to_kwargs(params)
+
+
+def _refuse(backend: str, keys: dict[str, Any]) -> None:
+    for name, value in keys.items():
         choices = "leave it out, or an SGLang server (native or OpenAI backend)"
         raise SettingError(name, f"nothing on the {backend} backend", value, choices)
-    return to_kwargs(params)
 
 
 _PARAMS, _EXECUTOR = ir.SglSamplingParams, interpreter.StreamExecutor

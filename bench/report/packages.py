@@ -42,6 +42,7 @@ PACKAGES = {
     "explorer": "a trace as a page: its data,\nits parts, a live one",
     "patches/hook": "one hook into SGLang",
     "patches/readiness": "ready, unavailable\nor refused",
+    "patches/limits": "what one server cannot do\nfor a request",
     "patches/hooks": "tables of every hooked\nfunction",
     "patches/engine": "hooks into the scheduler,\nmemory, forward pass",
     "patches/api": "hooks into every API",

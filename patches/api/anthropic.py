@@ -18,7 +18,7 @@ from sgl_skipkv.patches.readiness import Unavailable
 
 
 class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
-    """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our four fields."""
+    """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our fields."""
 
 
 async def check_keys(

@@ -16,6 +16,7 @@ from typing import Any, Final
 from sgl_skipkv.config import ServerConfig, SettingError, brief
 from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches.api.metadata import METADATA, Keys, MetadataKeys
+from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolve_request, take_keys
 
@@ -32,7 +33,7 @@ class Gate:
 
     config: ServerConfig
     readiness: Readiness
-    model_window_tokens: int = 0
+    limits: ServerLimits = NO_LIMITS
     refusals: Refusals = _UNCOUNTED
 
     def check(self, keys: Keys, prompt_tokens: int = 0) -> RequestSettings | None:
@@ -45,8 +46,9 @@ class Gate:
             field, got = next(iter(keys.items()))
             raise Unavailable(keys.written(field), got, self.readiness)
         try:
-            settings = resolve_request(keys, self.config, self.model_window_tokens)
+            settings = resolve_request(keys, self.config, self.limits.model_window_tokens)
             if settings is not None:
+                self.limits.check(settings)
                 settings.check_prompt(prompt_tokens)
         except SettingError as error:
             field = keys.written(error.field)

@@ -13,7 +13,12 @@ from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.patches.api.gate import checked_keys, collect_keys, counting_refusals
+from sgl_skipkv.patches.api.gate import (
+    checked_keys,
+    collect_keys,
+    counting_refusals,
+    gate_of,
+)
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
@@ -30,7 +35,8 @@ async def check_keys(
                 raise SettingError(name, expected, body[name], "options")
             keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)
-        if keys and isinstance(answer, StreamingResponse):
+        budgeted = keys or gate_of(serving.tokenizer_manager).config.defaults_apply
+        if budgeted and isinstance(answer, StreamingResponse):
             # With the first part it is known whether the budget fits the prompt.
             parts = aiter(answer.body_iterator)
             answer.body_iterator = _chained(await anext(parts), parts)

@@ -7,7 +7,7 @@ the same object, because a batch has no reference to its scheduler. ``req.skipkv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
+from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.state import RequestState
@@ -32,9 +33,6 @@ class Binding:
         kv_scales: layer -> factor of its cached keys, and of its values; None: they are cached in
             the model's type.
         compilation: of the kernels, if eviction is not enabled at start.
-        without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
-        refused_policies: name -> why; what they need to know of queries is not known.
-        model_window_tokens: the largest window of the model's layers; 0: they have none.
         scored_layers: numbers of the layers without a window; empty: not known.
     """
 
@@ -46,9 +44,7 @@ class Binding:
     capture: HiddenCapture | None = None
     kv_scales: tuple[KVScale | None, KVScale | None] = (None, None)
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
-    without_reuse: tuple[str, ...] = ()
-    refused_policies: Mapping[str, str] = field(default_factory=dict)
-    model_window_tokens: int = 0
+    limits: ServerLimits = NO_LIMITS
     scored_layers: Sequence[int] = ()
 
     @property

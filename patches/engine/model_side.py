@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.kernels.on_device import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.forward import attach, attention_layers
@@ -24,7 +24,7 @@ from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters, newline_tokens
 from sgl_skipkv.steering.steerer import Steerer, TokenClasses
-from sgl_skipkv.steering.vector import SteeringVector
+from sgl_skipkv.steering.vector import FIELD, SteeringVector
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,28 @@ def _build_steerer(
     """The operator's vector, checked against the model and attached to its layer."""
     runner = scheduler.tp_worker.model_runner
     layers = decoder_layers(runner.model)
+    _refuse_offloaded_layers()
     vector.check_model(runner.model_config.hidden_size, len(layers))
     preset, keywords = vector.origin.delimiters, vector.origin.keywords.split(",")
     classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
     steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
     attach_steering(layers, steerer)
     return steerer
+
+
+def _refuse_offloaded_layers() -> None:
+    """SGLang calls a layer inside the ``forward`` of its offloaded form, so the vector would be
+    added twice.
+
+    Raises:
+        SettingError: layers may be offloaded.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    offloaded_gb = get_exec().offload.cpu_offload_gb
+    if offloaded_gb > 0:
+        expected = "no --cpu-offload-gb beside it"
+        raise SettingError(FIELD, expected, offloaded_gb, "one of the two; budgets work")
 
 
 def model_side_of(runner: Any) -> ModelSide | None:

@@ -24,15 +24,18 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
 
     Requests that could be neither restored nor recomputed move to the front: they are retracted
     only if no other is left. Next come requests that have just been compacted, because they would
-    have to be recomputed.
+    have to be recomputed; not with ``--retraction-policy priority``, which goes before that.
     """
+    from sglang.srt.runtime_context import get_schedule
+
+    by_priority = get_schedule().retraction_policy == "priority"
 
     def cost(i: int) -> int:
         state = state_of(reqs[i])
         if state is None:
             return 0
         ahead = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
-        return 2 if must_not_retract(reqs[i]) else int(ahead)
+        return 2 if must_not_retract(reqs[i]) else int(ahead and not by_priority)
 
     costs = {i: cost(i) for i in order}
     return sorted(order, key=lambda i: -costs[i]) if any(costs.values()) else None

@@ -14,7 +14,6 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
-from sgl_skipkv.policy import names
 from sgl_skipkv.request.settings import (
     RequestSettings,
     misspelt_keys,
@@ -22,7 +21,6 @@ from sgl_skipkv.request.settings import (
     resolve_request,
     take_keys,
 )
-from sgl_skipkv.reuse.thoughts import NO_THOUGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +59,12 @@ def _open(
         if binding.runtime is None:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
-        settings = resolve_request(keys, binding.config, binding.model_window_tokens)
+        settings = resolve_request(keys, binding.config, binding.limits.model_window_tokens)
         if settings is None:
             return
         settings.check_prompt(len(req.origin_input_ids))
         _check_request_kind(settings, recv_req)
-        if settings.kv_reuse is not None and binding.without_reuse:
-            expected = f"false on this server ({'; '.join(binding.without_reuse)})"
-            raise SettingError("kv_reuse", expected, settings.kv_reuse, "false, or leave it out")
-        why = binding.refused_policies.get(settings.policy.name) if settings.evicts else None
-        if why is not None:
-            others = ", ".join(name for name in names() if name not in binding.refused_policies)
-            expected = f"another policy on this server ({why})"
-            raise SettingError("kv_policy", expected, settings.policy.name, others)
-        if settings.drops_thoughts and binding.runtime.thoughts is None:
-            expected = f"false on this server ({NO_THOUGHTS})"
-            raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")
+        binding.limits.check(settings)
         refusal = binding.compilation.refusal  # read once: a thread clears it
         if settings.changes_kv and refusal is not None:
             binding.metrics.refused("compiling")

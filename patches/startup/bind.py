@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +24,14 @@ from sgl_skipkv.patches.engine.kernel_compilation import separate_stream, with_i
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
+from sgl_skipkv.patches.limits import ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
-from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
+from sgl_skipkv.patches.startup.capabilities import (
+    missing_capabilities,
+    missing_for_reuse,
+    vocabulary,
+)
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure_model
 from sgl_skipkv.patches.startup.parallel import is_first_rank, open_ranks, reasons_of_ranks
@@ -82,7 +88,7 @@ def _can_record(scheduler: Any) -> bool:
     """
     from sglang.srt.configs.model_config import AttentionArch
 
-    if missing_capabilities(scheduler, settings_only=True) or scheduler.tokenizer is None:
+    if missing_capabilities(scheduler, settings_only=True) or vocabulary(scheduler) is not None:
         return False
     layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
     shapes = {(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in layers}
@@ -107,7 +113,7 @@ class ModelFacts(NamedTuple):
 
 
 class Built(NamedTuple):
-    """The runtime and what belongs to it, under their names in ``Binding``."""
+    """The runtime and what belongs to it, under their names in ``Binding`` and ``ServerLimits``."""
 
     runtime: Runtime
     capture: HiddenCapture | None
@@ -137,7 +143,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
-    reasons = reasons_of_ranks(reasons)
+    if not (registry.problems() or missing_capabilities(scheduler, settings_only=True)):
+        # Else every rank has the same reason, and one that joins a running server would wait here.
+        reasons = reasons_of_ranks(reasons)
     counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
     metrics = Metrics(scheduler.metrics_collector.labels if counts else None)
     built: Built | None = None
@@ -153,9 +161,12 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         *(config, readiness, built and built.runtime, scheduler, metrics),
         capture=built and built.capture,
         kv_scales=built.kv_scales if built else (None, None),
-        without_reuse=tuple(facts.without_reuse),
-        refused_policies=built.refused_policies if built else {},
-        model_window_tokens=facts.window_tokens,
+        limits=ServerLimits(
+            facts.window_tokens,
+            tuple(facts.without_reuse),
+            built.refused_policies if built else {},
+            has_thoughts=facts.thoughts is not None,
+        ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
@@ -264,5 +275,5 @@ def report(result: dict[str, Any], scheduler: Any) -> None:
     if binding is not None:
         result["skipkv"] = {
             "reasons": list(binding.readiness.reasons),
-            "model_window_tokens": binding.model_window_tokens,
+            "limits": asdict(binding.limits),
         }

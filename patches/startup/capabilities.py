@@ -92,6 +92,13 @@ def _graphs(scheduler: Any) -> str | None:
     )
 
 
+def vocabulary(scheduler: Any) -> str | None:
+    if scheduler.tokenizer is None:
+        return "--skip-tokenizer-init"
+    kind = type(scheduler.tokenizer).__name__  # SGLang's own class of tiktoken files
+    return None if hasattr(scheduler.tokenizer, "get_vocab") else f"{kind} without get_vocab"
+
+
 def _tensor_parallel(scheduler: Any) -> str | None:
     from sglang.srt.runtime_context import get_parallel
 
@@ -175,12 +182,18 @@ _SETTINGS: Rows = (
     ),
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
     ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
+    (
+        "layernorm sequence parallel",
+        "the hidden states of a prefill lie on several ranks",
+        "parallel.enable_layernorm_sp",
+    ),
 )
 #: name, why, path: settings that must be 1
 _COUNTS: Rows = (
     ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
     ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
+    ("decode context parallel", "a request's keys lie on several ranks", "parallel.dcp_size"),
     (
         "several tokenizer workers",
         "workers do not receive the schedulers' report",
@@ -245,8 +258,8 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ),
     (
         "no tokenizer",
-        "sentence delimiters are compiled from it",
-        lambda s: "--skip-tokenizer-init" if s.tokenizer is None else None,
+        "sentence delimiters are compiled from its vocabulary",
+        vocabulary,
     ),
 )
 

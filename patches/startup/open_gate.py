@@ -15,12 +15,17 @@ from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.explorer import add_explorer
 from sgl_skipkv.patches.api.gate import Gate, collect_keys
 from sgl_skipkv.patches.api.routes import bind_routes
+from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.replicas import trace_paths
 
 logger = logging.getLogger(__name__)
 
+_NO_REPORT = (
+    "the scheduler did not report its state (--use-ray is not supported, and --dp-size needs "
+    "SGLang 0.5.23)"
+)
 # Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
 # ZeroMQ context would wait for ever for sockets that were collected with it.
 _kept_alive: list[Any] = []
@@ -31,12 +36,11 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     if (untested := registry.opened_for(sglang.__version__)) is not None:
         logger.warning(untested)
     config = config_of(manager.server_args)
-    reasons, window_tokens = list(registry.problems()), 0
+    reasons, limits = list(registry.problems()), NO_LIMITS
     for info in init_result.scheduler_infos:
         report = info.get("skipkv")
-        missing = ["the scheduler did not report its state (--dp-size needs SGLang 0.5.23)"]
-        reasons += missing if report is None else report["reasons"]
-        window_tokens = 0 if report is None else report["model_window_tokens"]
+        reasons += [_NO_REPORT] if report is None else report["reasons"]
+        limits = NO_LIMITS if report is None else ServerLimits(**report["limits"])
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else None
     # A router's workers tokenize. They get no report of the schedulers, so they refuse our keys.
@@ -49,7 +53,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
     if is_router:
         return
     labels = manager.metrics_collector.labels if manager.enable_metrics else None
-    manager.skipkv = Gate(config, readiness, window_tokens, Refusals(labels))
+    manager.skipkv = Gate(config, readiness, limits, Refusals(labels))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
         if config.explorer and config.trace is not None:

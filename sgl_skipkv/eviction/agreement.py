@@ -32,15 +32,12 @@ class Agreement:
         checksum: int64 [1], of all kept sets so far. It depends on their order.
     """
 
-    #: float32 numbers that hold the bits of a checksum
-    NUMBERS = 2
-
     def __init__(self, device: torch.device) -> None:
         self.checksum = torch.zeros(1, dtype=torch.int64, device=device)
         self._verdicts: list[tuple[Tensor, Any]] = []
 
     def stamp(self) -> Tensor:
-        """float32 [NUMBERS], to be gathered: bits, not a number."""
+        """float32 [2], to be gathered: bits, not a number."""
         return self.checksum.view(torch.float32)
 
     def compare(self, stamps: Tensor) -> None:

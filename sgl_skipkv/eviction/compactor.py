@@ -249,10 +249,11 @@ class Compactor:
         last = state.kv.last
         return last is not None and last.logical_tokens > state.prompt.tokens + generated - 1
 
-    def learn_failures(self, state: RequestState, row_tokens: int) -> None:
-        """Set the request's ``failure`` if its last compaction or measurement failed, on any rank.
+    def read_back_arrived(self, state: RequestState, row_tokens: int) -> None:
+        """Read back the last compaction and the last measurement of ``coverage``, once they were
+        copied at least ``AHEAD_TOKENS`` tokens ago: those copies have arrived.
 
-        Reads what was copied at least ``AHEAD_TOKENS`` tokens ago: those copies have arrived.
+        Sets the request's ``failure`` if one of the two failed, on any rank.
         """
         arrived_tokens = row_tokens + state.kv.evicted_tokens - AHEAD_TOKENS
         if self._agreement is not None:

@@ -31,8 +31,8 @@ _UNITS = 2**32
 def measure_demand(
     requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
 ) -> None:
-    """Set the requests' demands, which the CPU reads at their next compaction. If one of several
-    ranks fails, they are ``UNKNOWN`` on all of them."""
+    """Set the requests' demands, which the CPU reads a few steps later. If one of several ranks
+    fails, they are ``UNKNOWN`` on all of them."""
     params = [one.state.settings.policy.params for one in requests]
     steps = [one.window for one in params]
     attention = attention_of_ranks(requests, steps, recorder, scale, "mean", ranks)

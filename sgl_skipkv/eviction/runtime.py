@@ -1,7 +1,7 @@
 """The owner of per-request state: opens, admits, backs up and closes requests.
 
-All counts follow from integers that the scheduler has, and the kept positions are read back at the
-request's next compaction, many steps later, so nothing waits for the device (docs/design.md).
+All counts follow from integers that the scheduler has, and the kept positions are read back a few
+steps after a compaction, so nothing waits for the device (docs/design.md).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Runtime:
         report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
         report.budgeted_token_steps += budgeted_tokens  # for the mean
         report.observed_steps += 1
-        self.compactor.learn_failures(state, row_tokens)
+        self.compactor.read_back_arrived(state, row_tokens)
 
     def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
         """Whether the request can be backed up: its KV and recordings fit in host memory."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class LastCompaction(NamedTuple):
-    """Read back at the request's next compaction, many steps later.
+    """Read back a few steps later.
 
     Attributes:
         positions: int64 [kept], kept logical positions, on the device.

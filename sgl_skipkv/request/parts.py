@@ -1,4 +1,4 @@
-"""What is known of one request with a KV budget or steering, in parts by which code writes them."""
+"""What is known of one request with a KV budget or steering, part by part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgl_skipkv.request.last_compaction import LastCompaction
 
 @dataclass
 class Prompt:
-    """The request's prompt. Written by ``Runtime`` and ``reuse.continuation``.
+    """The request's prompt.
 
     Attributes:
         sent_tokens: its length as it came.
@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass
 class Held:
-    """What the request holds while it runs. Written by ``Runtime.admit`` and ``Runtime.retract``.
+    """What the request holds while it runs.
 
     Attributes:
         row: of the page table; None while the request waits.
@@ -60,8 +60,7 @@ class Held:
 
 @dataclass
 class KVState:
-    """Eviction state of the row. Written by ``Compaction.apply`` and ``Runtime``; a recomputation
-    begins with a new one.
+    """Eviction state of the row. A recomputation begins with a new one.
 
     Attributes:
         evicted_tokens: evicted since the last prefill; row length + evicted = logical length.
@@ -87,7 +86,7 @@ class KVState:
 
 
 class Compared(NamedTuple):
-    """Written by ``eviction.similar_sentences``, where there is a trace.
+    """What a compaction compared, where there is a trace.
 
     Attributes:
         entries: sentence index of each entry of the device's table.
@@ -103,8 +102,8 @@ class Compared(NamedTuple):
 
 @dataclass
 class SentenceState:
-    """The request's sentences, and their entries in the device's sentence table. Written by
-    ``Planner`` and ``Compaction.apply``; a recomputation begins with a new one.
+    """The request's sentences, and their entries in the device's sentence table. A recomputation
+    begins with a new one.
 
     Attributes:
         live: indices into ``tracker.closed`` of sentences that are not known to be evicted.
@@ -154,8 +153,7 @@ class SentenceState:
 
 @dataclass
 class Continued:
-    """The history that the request continues. Written by ``reuse.continuation``; ``copied_tokens``
-    by ``patches.engine.reuse``.
+    """The history that the request continues.
 
     Attributes:
         rid: of the request that left it.
@@ -204,14 +202,13 @@ class Continued:
 
 @dataclass
 class Reuse:
-    """What the request reuses and leaves (``kv_reuse``). Written by ``patches.engine.reuse``.
+    """What the request reuses and leaves (``kv_reuse``).
 
     Attributes:
         continued: None: it computes its whole prompt, as far as the radix tree has not got it.
         miss: why a history was not reused, or not all of it.
         row_key: the radix tree's keys of the row that a finished request leaves.
-        runs_to_context_end: whether it may generate until the model's context is full. Written by
-            ``patches.engine.scheduler``.
+        runs_to_context_end: whether it may generate until the model's context is full.
     """
 
     continued: Continued | None = None
@@ -222,8 +219,7 @@ class Reuse:
 
 @dataclass
 class Offloaded:
-    """A retracted request. Written by ``Runtime.back_up`` and ``Runtime.retract``, reset by
-    ``Runtime.admit`` and ``Runtime.start_recording``.
+    """A retracted request.
 
     Attributes:
         backup: KV and recordings in host memory, until the row is restored.

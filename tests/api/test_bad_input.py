@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
-from hostile_bodies import plain_body
+from hostile_bodies import PATHS, plain_body
 from hostile_client import refusal
 from servers import Server
 from tiny_models import VOCAB_SIZE
@@ -92,9 +93,11 @@ def test_prompt_that_uses_up_a_counted_budget(server: Server) -> None:
 
 
 def test_thoughts_of_a_model_that_has_none(server: Server) -> None:
+    """Known only once the model is loaded, and 400 before any stream begins."""
     params = {**OK, "kv_reuse": "keep", "kv_params": {"drop_thoughts": True}}
-    for path in ("/generate", "/v1/chat/completions"):
-        message = assert_refused(server, "kv_params.drop_thoughts", plain_body(path, params), path)
+    for path, stream in itertools.product(PATHS, (False, True)):
+        body = plain_body(path, params, stream=stream)
+        message = assert_refused(server, "kv_params.drop_thoughts", body, path)
         assert "the model's vocabulary has no </think>" in message
 
 

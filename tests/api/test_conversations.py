@@ -273,6 +273,26 @@ def test_frontend_fork_without_reuse(server: Server, turns: list[Turn]) -> None:
     assert len(finished(server, before)) == 4
 
 
+@pytest.mark.parametrize("budget_in_run", [True, False], ids=["run", "gen"])
+def test_frontend_fork_before_the_first_gen(server: Server, budget_in_run: bool) -> None:
+    """What it sends has the reuse of ``run``, and may be without a budget: each ``gen`` has one."""
+    of_run, of_gen = (KEYS, {}) if budget_in_run else ({}, KEYS)
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += "One text for both branches."
+        s.sync()
+        branches = s.fork(2)
+        for branch in branches:
+            branch += sgl.gen("next", max_tokens=4, **of_gen)
+        s["infos"] = [branch.get_meta_info("next") for branch in branches]
+
+    backend = sgl.RuntimeEndpoint(server.url)
+    state = program.run(backend=backend, kv_reuse="keep", **of_run)
+    assert state.error() is None
+    assert all(info["skipkv"]["kv_budget"] == KEYS["kv_budget"] for info in state["infos"])
+
+
 def test_frontend_batch(server: Server, turns: list[Turn]) -> None:
     @sgl.function
     def program(s: Any, prompt: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import sglang as sgl
 import tiktoken
 from fleet import STEERING_GAMMA
 from servers import HTTPFailure, Server
+from sglang.lang.backend.base_backend import BaseBackend
 
 import sgl_skipkv
 from sgl_skipkv.cli.scrape import Scrape
@@ -23,6 +25,7 @@ from sgl_skipkv.config import METRIC_PREFIX, ServerConfig
 from sgl_skipkv.patches.api import openai as openai_api
 from sgl_skipkv.patches.api import routes, tokenizer
 from sgl_skipkv.patches.api.gate import Gate
+from sgl_skipkv.patches.limits import NO_LIMITS
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.open_gate import open_gate
 from sgl_skipkv.request.settings import KEYS
@@ -246,6 +249,31 @@ def test_frontend_refuses_a_key_that_a_backend_would_drop(backend: str) -> None:
     assert "kv_budget" not in getattr(unset, f"to_{backend}_kwargs")()
 
 
+@pytest.mark.parametrize("backend", ["anthropic", "vertexai", "litellm"])
+def test_a_run_refuses_a_key_that_its_backend_would_drop(backend: str) -> None:
+    """At once: what a ``gen`` raises is in ``state.error()`` only."""
+
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.gen("out", max_tokens=8)
+
+    of_service = type("Service", (BaseBackend,), {"__module__": f"sglang.lang.backend.{backend}"})
+    for run in (program.run, lambda **keys: program.run_batch([{}, {}], **keys)):
+        with pytest.raises(ValueError, match=f"kv_budget: expected nothing on the {backend}"):
+            run(backend=of_service(), kv_budget=64)
+
+
+def test_a_keyword_of_the_program_stays_its_own() -> None:
+    seen = []
+
+    @sgl.function
+    def program(s: Any, *, kv_budget: int) -> None:
+        seen.append(kv_budget)
+
+    program.run(backend=BaseBackend(), kv_budget=32)
+    assert seen == [32]
+
+
 def test_frontend_refuses_a_key_where_nothing_is_generated() -> None:
     with pytest.raises(ValueError, match="kv_budget"):
         sgl.gen("pick", choices=["a", "b"], kv_budget=32)
@@ -266,9 +294,7 @@ def test_preferred_parameters_of_the_operator() -> None:
         tokenizer.move_keys(manager, call, "", [5, 6])
         assert call.sampling_params == {"custom_params": custom}
 
-    started = SimpleNamespace(
-        scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
-    )
+    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
     manager.server_args, manager.enable_metrics = SimpleNamespace(_skipkv={}), False
     open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
@@ -333,7 +359,8 @@ def test_metrics_and_server_info(server: Server) -> None:
     metrics = server.get("/metrics")
     lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]
     assert any('state="ready"' in line and line.endswith(" 1.0") for line in lines)
-    assert server.get("/server_info")["skipkv"] == {"reasons": [], "model_window_tokens": 0}
+    reported = server.get("/server_info")["skipkv"]
+    assert reported == {"reasons": [], "limits": asdict(NO_LIMITS) | {"without_reuse": []}}
     assert "sgl_skipkv: ready" in server.log
 
 

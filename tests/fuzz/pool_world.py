@@ -156,6 +156,7 @@ class World(Loop):
         from sgl_skipkv.eviction.runtime import Runtime
         from sgl_skipkv.metrics import Metrics
         from sgl_skipkv.patches.engine.binding import Binding
+        from sgl_skipkv.patches.limits import ServerLimits
         from sgl_skipkv.patches.readiness import Readiness
         from sgl_skipkv.recording.recorder import ModelShape, Recorder
         from sgl_skipkv.recording.sentences import Delimiters
@@ -194,7 +195,8 @@ class World(Loop):
             reach=some_reach(1, KV_HEADS),
         )
         ready = Readiness((), enabled=False)
-        self.skipkv = Binding(config, ready, self.runtime, self, Metrics())
+        limits = ServerLimits(has_thoughts=True)
+        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(), limits=limits)
         self.req_to_token_pool.skipkv = self.skipkv
 
     # -- what the hooked methods of the real Scheduler call

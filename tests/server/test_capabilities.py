@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ from sglang.srt import runtime_context
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
+from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels import on_device
-from sgl_skipkv.patches.engine import forward, model_side
-from sgl_skipkv.patches.startup import capabilities, pool_kinds
+from sgl_skipkv.patches.engine import forward, model_side, retraction
+from sgl_skipkv.patches.startup import capabilities, flags, pool_kinds
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
@@ -61,6 +64,11 @@ def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
             "DP attention (attn_dp_enabled=True)",
         ),
         ({"tp_size": 2, "ep_size": 2}, "expert parallel (ep_size=2)"),
+        (
+            {"tp_size": 2, "enable_layernorm_sp": True},
+            "layernorm sequence parallel (enable_layernorm_sp=True)",
+        ),
+        ({"tp_size": 2, "dcp_size": 2}, "decode context parallel (dcp_size=2)"),
         ({"dp_size": 2}, None),
         ({}, None),
     ],
@@ -95,6 +103,49 @@ def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more:
         tp_worker=SimpleNamespace(model_runner=runner),
         **{"is_hybrid_swa": False, **more},
     )
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused() -> None:
+    """As SGLang's own class of tiktoken files is: our code would end the scheduler with it."""
+    check = row_named("no tokenizer").check
+    for tokenizer, reason in (
+        (None, "--skip-tokenizer-init"),
+        (object(), "object without get_vocab"),
+        (SimpleNamespace(get_vocab=dict), None),
+    ):
+        assert check(SimpleNamespace(tokenizer=tokenizer)) == reason
+
+
+def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_server(monkeypatch, "exec.offload.cpu_offload_gb", 0)
+    model_side._refuse_offloaded_layers()
+    on_a_server(monkeypatch, "exec.offload.cpu_offload_gb", 2)
+    with pytest.raises(SettingError, match="steering_vector: expected no --cpu-offload-gb"):
+        model_side._refuse_offloaded_layers()
+
+
+def test_an_encoder_does_not_start_with_our_flags() -> None:
+    for given, starts in ((None, True), ("rkv", False)):
+        arguments = argparse.Namespace(kv_policy=given)
+        server_args = SimpleNamespace(encoder_only=True)
+        refused = pytest.raises(SystemExit, match="refused: --encoder-only")
+        with contextlib.nullcontext() if starts else refused:
+            flags.read_flags(server_args, object, arguments)
+
+
+@pytest.mark.parametrize("policy", ["priority", "default"])
+def test_whom_a_full_pool_retracts_last(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that has just been compacted would have to be recomputed; priorities go before that."""
+    on_a_server(monkeypatch, "schedule.retraction_policy", policy)
+    monkeypatch.setattr(retraction, "must_not_retract", lambda req: False)
+    ahead = SimpleNamespace(compacted_ahead=lambda state, generated: state.compacted)
+    runtime = SimpleNamespace(compactor=ahead)
+    reqs = [
+        SimpleNamespace(output_ids=[], skipkv=SimpleNamespace(runtime=runtime, compacted=compacted))
+        for compacted in (False, True)
+    ]
+    expected = None if policy == "priority" else [1, 0]
+    assert retraction.order_victims([0, 1], reqs) == expected
 
 
 def test_other_pools_are_refused_by_name() -> None:

@@ -85,7 +85,8 @@ def assert_kept(events: list[dict[str, Any]], budget: int) -> None:
 
 def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> None:
     replicas, single = servers["replicas"], servers["reasoner"]
-    assert replicas.get("/server_info")["skipkv"] == {"reasons": [], "model_window_tokens": 0}
+    reported = replicas.get("/server_info")["skipkv"]
+    assert reported["reasons"] == [] and reported["limits"]["has_thoughts"]
     names = [file.name for file in trace_files(replicas)]
     assert names == ["trace.dp0.jsonl", "trace.dp1.jsonl"]
     body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}

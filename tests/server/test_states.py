@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
-from hostile_bodies import OLLAMA, OPENAI, plain_body
+from hostile_bodies import OLLAMA, OPENAI, PATHS, plain_body
 from hostile_client import refusal
 from servers import HTTPFailure
 from tiny_models import prompt_ids
@@ -113,14 +114,16 @@ def test_kv_reuse_is_refused_request_by_request(fleet: Fleet) -> None:
     """Where it is not supported, budgets are served and a request with ``kv_reuse`` gets 400."""
     server = fleet.ready("extracting")
     for mode in ("keep", "budget"):
-        body = plain_body("/generate", {"kv_budget": 64, "kv_reuse": mode})
-        message = refusal(server, "/generate", body)
-        assert message.startswith("kv_reuse: expected false on this server (")
-        assert all(reason in message for reason in WITHOUT_REUSE)
+        for path, stream in itertools.product(PATHS, (False, True)):
+            body = plain_body(path, {"kv_budget": 64, "kv_reuse": mode}, stream=stream)
+            message = refusal(server, path, body)
+            assert message.startswith("kv_reuse: expected false on this server (")
+            assert all(reason in message for reason in WITHOUT_REUSE)
     for keys in ({"kv_budget": 64}, {"kv_budget": 64, "kv_reuse": False}):
         info = server.generate([3, 4, 5], 8, **keys)["meta_info"]["skipkv"]
         assert info["kv_budget"] == 64 and "kv_reuse_miss" not in info
-    assert server.get("/server_info")["skipkv"] == {"reasons": [], "model_window_tokens": 0}
+    reported = server.get("/server_info")["skipkv"]
+    assert reported["reasons"] == [] and len(reported["limits"]["without_reuse"]) == 2
     server.assert_clean()
     fleet.stop("extracting")
 

@@ -160,11 +160,15 @@ def test_any_flag_asks_even_with_the_default_value(flags: dict[str, Any]) -> Non
     assert load_server_config(flags, environ={}).enabled
 
 
-@pytest.mark.parametrize("text", ["{}", '{"kv_interval": 128}', ' {"required": false} '])
+@pytest.mark.parametrize("text", ["{}", ' {"kv_interval": 128} ', '{"required": true}'])
 def test_any_object_asks(text: str, tmp_path: Path) -> None:
     by_file = load_server_config(config_file=write(tmp_path, text), environ={})
     assert by_file.enabled and load_server_config(environ={ENV_CONFIG: text}).enabled
     assert text != "{}" or by_file.required
+
+
+def test_an_object_that_requires_nothing_asks_for_nothing() -> None:
+    assert not load_server_config(environ={ENV_CONFIG: '{"required": false}'}).enabled
 
 
 def test_environment_holds_json_or_a_path(tmp_path: Path) -> None:

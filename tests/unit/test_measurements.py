@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.limits import ServerLimits
 from sgl_skipkv.patches.startup import measurements
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.measurements import (
@@ -264,9 +265,8 @@ def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any) -> None:
 
 def test_a_request_without_centres_is_refused() -> None:
     world = World()
-    world.skipkv = dataclasses.replace(
-        world.skipkv, refused_policies={"triattention": "no such embedding"}
-    )
+    limits = ServerLimits(refused_policies={"triattention": "no such embedding"})
+    world.skipkv = dataclasses.replace(world.skipkv, limits=limits)
     asked = {"kv_budget": 8, "kv_params": {"sink": 1, "window": 2}}
     refused = world.arrive([5, 6, 7], 9, kv_policy="triattention", **asked)
     message = refused.to_finish.message

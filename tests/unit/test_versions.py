@@ -101,9 +101,7 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     manager = SimpleNamespace(
         server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={}, enable_metrics=False
     )
-    started = SimpleNamespace(
-        scheduler_infos=[{"skipkv": {"reasons": [], "model_window_tokens": 0}}]
-    )
+    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
     with caplog.at_level(logging.WARNING):
         open_gate.open_gate(None, manager, started)
     assert f"{registry.GATE_VARIABLE} names it" in caplog.text and UNTESTED in caplog.text
