@@ -181,7 +181,7 @@ class Refusals:
             self._of("refusals_total", reason).inc()
 
     def refused_for(self, error: ValueError) -> None:
-        """The same, for an error message that a client gets."""
+        """Count the request that was refused with this error."""
         self.refused(reason_of(error))
 
 

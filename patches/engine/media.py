@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.reuse.histories import Found
+from sgl_skipkv.reuse.histories import HistoryMatch
 
 
-def would_miss_media(req: Any, found: Found) -> bool:
+def would_miss_media(req: Any, found: HistoryMatch) -> bool:
     """Whether SGLang would look for the media of a request that continues this history in the wrong
     place: some are behind it, or its row is longer than the prompt whose places SGLang knows."""
     media, history = req.multimodal_inputs, found.history

@@ -33,7 +33,7 @@ from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.continuation import FinishedRow, namespace_of
-from sgl_skipkv.reuse.histories import Found
+from sgl_skipkv.reuse.histories import HistoryMatch
 from sgl_skipkv.reuse.history import History
 
 
@@ -78,7 +78,7 @@ def continue_history(
         lost = True
 
 
-def _why_not(req: Any, state: RequestState, found: Found, positions: int) -> str | None:
+def _why_not(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> str | None:
     """The ``kv_reuse_miss`` of a request that cannot continue the history; None: it can."""
     # Row entries are not prompt positions, by which SGLang picks the log-probabilities.
     if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
@@ -88,7 +88,7 @@ def _why_not(req: Any, state: RequestState, found: Found, positions: int) -> str
     return "media" if would_miss_media(req, found) else None
 
 
-def _continue(req: Any, state: RequestState, found: Found | None, positions: int) -> None:
+def _continue(req: Any, state: RequestState, found: HistoryMatch | None, positions: int) -> None:
     """The request continues the history, or none. positions: that a request may take."""
     unsent_tokens, params = 0 if found is None else found.history.unsent_tokens, req.sampling_params
     if state.reuse.runs_to_context_end:
@@ -120,7 +120,7 @@ def _has_whole_row(req: Any, state: RequestState, tree_cache: Any) -> bool:
     return True
 
 
-def _fits_context(req: Any, state: RequestState, found: Found, positions: int) -> bool:
+def _fits_context(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> bool:
     """Whether the model has positions for the prompt, the thoughts that it does not contain, and
     the output: a request without a limit of its own needs half of them."""
     if not found.history.unsent_tokens:

@@ -83,12 +83,11 @@ def examine() -> dict[str, Any]:
     report["device"] = platform_name()
     report["hooks"] = [
         {
-            **{
-                "hook": hook_state.hook.target,
-                "kind": hook_state.hook.kind,
-                "state": hook_state.state,
-            },
-            **{"text": hook_state.text, "why": hook_state.hook.why},
+            "hook": hook_state.hook.target,
+            "kind": hook_state.hook.kind,
+            "state": hook_state.state,
+            "text": hook_state.text,
+            "why": hook_state.hook.why,
         }
         for hook_state in states
     ]

@@ -92,8 +92,12 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                 attended = _attended(by_head, keys, values, options["scaling"], seen, self._sinks)
             else:  # a mask costs four times as much
                 attended = scaled_dot_product_attention(
-                    *(by_head[None], keys[None], values[None]),
-                    **{"scale": options["scaling"], "is_causal": True, "enable_gqa": True},
+                    by_head[None],
+                    keys[None],
+                    values[None],
+                    scale=options["scaling"],
+                    is_causal=True,
+                    enable_gqa=True,
                 )
             output[start:stop] = attended.reshape(-1, new, output.shape[2]).movedim(1, 0)
         return output

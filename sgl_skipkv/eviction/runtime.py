@@ -26,7 +26,7 @@ from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.request.summary import summarise, trace_fields
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.continuation import FinishedRow, continue_history, history_of
-from sgl_skipkv.reuse.histories import Found, Histories
+from sgl_skipkv.reuse.histories import Histories, HistoryMatch
 from sgl_skipkv.reuse.history import History
 from sgl_skipkv.reuse.thoughts import ThoughtTokens
 from sgl_skipkv.steering.steerer import Steerer
@@ -282,7 +282,7 @@ class Runtime:
             )
 
     def continue_history(
-        self, state: RequestState, found: Found | None, max_new_tokens: int
+        self, state: RequestState, found: HistoryMatch | None, max_new_tokens: int
     ) -> None:
         """A request without a row and without a backup continues this history, or none."""
         self._start_anew(state)

@@ -25,7 +25,11 @@ _EPS = 1e-8
 
 
 def numbers_of_ranks(tokens: Sequence[int]) -> list[int]:
-    """Of each gather of ``values_of_ranks``. tokens: of each request, from its first on."""
+    """How many numbers each gather of ``values_of_ranks`` takes.
+
+    Args:
+        tokens: of each request, from its first on.
+    """
     of_blocks = (sum(_rows(n, start) * (n - start) for n in tokens) for start in _blocks(tokens))
     return [2 * sum(tokens), *of_blocks]
 
@@ -35,7 +39,7 @@ def _blocks(tokens: Sequence[int]) -> range:
 
 
 def _rows(tokens: int, start: int) -> int:
-    """Of this block, that have a later token."""
+    """How many tokens of the block at ``start`` have a later token."""
     return min(max(tokens - 1 - start, 0), BLOCK_TOKENS)
 
 

@@ -122,8 +122,12 @@ class Recorder:
     @cached_property
     def sentences(self) -> SentenceTable:
         return SentenceTable(
-            *(self.track_count, self.max_sentences, self.shape.hidden_size),
-            *(self.delimiters, self.dtype, self.device),
+            self.track_count,
+            self.max_sentences,
+            self.shape.hidden_size,
+            self.delimiters,
+            self.dtype,
+            self.device,
         )
 
     def reserve(self) -> None:

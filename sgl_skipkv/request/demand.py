@@ -37,5 +37,5 @@ class Demand:
         return int(self.count)
 
     def row_tokens(self, logical_tokens: int) -> int:
-        """The same at this length, where all that are newer than the measurement are needed."""
+        """Row entries needed at this length: those that were measured, and all newer tokens."""
         return self.measured_row_tokens + logical_tokens - self.logical_tokens

@@ -25,7 +25,7 @@ class LastCompaction(NamedTuple):
     copied: Any
 
     def cut_back(self, logical_tokens: int) -> LastCompaction:
-        """The same as if it had come at this length. It evicted nothing behind that."""
+        """This compaction as if it had come at this length. It evicted nothing behind that."""
         behind = self.logical_tokens - logical_tokens
         kept = len(self.kept) - behind
         return self._replace(

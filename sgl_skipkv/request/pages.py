@@ -2,10 +2,10 @@
 
 
 def page_floor(tokens: int, page_tokens: int) -> int:
-    """Tokens of the whole pages among so many."""
+    """The largest multiple of ``page_tokens`` that is at most ``tokens``."""
     return tokens // page_tokens * page_tokens
 
 
 def page_ceil(tokens: int, page_tokens: int) -> int:
-    """Slots of the pages that hold so many."""
+    """The smallest multiple of ``page_tokens`` that is at least ``tokens``."""
     return -(-tokens // page_tokens) * page_tokens

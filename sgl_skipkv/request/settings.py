@@ -66,7 +66,7 @@ class RequestSettings:
         return self.evicts or self.steers
 
     def share(self, full_tokens: int, prompt_tokens: int) -> int:
-        """``fraction`` of as many budgeted tokens, at least what the policy must keep."""
+        """``max(int(fraction * full_tokens), least_tokens)``: the budget that ``fraction`` sets."""
         least = self.least_tokens(prompt_tokens)
         return max(int(self.policy.params.fraction * full_tokens), least)
 
@@ -90,7 +90,8 @@ class RequestSettings:
         return self.kv_budget + self.policy.params.interval + 1
 
     def peak_until(self, full_tokens: int, prompt_tokens: int) -> int:
-        """The most budgeted tokens that it can hold until so many would count without eviction."""
+        """``min(kv_budget, share) + interval + 1``: the most budgeted tokens that the request can
+        hold until ``full_tokens`` would count without eviction."""
         share = self.share(full_tokens, prompt_tokens) + self.policy.params.interval + 1
         return min(self.peak_budgeted_tokens(), share)
 

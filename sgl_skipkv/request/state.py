@@ -90,7 +90,7 @@ class RequestState:
 
     @property
     def compactions(self) -> int:
-        """Of what counts as generated."""
+        """How many compactions the tokens have had that count as generated."""
         return self.prompt.earlier_compactions + self.report.compactions
 
     @property

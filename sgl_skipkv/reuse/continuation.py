@@ -19,7 +19,7 @@ from sgl_skipkv.recording.sentences import SentenceTracker
 from sgl_skipkv.request.pages import page_ceil, page_floor
 from sgl_skipkv.request.parts import Continued, KVState, SentenceState
 from sgl_skipkv.request.state import RequestState
-from sgl_skipkv.reuse.histories import Found
+from sgl_skipkv.reuse.histories import HistoryMatch
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
 from sgl_skipkv.reuse.thoughts import Thought
 
@@ -53,7 +53,7 @@ def namespace_of(state: RequestState, *of_cache: Hashable) -> Hashable:
 
 
 def continue_history(
-    state: RequestState, found: Found, tracker: SentenceTracker, max_new_tokens: int
+    state: RequestState, found: HistoryMatch, tracker: SentenceTracker, max_new_tokens: int
 ) -> None:
     """Set the state of a request without a row, and a tracker without sentences, to the end of the
     history."""

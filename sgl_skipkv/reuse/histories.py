@@ -26,7 +26,7 @@ _DIGEST_BYTES = 16
 Beginning = tuple[Hashable, int, bytes]
 
 
-class Found(NamedTuple):
+class HistoryMatch(NamedTuple):
     """A history, and how many of its logical tokens a prompt continues."""
 
     history: History
@@ -95,7 +95,7 @@ class Histories:
         for history in list(self._by_use):
             self.drop(history)
 
-    def find(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[Found | None, bool]:
+    def find(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[HistoryMatch | None, bool]:
         """The history that this prompt continues farthest, and whether it leaves another one.
 
         At least one token of the prompt is not of the history, because a request must compute one.
@@ -108,7 +108,7 @@ class Histories:
             cut = sent_tokens + history.unsent_tokens
             if cut >= history.first_cut:
                 if sent_tokens >= farthest:
-                    best, farthest = Found(history, cut), sent_tokens
+                    best, farthest = HistoryMatch(history, cut), sent_tokens
             elif history.own_prompt_tokens < len(prompt):
                 left = max(left, history.own_prompt_tokens)
         if best is None:

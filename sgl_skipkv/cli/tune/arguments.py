@@ -27,14 +27,14 @@ def add_tune(commands: Any) -> None:
         help="JSONL: prompt (or problem, or messages), and an answer if there is a key",
     )
     tune.add_argument(
-        *("--problems",),
+        "--problems",
         type=int,
         default=40,
         help="prompts to take, spread evenly over the file; default: %(default)s",
     )
     tune.add_argument("--suffix", default="", help="put after every prompt")
     tune.add_argument(
-        *("--policies",),
+        "--policies",
         nargs="+",
         metavar="POLICY",
         default=list(POLICIES),
@@ -52,7 +52,7 @@ def add_tune(commands: Any) -> None:
     )
     tune.add_argument("--kv-params", default="{}", help="JSON object, for every policy")
     tune.add_argument(
-        *("--max-new-tokens",),
+        "--max-new-tokens",
         type=int,
         default=4096,
         help="of one output; default: %(default)s",
@@ -66,7 +66,7 @@ def add_tune(commands: Any) -> None:
     tune.add_argument("--parallel", type=int, help="requests in flight; default: all prompts")
     place = tune.add_mutually_exclusive_group()
     place.add_argument(
-        *("--server-flags",), nargs="*", default=[], help="of the server, as NAME=VALUE, without --"
+        "--server-flags", nargs="*", default=[], help="of the server, as NAME=VALUE, without --"
     )
     place.add_argument("--url", help="a server that runs already; no tokens/s are compared")
     tune.add_argument("--api-key", help="for --url, where the server asks for one")

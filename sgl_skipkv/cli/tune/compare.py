@@ -106,9 +106,16 @@ class Comparison:
         ]
         full_rate = fmean((self.first.tokens_per_s, self.second.tokens_per_s))
         return Row(
-            *(run.setting.policy, run.setting.kv_budget),
-            *(sum(scores) / n, score_low, score_high),
-            *(losses / n, gains / n, (gains - losses) / n, low, high),
+            policy=run.setting.policy,
+            kv_budget=run.setting.kv_budget,
+            score=sum(scores) / n,
+            score_low=score_low,
+            score_high=score_high,
+            lost=losses / n,
+            gained=gains / n,
+            difference=(gains - losses) / n,
+            difference_low=low,
+            difference_high=high,
             equal_outputs=sum(
                 list(output.ids) == list(reference.ids) for output, reference in outputs
             ),
