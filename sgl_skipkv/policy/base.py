@@ -419,15 +419,33 @@ class Policy:
         """
         return dict(statistics)
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Scores of every request with these parameters that is due in this step.
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """float32 [n], one score per cached token, higher = keep."""
+        raise NotImplementedError
 
-        Here one after the other; whatever a subclass batches, a request's scores must stay what
-        they are alone.
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """As ``scores`` of each request, where all their locations are known: overridden where one
+        pass over many requests is faster. What a request gets must not depend on the others, to
+        the bit.
         """
         return [self.scores(inputs) for inputs in requests]
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Scores of every request with these parameters that is due in this step."""
+        if all(request.location is not None for request in requests):
+            return self.scores_in_place(requests)
+        return [self.scores(inputs) for inputs in requests]
+
+
+class JointPolicy(Policy):
+    """A policy that scores all requests at once, on every device: it has ``scores_together``.
+
+    For scores that follow from statistics or a draw, so that no kernel needs to run, and for those
+    of which ranks combine a part first, so that one gather serves all requests.
+    """
+
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """float32 [n], one score per cached token, higher = keep. A policy has this method, or
-        ``scores_together``."""
         return self.scores_together([inputs])[0]
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        raise NotImplementedError

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
-from sgl_skipkv.policy.joined_requests import Span, by_request
+from sgl_skipkv.policy.joined_requests import Span, by_request, known
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
@@ -131,7 +131,7 @@ def pooled_attention(
 
 
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     return paged_at(locations, [request.positions.shape[0] for request in requests])
 
 
@@ -171,7 +171,7 @@ def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple
     a row entry of each."""
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     cache, row_tokens = locations[0].cache, [request.positions.shape[0] for request in requests]
     assert cache.v_ptrs is not None
     rows, offsets, on_device = device_tensors(

@@ -46,7 +46,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Places, Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.batched_scores import paged_values
-from sgl_skipkv.policy.joined_requests import by_request, joined_sentences
+from sgl_skipkv.policy.joined_requests import by_request, joined_sentences, known
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
@@ -98,14 +98,16 @@ class Distinct(Policy):
         return max(self.params.window, min(recent, 3 * kv_budget // 5))
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where kernels read the cache, of all requests from two launches."""
+        """Of several ranks, all requests at once: one gather serves them."""
         if requests[0].ranks.size > 1:
             return self._scores_of_ranks(requests)
-        if any(
-            request.location is None or request.location.cache.v_ptrs is None
-            for request in requests
-        ):
-            return super().scores_together(requests)
+        return super().scores_together(requests)
+
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From two launches, where kernels know how the values lie."""
+        locations = known(request.location for request in requests)
+        if any(location.cache.v_ptrs is None for location in locations):
+            return super().scores_in_place(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
         values, firsts = paged_values(

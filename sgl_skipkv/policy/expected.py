@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors, to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.joined_requests import of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import known, of_like_lengths, padded_tokens, unpadded
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 #: whose scores are held at once: fewer take less memory, more take fewer operations
@@ -60,10 +60,8 @@ class Expected(Policy):
     joins_layers = 3
     params: ExpectedParams
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Of all requests of like lengths from one gather per layer."""
         spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
         for chosen in of_like_lengths(spans):
             together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
@@ -89,7 +87,7 @@ class Expected(Policy):
 
     def _ring_queries(self, requests: Sequence[ScoreInput]) -> Callable[[range], Tensor]:
         """layers -> float [layers, B, W, Hq, d], newest first."""
-        locations = [request.location for request in requests if request.location is not None]
+        locations = known(request.location for request in requests)
         ring = locations[0].ring
         assert ring is not None
         window, size = self.params.window, ring.shape[2]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,17 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import APART, PagedCache, ScoreInput, Sentences
 
+T = TypeVar("T")
 Span = tuple[int, int]
+
+
+def known(values: Iterable[T | None]) -> list[T]:
+    """One of each request. None may be missing: without it the others would be taken for those of
+    other requests."""
+    found = list(values)
+    present = [value for value in found if value is not None]
+    assert len(present) == len(found), f"{len(found)} requests, {len(present)} with what is read"
+    return present
 
 
 def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
@@ -41,7 +52,7 @@ def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor,
     Args:
         requests: whose sentences are known.
     """
-    sentences = [request.sentences for request in requests if request.sentences is not None]
+    sentences = known(request.sentences for request in requests)
     tokens = [len(request.positions) for request in requests]
     closed = [len(part.starts) for part in sentences]
     numbers = [tokens, closed, range(len(requests))]
@@ -94,7 +105,7 @@ def joined_tokens(
     Args:
         spans: row entries of each request, half-open; None: all.
     """
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     spans = spans or [(0, request.positions.shape[0]) for request in requests]
     tokens, cache = [stop - first for first, stop in spans], locations[0].cache
     starts = [0, *accumulate(tokens[:-1])]
@@ -117,7 +128,7 @@ def padded_tokens(
     Args:
         spans: row entries of each request, half-open.
     """
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     cache, counts = locations[0].cache, [stop - first for first, stop in spans]
     rows, firsts, tokens = device_tensors(
         [[location.row for location in locations], [first for first, _ in spans], counts],

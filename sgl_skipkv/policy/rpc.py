@@ -64,10 +64,8 @@ class RPC(Policy):
         least = self.min_budget_tokens - (0 if compactions else params.interval)
         return min(max(grown, least), kv_budget)
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From one replay and one pool of all requests."""
         window, kernel = self.params.window, self.params.kernel
         spans = [
             (self._first(request), request.positions.shape[0] - window) for request in requests

@@ -55,10 +55,8 @@ class TriAttention(Policy):
     over_ranks = "max"
     joins_layers = 1
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Of all requests of like lengths from one gather per layer."""
         spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
         for chosen in of_like_lengths(spans):
             together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, PoolWidth, ScoreInput
 from sgl_skipkv.policy.batched_scores import pooled_attention
 from sgl_skipkv.policy.joined_requests import by_request, joined_tokens, owners
 
@@ -56,7 +56,7 @@ class VaSEParams(PolicyParams):
     kernel: PoolWidth = Field(5, description="width of the average pool in tokens, odd")
 
 
-class VaSE(Policy):
+class VaSE(JointPolicy):
     name = "vase"
     keeps = "values of a large range, and a draw in proportion to attention"
     source = "VaSE, arXiv 2606.03928"
