@@ -82,11 +82,9 @@ class Distinct(Policy):
     keeps = "large values that no later token repeats"
     source = "ours, [docs/distinct.md](docs/distinct.md)"
     Params: ClassVar[type[PolicyParams]] = DistinctParams
-    needs_values = True
-    needs_spans = needs_reach = True
+    needs_spans = True
     block_tokens = BLOCK_TOKENS
     over_ranks = "max"  # equal: sizes and squared distances are summed before
-    reads_pages = True
     #: sentences that may be newer than one that is not old
     most_newer: ClassVar[int] = 24
     params: DistinctParams
@@ -140,9 +138,9 @@ class Distinct(Policy):
         """Of every cached token; the newest, which is protected, scores 0."""
         if inputs.ranks.size > 1:
             return self._scores_of_ranks([inputs])[0]
-        values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
-        assert values is not None and sentences is not None
-        layers = [values(layer) for layer in range(inputs.layers)]
+        sentences, (first, _) = inputs.sentences, self.candidates(inputs)
+        assert sentences is not None
+        layers = [*map(inputs.values, range(inputs.layers))]
         measures = distinct_values(layers, first, **_model_arguments(inputs))
         place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
         return self._score(*measures, place)
@@ -183,7 +181,6 @@ class _ModelArguments(TypedDict):
 
 def _model_arguments(inputs: ScoreInput) -> _ModelArguments:
     """What both forms of ``distinct_values`` are told of the model."""
-    assert inputs.reach is not None
     weights = _weights(inputs.reach, inputs.ranks)
     return {"weights": weights, "compared": middle_layers(inputs.layers)}
 

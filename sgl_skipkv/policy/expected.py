@@ -55,7 +55,6 @@ class Expected(Policy):
     source = "Expected Attention, arXiv 2510.00636"
     Params: ClassVar[type[PolicyParams]] = ExpectedParams
     needs_queries = True
-    needs_values = True
     needs_rotation = True
     joins_layers = 3
     params: ExpectedParams
@@ -74,13 +73,12 @@ class Expected(Policy):
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
         first, stop = self.candidates(inputs)
-        recent, values = inputs.queries, inputs.values
-        assert recent is not None and values is not None
+        recent = inputs.queries()
         (scores,) = self._scores(
             [inputs],
             lambda layers: recent[layers.start : layers.stop, None],
             lambda layer: inputs.keys(layer)[None, first:stop],
-            lambda layer: values(layer)[None, first:stop],
+            lambda layer: inputs.values(layer)[None, first:stop],
             torch.ones(1, stop - first, dtype=torch.bool, device=inputs.positions.device),
         )
         return F.pad(scores, (first, self.pinned_tail_tokens))

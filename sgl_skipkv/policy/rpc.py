@@ -51,7 +51,6 @@ class RPC(Policy):
     source = "RPC, arXiv 2505.13866"
     Params: ClassVar[type[PolicyParams]] = RPCParams
     needs_queries = True
-    reads_pages = True
     params: RPCParams
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:

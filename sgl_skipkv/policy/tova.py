@@ -24,7 +24,6 @@ class TOVA(Policy):
     keeps = "what the last query attends to"
     source = "TOVA, arXiv 2401.06104"
     needs_queries = True
-    reads_pages = True
 
     def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """From one replay of all requests."""

@@ -62,7 +62,6 @@ class VaSE(JointPolicy):
     source = "VaSE, arXiv 2606.03928"
     Params: ClassVar[type[PolicyParams]] = VaSEParams
     needs_queries = True
-    needs_values = True
     joins_layers = 1
     over_ranks = "max"  # equal: both parts are combined before they become one score
     params: VaSEParams
@@ -105,10 +104,8 @@ class VaSE(JointPolicy):
 
     def _parts(self, inputs: ScoreInput, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """int64 and float32 [candidates]: ranges and ``a`` of this rank's heads."""
-        assert inputs.values is not None
         owner = torch.zeros_like(inputs.positions[first:stop])
-        values = inputs.values
-        layers = (values(layer)[first:stop] for layer in range(inputs.layers))
+        layers = (inputs.values(layer)[first:stop] for layer in range(inputs.layers))
         ranges = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)
