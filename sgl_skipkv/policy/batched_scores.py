@@ -102,7 +102,7 @@ def recent_attention(
 def pooled_attention(
     requests: Sequence[ScoreInput],
     spans: Sequence[Span],
-    zeros: Tensor,
+    zero: Tensor,
     *,
     window: int,
     kernel: int,
@@ -112,7 +112,7 @@ def pooled_attention(
 
     Args:
         requests: whose locations are known.
-        zeros: float32, half of ``kernel`` or more.
+        zero: of ``a_zero``.
     """
     firsts, half = [first for first, _ in spans], kernel // 2
     attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
@@ -122,7 +122,7 @@ def pooled_attention(
     apart = [
         piece
         for part, (first, stop) in zip(received, spans, strict=True)
-        for piece in (part[first:stop], zeros[:half])
+        for piece in (part[first:stop], zero.expand(half))
     ]
     pooled = F.avg_pool1d(torch.cat(apart)[None], kernel, stride=1, padding=half)[0]
     tokens = [stop - first for first, stop in spans]

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors, to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.joined_requests import known, of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import known, scores_of_spans
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 #: whose scores are held at once: fewer take less memory, more take fewer operations
@@ -61,14 +61,13 @@ class Expected(Policy):
 
     def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """Of all requests of like lengths from one gather per layer."""
-        spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
-        for chosen in of_like_lengths(spans):
-            together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
-            tokens, inside = padded_tokens(together, chosen_spans)
-            queries = self._ring_queries(together)
-            scores = self._scores(together, queries, tokens.keys, tokens.values, inside)
-            scored.update(zip(chosen, scores, strict=True))
-        return unpadded(scored, spans, requests)
+        return scores_of_spans(
+            requests,
+            [*map(self.candidates, requests)],
+            lambda alike, tokens, inside: self._scores(
+                alike, self._ring_queries(alike), tokens.keys, tokens.values, inside
+            ),
+        )
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
