@@ -51,13 +51,14 @@ def seen_by(tensors: dict[str, Tensor], trace: int, rotation: Rotation) -> Score
         keep_tokens=tokens,
         layers=layers,
         keys=lambda layer: tensor("keys", layer),
-        queries=queries,
+        queries=lambda: queries,
+        values=lambda layer: tensor("values", layer),
+        reach=torch.ones(layers, tensor("keys", 0).shape[1]),
         scale=queries.shape[-1] ** -0.5,
         sentences=None,
         seed=0,
         logical_tokens=tokens,
         centres=QueryCentres.measured(rotation, queries),
-        values=lambda layer: tensor("values", layer),
     )
 
 

@@ -53,9 +53,7 @@ class Changed(Distinct):
         return [self.scores(inputs) for inputs in requests]
 
     def scores(self, inputs: ScoreInput) -> Tensor:
-        assert (
-            inputs.reach is not None and inputs.values is not None and inputs.sentences is not None
-        )
+        assert inputs.sentences is not None
         reach = torch.ones_like(inputs.reach) if self.alike_heads else inputs.reach
         layers = [inputs.values(layer) for layer in range(inputs.layers)]
         first, compared = self.candidates(inputs)[0], self.layers(inputs.layers)

@@ -64,7 +64,7 @@ class Compactor:
         page_tokens: int,
         trace: TraceWriter | None,
         centres: QueryCentres | None,
-        reach: Tensor | None,
+        reach: Tensor,
         ranks: Ranks,
         metrics: Metrics,
     ) -> None:

@@ -33,7 +33,7 @@ class Planner:
     Args:
         scale: of the model's attention, usually 1 / sqrt(d).
         centres: of its queries; None: no policy may need them.
-        reach: of its heads; None: no policy may need it.
+        reach: of its heads.
         ranks: that plan together.
         agreement: of their kept sets; None: it is not checked.
     """
@@ -43,8 +43,8 @@ class Planner:
         recorder: Recorder,
         *,
         scale: float,
+        reach: Tensor,
         centres: QueryCentres | None = None,
-        reach: Tensor | None = None,
         ranks: Ranks = ONE_RANK,
         agreement: Agreement | None = None,
     ) -> None:
@@ -145,14 +145,7 @@ class Planner:
 
     def _score_input(self, due: Due, positions: Tensor, sentences: Sentences | None) -> ScoreInput:
         state, policy = due.state, due.state.settings.policy
-        queries = location = None
-        in_place = policy.kernel_scores or policy.reads_pages or policy.joins_layers
-        if due.cache is not None and in_place:
-            ring = self._recorder.queries.data if state.held.track_id else None
-            location = due.location(ring)
-        elif policy.needs_queries:
-            newest, window = due.logical_tokens - 1, policy.params.window
-            queries = self._recorder.queries.read(state.held.track_id, newest, window)
+        ring = self._recorder.queries.data if state.held.track_id else None
         seed = zlib.crc32(f"{state.prompt.seed}:{state.compactions}".encode())
         return ScoreInput(
             positions=positions,
@@ -160,19 +153,27 @@ class Planner:
             keep_tokens=state.keep_tokens(due.row_tokens),
             layers=self._recorder.shape.layers,
             keys=due.keys,
-            queries=queries,
+            queries=partial(self._queries, due),
+            values=due.values,
+            reach=self._reach,
             scale=self._scale,
             sentences=sentences,
             seed=seed,
             logical_tokens=due.logical_tokens,
             input_sentences=state.input_sentences() if policy.needs_spans else (),
             centres=self._centres if policy.needs_rotation else None,
-            reach=self._reach if policy.needs_reach else None,
-            values=due.values if policy.needs_values else None,
             statistics=state.kv.statistics,
-            location=location,
+            location=None if due.cache is None else due.location(ring),
             ranks=self._ranks,
         )
+
+    def _queries(self, due: Due) -> Tensor:
+        """Of the last ``window`` tokens. Only while planning: the next decode step overwrites the
+        ring."""
+        state, policy = due.state, due.state.settings.policy
+        assert policy.needs_queries, f"{policy.name} has no queries recorded"
+        newest, window = due.logical_tokens - 1, policy.params.window
+        return self._recorder.queries.read(state.held.track_id, newest, window)
 
     def _table(self, state: RequestState) -> TableEntries | None:
         """Which entries of the request's table are of sentences not known to be evicted."""

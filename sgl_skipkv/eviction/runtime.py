@@ -56,11 +56,11 @@ class Runtime:
         pool_tokens: int,
         page_tokens: int = 1,
         kv_token_bytes: int,
+        reach: Tensor,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
         thoughts: ThoughtTokens | None = None,
         centres: QueryCentres | None = None,
-        reach: Tensor | None = None,
         ranks: Ranks = ONE_RANK,
         metrics: Metrics | None = None,
     ) -> None:

@@ -242,8 +242,11 @@ class ScoreInput:
         keep_tokens: how many of the cached tokens will stay.
         layers: number of attention layers.
         keys: layer -> float [n, Hkv, d], the cached rotated keys of that layer.
-        queries: float [layers, W, Hq, d], rotated queries of the last W tokens, newest
-            first; None for policies that did not ask for them, and where kernels read them.
+        queries: () -> float [layers, W, Hq, d], rotated queries of the last W tokens, newest
+            first, as they are recorded when it is called; for policies with ``needs_queries``.
+        values: layer -> float [n, Hkv, d], the cached values of that layer.
+        reach: float32 [layers, Hkv of all ranks], how far the model's heads look
+            (``head_reach.py``).
         scale: the model's factor on attention logits.
         sentences: None for policies that asked neither for them nor for their spans.
         input_sentences: numbers of those that users and tools wrote in later turns; none for
@@ -251,10 +254,6 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
-        reach: float32 [layers, Hkv of all ranks], how far the model's heads look
-            (``head_reach.py``); None for policies that did not ask for it.
-        values: layer -> float [n, Hkv, d], the cached values of that layer; None for policies that
-            did not ask for them.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
         importance, redundancy: what kernels found for this request already (``batched_scores.py``):
@@ -268,15 +267,15 @@ class ScoreInput:
     keep_tokens: int
     layers: int
     keys: Callable[[int], Tensor]
-    queries: Tensor | None
+    queries: Callable[[], Tensor]
+    values: Callable[[int], Tensor]
+    reach: Tensor
     scale: float
     sentences: Sentences | None
     seed: int
     logical_tokens: int
     input_sentences: Collection[int] = ()
     centres: QueryCentres | None = None
-    reach: Tensor | None = None
-    values: Callable[[int], Tensor] | None = None
     statistics: Statistics = field(default_factory=dict)
     location: KeyLocation | None = None
     importance: Tensor | None = None
@@ -285,8 +284,8 @@ class ScoreInput:
 
     def mean_over_layers(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """float32, of what ``score`` makes of each layer's (queries, keys)."""
-        assert self.queries is not None
-        parts = (score(self.queries[layer], self.keys(layer)) for layer in range(self.layers))
+        queries = self.queries()
+        parts = (score(queries[layer], self.keys(layer)) for layer in range(self.layers))
         return functools.reduce(torch.add, parts) / self.layers
 
 
@@ -319,13 +318,10 @@ class Policy:
     keeps: ClassVar[str]
     source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
+    #: whether it reads the last ``window`` queries, which are recorded for it
     needs_queries: ClassVar[bool] = False
     #: whether it is told how queries and keys are rotated, and what the model asks on average
     needs_rotation: ClassVar[bool] = False
-    #: whether it is told how far the model's heads look
-    needs_reach: ClassVar[bool] = False
-    #: whether it reads cached values, in place: nothing is recorded or carried for it
-    needs_values: ClassVar[bool] = False
     needs_sentences: ClassVar[bool] = False
     #: whether it is told where sentences begin and end, and nothing else of them: that is known
     #: without recordings
@@ -345,8 +341,6 @@ class Policy:
     #: fields of ``ScoreInput`` that kernels fill before it scores, where those run: ``importance``,
     #: ``redundancy``
     kernel_scores: ClassVar[frozenset[str]] = frozenset()
-    #: whether it reads keys or values where they lie in pages, where kernels run
-    reads_pages: ClassVar[bool] = False
     #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
     #: gathers keys or values of all due requests, layer by layer
     joins_layers: ClassVar[int] = 0
@@ -419,15 +413,33 @@ class Policy:
         """
         return dict(statistics)
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Scores of every request with these parameters that is due in this step.
+    def scores(self, inputs: ScoreInput) -> Tensor:
+        """float32 [n], one score per cached token, higher = keep."""
+        raise NotImplementedError
 
-        Here one after the other; whatever a subclass batches, a request's scores must stay what
-        they are alone.
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """As ``scores`` of each request, where all their locations are known: overridden where one
+        pass over many requests is faster. What a request gets must not depend on the others, to
+        the bit.
         """
         return [self.scores(inputs) for inputs in requests]
 
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Scores of every request with these parameters that is due in this step."""
+        if all(request.location is not None for request in requests):
+            return self.scores_in_place(requests)
+        return [self.scores(inputs) for inputs in requests]
+
+
+class JointPolicy(Policy):
+    """A policy that scores all requests at once, on every device: it has ``scores_together``.
+
+    For scores that follow from statistics or a draw, so that no kernel needs to run, and for those
+    of which ranks combine a part first, so that one gather serves all requests.
+    """
+
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """float32 [n], one score per cached token, higher = keep. A policy has this method, or
-        ``scores_together``."""
         return self.scores_together([inputs])[0]
+
+    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        raise NotImplementedError

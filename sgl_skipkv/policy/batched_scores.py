@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
-from sgl_skipkv.policy.joined_requests import Span, by_request
+from sgl_skipkv.policy.joined_requests import Span, by_request, known
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
@@ -102,7 +102,7 @@ def recent_attention(
 def pooled_attention(
     requests: Sequence[ScoreInput],
     spans: Sequence[Span],
-    zeros: Tensor,
+    zero: Tensor,
     *,
     window: int,
     kernel: int,
@@ -112,7 +112,7 @@ def pooled_attention(
 
     Args:
         requests: whose locations are known.
-        zeros: float32, half of ``kernel`` or more.
+        zero: of ``a_zero``.
     """
     firsts, half = [first for first, _ in spans], kernel // 2
     attention = recent_attention(requests, steps=window, firsts=firsts, causal=False)
@@ -122,7 +122,7 @@ def pooled_attention(
     apart = [
         piece
         for part, (first, stop) in zip(received, spans, strict=True)
-        for piece in (part[first:stop], zeros[:half])
+        for piece in (part[first:stop], zero.expand(half))
     ]
     pooled = F.avg_pool1d(torch.cat(apart)[None], kernel, stride=1, padding=half)[0]
     tokens = [stop - first for first, stop in spans]
@@ -131,7 +131,7 @@ def pooled_attention(
 
 
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     return paged_at(locations, [request.positions.shape[0] for request in requests])
 
 
@@ -171,7 +171,7 @@ def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple
     a row entry of each."""
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     cache, row_tokens = locations[0].cache, [request.positions.shape[0] for request in requests]
     assert cache.v_ptrs is not None
     rows, offsets, on_device = device_tensors(

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.joined_requests import by_request
 
 _NEVER = -1e30
@@ -35,7 +35,7 @@ class CrystalParams(PolicyParams):
     decay: float = Field(0.6, gt=0.0, lt=1.0, description="of a token's credit, per step")
 
 
-class Crystal(Policy):
+class Crystal(JointPolicy):
     name = "crystal"
     keeps = "what any single head looked at, most recent and most often"
     source = "after Crystal-KV, arXiv 2601.16986"

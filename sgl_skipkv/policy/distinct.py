@@ -46,7 +46,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Places, Policy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.batched_scores import paged_values
-from sgl_skipkv.policy.joined_requests import by_request, joined_sentences
+from sgl_skipkv.policy.joined_requests import by_request, joined_sentences, known
 from sgl_skipkv.policy.ranks import Ranks
 from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
@@ -82,11 +82,9 @@ class Distinct(Policy):
     keeps = "large values that no later token repeats"
     source = "ours, [docs/distinct.md](docs/distinct.md)"
     Params: ClassVar[type[PolicyParams]] = DistinctParams
-    needs_values = True
-    needs_spans = needs_reach = True
+    needs_spans = True
     block_tokens = BLOCK_TOKENS
     over_ranks = "max"  # equal: sizes and squared distances are summed before
-    reads_pages = True
     #: sentences that may be newer than one that is not old
     most_newer: ClassVar[int] = 24
     params: DistinctParams
@@ -98,14 +96,16 @@ class Distinct(Policy):
         return max(self.params.window, min(recent, 3 * kv_budget // 5))
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where kernels read the cache, of all requests from two launches."""
+        """Of several ranks, all requests at once: one gather serves them."""
         if requests[0].ranks.size > 1:
             return self._scores_of_ranks(requests)
-        if any(
-            request.location is None or request.location.cache.v_ptrs is None
-            for request in requests
-        ):
-            return super().scores_together(requests)
+        return super().scores_together(requests)
+
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From two launches, where kernels know how the values lie."""
+        locations = known(request.location for request in requests)
+        if any(location.cache.v_ptrs is None for location in locations):
+            return super().scores_in_place(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
         values, firsts = paged_values(
@@ -138,9 +138,9 @@ class Distinct(Policy):
         """Of every cached token; the newest, which is protected, scores 0."""
         if inputs.ranks.size > 1:
             return self._scores_of_ranks([inputs])[0]
-        values, sentences, (first, _) = inputs.values, inputs.sentences, self.candidates(inputs)
-        assert values is not None and sentences is not None
-        layers = [values(layer) for layer in range(inputs.layers)]
+        sentences, (first, _) = inputs.sentences, self.candidates(inputs)
+        assert sentences is not None
+        layers = [*map(inputs.values, range(inputs.layers))]
         measures = distinct_values(layers, first, **_model_arguments(inputs))
         place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
         return self._score(*measures, place)
@@ -181,7 +181,6 @@ class _ModelArguments(TypedDict):
 
 def _model_arguments(inputs: ScoreInput) -> _ModelArguments:
     """What both forms of ``distinct_values`` are told of the model."""
-    assert inputs.reach is not None
     weights = _weights(inputs.reach, inputs.ranks)
     return {"weights": weights, "compared": middle_layers(inputs.layers)}
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors, to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.joined_requests import of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import known, scores_of_spans
 from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
 
 #: whose scores are held at once: fewer take less memory, more take fewer operations
@@ -55,41 +55,36 @@ class Expected(Policy):
     source = "Expected Attention, arXiv 2510.00636"
     Params: ClassVar[type[PolicyParams]] = ExpectedParams
     needs_queries = True
-    needs_values = True
     needs_rotation = True
     joins_layers = 3
     params: ExpectedParams
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
-        spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
-        for chosen in of_like_lengths(spans):
-            together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
-            tokens, inside = padded_tokens(together, chosen_spans)
-            queries = self._ring_queries(together)
-            scores = self._scores(together, queries, tokens.keys, tokens.values, inside)
-            scored.update(zip(chosen, scores, strict=True))
-        return unpadded(scored, spans, requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Of all requests of like lengths from one gather per layer."""
+        return scores_of_spans(
+            requests,
+            [*map(self.candidates, requests)],
+            lambda alike, tokens, inside: self._scores(
+                alike, self._ring_queries(alike), tokens.keys, tokens.values, inside
+            ),
+        )
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
         first, stop = self.candidates(inputs)
-        recent, values = inputs.queries, inputs.values
-        assert recent is not None and values is not None
+        recent = inputs.queries()
         (scores,) = self._scores(
             [inputs],
             lambda layers: recent[layers.start : layers.stop, None],
             lambda layer: inputs.keys(layer)[None, first:stop],
-            lambda layer: values(layer)[None, first:stop],
+            lambda layer: inputs.values(layer)[None, first:stop],
             torch.ones(1, stop - first, dtype=torch.bool, device=inputs.positions.device),
         )
         return F.pad(scores, (first, self.pinned_tail_tokens))
 
     def _ring_queries(self, requests: Sequence[ScoreInput]) -> Callable[[range], Tensor]:
         """layers -> float [layers, B, W, Hq, d], newest first."""
-        locations = [request.location for request in requests if request.location is not None]
+        locations = known(request.location for request in requests)
         ring = locations[0].ring
         assert ring is not None
         window, size = self.params.window, ring.shape[2]

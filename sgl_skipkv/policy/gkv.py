@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.joined_requests import by_request, owners
 
 
@@ -36,7 +36,7 @@ class GKVParams(PolicyParams):
     )
 
 
-class GKV(Policy):
+class GKV(JointPolicy):
     name = "gkv"
     keeps = "what was attended to at any compaction, with decay, and is unlike others"
     source = "G-KV, arXiv 2512.00504"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,17 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import APART, PagedCache, ScoreInput, Sentences
 
+T = TypeVar("T")
 Span = tuple[int, int]
+
+
+def known(values: Iterable[T | None]) -> list[T]:
+    """One of each request. None may be missing: without it the others would be taken for those of
+    other requests."""
+    found = list(values)
+    present = [value for value in found if value is not None]
+    assert len(present) == len(found), f"{len(found)} requests, {len(present)} with what is read"
+    return present
 
 
 def by_request(scores: Tensor, requests: Sequence[ScoreInput]) -> list[Tensor]:
@@ -41,7 +52,7 @@ def joined_sentences(requests: Sequence[ScoreInput]) -> tuple[Sentences, Tensor,
     Args:
         requests: whose sentences are known.
     """
-    sentences = [request.sentences for request in requests if request.sentences is not None]
+    sentences = known(request.sentences for request in requests)
     tokens = [len(request.positions) for request in requests]
     closed = [len(part.starts) for part in sentences]
     numbers = [tokens, closed, range(len(requests))]
@@ -94,7 +105,7 @@ def joined_tokens(
     Args:
         spans: row entries of each request, half-open; None: all.
     """
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     spans = spans or [(0, request.positions.shape[0]) for request in requests]
     tokens, cache = [stop - first for first, stop in spans], locations[0].cache
     starts = [0, *accumulate(tokens[:-1])]
@@ -117,7 +128,7 @@ def padded_tokens(
     Args:
         spans: row entries of each request, half-open.
     """
-    locations = [request.location for request in requests if request.location is not None]
+    locations = known(request.location for request in requests)
     cache, counts = locations[0].cache, [stop - first for first, stop in spans]
     rows, firsts, tokens = device_tensors(
         [[location.row for location in locations], [first for first, _ in spans], counts],
@@ -129,28 +140,52 @@ def padded_tokens(
     return CachedTokens(cache, slots), every < tokens[:, None]
 
 
+def a_zero(requests: Sequence[ScoreInput]) -> Tensor:
+    """float32 [1] on their device. It expands to any number, so that one operation makes all."""
+    return requests[0].positions.new_zeros(1, dtype=torch.float32)
+
+
 def unpadded(
-    scores: Mapping[int, Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput]
+    scores: Sequence[Tensor], spans: Sequence[Span], requests: Sequence[ScoreInput], zero: Tensor
 ) -> list[Tensor]:
     """float32 [row tokens] of each request; 0 outside its span.
 
     Args:
-        scores: request -> float32 [its tokens or more].
+        scores: float32 [tokens of its span or more] of each request.
+        zero: of ``a_zero``.
     """
-    zeros = requests[0].positions.new_zeros(1, dtype=torch.float32)
     pieces = [
         piece
         for i, (first, stop) in enumerate(spans)
         for piece in (
-            zeros.expand(first),
+            zero.expand(first),
             scores[i][: stop - first],
-            zeros.expand(requests[i].positions.shape[0] - stop),
+            zero.expand(requests[i].positions.shape[0] - stop),
         )
     ]
     return by_request(torch.cat(pieces), requests)
 
 
-def of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
+def scores_of_spans(
+    requests: Sequence[ScoreInput],
+    spans: Sequence[Span],
+    scores_of: Callable[[Sequence[ScoreInput], CachedTokens, Tensor], Tensor],
+) -> list[Tensor]:
+    """float32 [row tokens] of each request, scored with others of like lengths; 0 outside its span.
+
+    Args:
+        requests: whose locations are known.
+        scores_of: requests and the ``padded_tokens`` of their spans -> float32 [B, most tokens].
+    """
+    scored = dict[int, Tensor]()
+    for chosen in _of_like_lengths(spans):
+        together = [requests[i] for i in chosen]
+        scores = scores_of(together, *padded_tokens(together, [spans[i] for i in chosen]))
+        scored.update(zip(chosen, scores, strict=True))
+    return unpadded([scored[i] for i in range(len(spans))], spans, requests, a_zero(requests))
+
+
+def _of_like_lengths(spans: Sequence[Span]) -> list[list[int]]:
     """Indices of the spans, those together of which none is twice as long as another."""
     by_length: defaultdict[int, list[int]] = defaultdict(list)
     for i, (first, stop) in enumerate(spans):

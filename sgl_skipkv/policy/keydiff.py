@@ -34,10 +34,8 @@ class KeyDiff(Policy):
     source = "KeyDiff, arXiv 2504.15364"
     joins_layers = 1
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Of all requests from one gather per layer, where the cache is known."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From one gather per layer."""
         (tokens, owner), layers = joined_tokens(requests), requests[0].layers
         parts = (likeness(tokens.keys(layer), owner, len(requests)) for layer in range(layers))
         return by_request(functools.reduce(torch.add, parts) / -layers, requests)

@@ -20,12 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.joined_requests import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 
-class Lazy(Policy):
+class Lazy(JointPolicy):
     name = "lazy"
     keeps = "what is not overdue by the gaps between its uses"
     source = "LazyEviction, arXiv 2506.15969"

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import to_device
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, ScoreInput
 from sgl_skipkv.policy.joined_requests import by_request
 
 
@@ -24,7 +24,7 @@ class RandomParams(PolicyParams):
     seed: int = Field(0, ge=0, le=2**31 - 1, description="another seed, another draw")
 
 
-class Random(Policy):
+class Random(JointPolicy):
     name = "random"
     keeps = "a random set: the baseline to beat"
     over_ranks = None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request, with_windows
+from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 
@@ -43,21 +43,15 @@ class RKV(Policy):
     kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """From importance and redundancy, where kernels have computed them for all requests."""
-        if any(request.importance is None or request.redundancy is None for request in requests):
-            return super().scores_together(requests)
-        return by_request(self._from_kernels(requests), requests)
-
-    def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
-        """float32 [tokens of all requests], ``Z``."""
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From importance and redundancy, which kernels have computed for all requests."""
         sigma, window = self.params.sigma, self.params.window
-        importance = [request.importance for request in requests if request.importance is not None]
-        repeated = [
-            request.redundancy[:-window] for request in requests if request.redundancy is not None
-        ]
-        z = sigma * torch.cat(importance) - (1.0 - sigma) * torch.cat(repeated)
-        return with_windows(torch.split(z, [part.shape[0] for part in importance]), window)
+        importance = known(request.importance for request in requests)
+        redundancy = known(request.redundancy for request in requests)
+        repeated = torch.cat([part[:-window] for part in redundancy])
+        z = sigma * torch.cat(importance) - (1.0 - sigma) * repeated
+        parts = torch.split(z, [part.shape[0] for part in importance])
+        return by_request(with_windows(parts, window), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z`` of every cached token; the last W, which are protected, score 0."""

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -27,7 +26,7 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
 from sgl_skipkv.policy.batched_scores import pooled_attention
-from sgl_skipkv.policy.joined_requests import by_request
+from sgl_skipkv.policy.joined_requests import a_zero, unpadded
 
 
 class RPCParams(PolicyParams):
@@ -51,7 +50,6 @@ class RPC(Policy):
     source = "RPC, arXiv 2505.13866"
     Params: ClassVar[type[PolicyParams]] = RPCParams
     needs_queries = True
-    reads_pages = True
     params: RPCParams
 
     def budget_after(self, kv_budget: int, compactions: int) -> int:
@@ -64,24 +62,15 @@ class RPC(Policy):
         least = self.min_budget_tokens - (0 if compactions else params.interval)
         return min(max(grown, least), kv_budget)
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """As ``scores``, where keys lie in pages, from one replay and one pool of all requests."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From one replay and one pool of all requests."""
         window, kernel = self.params.window, self.params.kernel
         spans = [
             (self._first(request), request.positions.shape[0] - window) for request in requests
         ]
-        firsts = [first for first, _ in spans]
-        most = max(kernel // 2, window, *firsts)
-        zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
-        pooled = pooled_attention(requests, spans, zeros, window=window, kernel=kernel)
-        scores = [
-            piece
-            for part, first in zip(pooled, firsts, strict=True)
-            for piece in (zeros[:first], part, zeros[:window])
-        ]
-        return by_request(torch.cat(scores), requests)
+        zero = a_zero(requests)
+        pooled = pooled_attention(requests, spans, zero, window=window, kernel=kernel)
+        return unpadded(pooled, spans, requests, zero)
 
     def _first(self, inputs: ScoreInput) -> int:
         """First column that the selector window attends to."""

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams, ScoreInput, Sentences
+from sgl_skipkv.policy.joined_requests import by_request, known
 from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 
@@ -49,18 +50,14 @@ class SkipKV(RKV):
         """Tokens before a sentence's delimiter that get a bonus."""
         return 0
 
-    def _from_kernels(self, requests: Sequence[ScoreInput]) -> Tensor:
-        """``Z - lambda_s``, and the bonus of subclasses."""
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """``Z - lambda_s``, and the bonus of subclasses, from one launch."""
         from sgl_skipkv.kernels.sentence_scores import sentence_scores
 
-        sentences = [request.sentences for request in requests if request.sentences is not None]
+        sentences = known(request.sentences for request in requests)
         scores: Tensor = sentence_scores(
-            torch.cat(
-                [request.importance for request in requests if request.importance is not None]
-            ),
-            torch.cat(
-                [request.redundancy for request in requests if request.redundancy is not None]
-            ),
+            torch.cat(known(request.importance for request in requests)),
+            torch.cat(known(request.redundancy for request in requests)),
             torch.cat([request.positions for request in requests]),
             [request.positions.shape[0] for request in requests],
             torch.cat([part.starts for part in sentences]),
@@ -72,7 +69,7 @@ class SkipKV(RKV):
             tau=self.params.tau,
             ending=self.ending_tokens,
         )
-        return scores
+        return by_request(scores, requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``Z - lambda_s`` of every cached token."""

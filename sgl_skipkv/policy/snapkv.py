@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request, with_windows
+from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 
 
 class SnapKVParams(PolicyParams):
@@ -35,11 +35,9 @@ class SnapKV(Policy):
     kernel_scores = frozenset({"importance"})
     params: SnapKVParams
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """From the importance, where a kernel has computed it for all requests."""
-        importance = [request.importance for request in requests if request.importance is not None]
-        if len(importance) < len(requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From the importance, which a kernel has computed for all requests."""
+        importance = known(request.importance for request in requests)
         return by_request(with_windows(importance, self.params.window), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:

@@ -24,12 +24,9 @@ class TOVA(Policy):
     keeps = "what the last query attends to"
     source = "TOVA, arXiv 2401.06104"
     needs_queries = True
-    reads_pages = True
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Attention of every request's last query, where keys lie in pages, from one replay."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """From one replay of all requests."""
         attention = recent_attention(requests, steps=1, firsts=[0] * len(requests), causal=True)
         return by_request(attention[0], requests)
 

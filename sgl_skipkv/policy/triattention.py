@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, to_device
 from sgl_skipkv.policy.base import Policy, ScoreInput
-from sgl_skipkv.policy.joined_requests import of_like_lengths, padded_tokens, unpadded
+from sgl_skipkv.policy.joined_requests import scores_of_spans
 from sgl_skipkv.policy.query_centres import QueryCentres
 
 _OFFSETS = tuple(1 << power for power in range(17))
@@ -55,32 +55,26 @@ class TriAttention(Policy):
     over_ranks = "max"
     joins_layers = 1
 
-    def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Where the cache is known, of all requests of like lengths from one gather per layer."""
-        if any(request.location is None for request in requests):
-            return super().scores_together(requests)
-        spans, scored = [*map(self.candidates, requests)], dict[int, Tensor]()
-        for chosen in of_like_lengths(spans):
-            together, chosen_spans = [requests[i] for i in chosen], [spans[i] for i in chosen]
-            tokens, inside = padded_tokens(together, chosen_spans)
-            scored.update(
-                zip(chosen, self._scores(together, chosen_spans, tokens.keys, inside), strict=True)
-            )
-        return unpadded(scored, spans, requests)
+    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """Of all requests of like lengths from one gather per layer."""
+        return scores_of_spans(
+            requests,
+            [*map(self.candidates, requests)],
+            lambda alike, tokens, inside: self._scores(alike, tokens.keys, inside),
+        )
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """Of candidates; protected tokens score 0."""
         first, stop = self.candidates(inputs)
         inside = torch.ones(1, stop - first, dtype=torch.bool, device=inputs.positions.device)
         (scores,) = self._scores(
-            [inputs], [(first, stop)], lambda layer: inputs.keys(layer)[None, first:stop], inside
+            [inputs], lambda layer: inputs.keys(layer)[None, first:stop], inside
         )
         return F.pad(scores, (first, self.pinned_tail_tokens))
 
     def _scores(
         self,
         requests: Sequence[ScoreInput],
-        spans: Sequence[tuple[int, int]],
         keys: Callable[[int], Tensor],
         inside: Tensor,
     ) -> Tensor:
@@ -91,6 +85,7 @@ class TriAttention(Policy):
         turns = centres.rotation.turns([request.logical_tokens for request in requests])
         turned = looking * to_device(turns.to(torch.complex64), looking.device)[:, None, None]
         queries = torch.cat([turned.real, turned.imag, spread.expand(turned.shape)], dim=-1)
+        spans = map(self.candidates, requests)
         counts = device_tensor([stop - first for first, stop in spans], inside.device)
         best: Tensor | None = None
         for start in range(0, layers, _LAYERS_TOGETHER):

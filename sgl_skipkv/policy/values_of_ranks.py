@@ -90,7 +90,6 @@ class _Values:
     """
 
     def __init__(self, inputs: ScoreInput, first: int, compared: range) -> None:
-        assert inputs.values is not None
         self._values, self._first, self._layers = inputs.values, first, inputs.layers
         self._compared, self._means = compared, dict[int, Tensor]()
 

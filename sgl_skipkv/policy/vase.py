@@ -36,9 +36,9 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams, PoolWidth, ScoreInput
 from sgl_skipkv.policy.batched_scores import pooled_attention
-from sgl_skipkv.policy.joined_requests import by_request, joined_tokens, owners
+from sgl_skipkv.policy.joined_requests import a_zero, joined_tokens, owners, unpadded
 
 #: of a range in fixed point; ranges up to 2**16 of 2**17 tokens can be added
 _ONE = 2.0**30
@@ -56,13 +56,12 @@ class VaSEParams(PolicyParams):
     kernel: PoolWidth = Field(5, description="width of the average pool in tokens, odd")
 
 
-class VaSE(Policy):
+class VaSE(JointPolicy):
     name = "vase"
     keeps = "values of a large range, and a draw in proportion to attention"
     source = "VaSE, arXiv 2606.03928"
     Params: ClassVar[type[PolicyParams]] = VaSEParams
     needs_queries = True
-    needs_values = True
     joins_layers = 1
     over_ranks = "max"  # equal: both parts are combined before they become one score
     params: VaSEParams
@@ -71,10 +70,7 @@ class VaSE(Policy):
         """Of candidates; protected tokens score 0. Where keys and values lie in pages, from one
         replay, and one gather of values per layer."""
         spans, window = [*map(self.candidates, requests)], self.params.window
-        counts, firsts = [stop - first for first, stop in spans], [first for first, _ in spans]
-        tail = self.pinned_tail_tokens
-        most = max(self.params.kernel // 2, tail, *firsts)
-        zeros = requests[0].positions.new_zeros(most, dtype=torch.float32)
+        counts, zero = [stop - first for first, stop in spans], a_zero(requests)
         if any(request.location is None for request in requests):
             owner = owners(counts, requests[0].positions.device)
             parts = [
@@ -85,19 +81,14 @@ class VaSE(Policy):
             tokens, owner = joined_tokens(requests, spans)
             layers = range(requests[0].layers)
             ranges = largest_range(map(tokens.values, layers), owner, counts)
-            kernel = self.params.kernel
-            columns = [(first, stop + tail - window) for first, stop in spans]
-            pooled = pooled_attention(requests, columns, zeros, window=window, kernel=kernel)
+            kernel, behind = self.params.kernel, self.pinned_tail_tokens - window
+            columns = [(first, stop + behind) for first, stop in spans]
+            pooled = pooled_attention(requests, columns, zero, window=window, kernel=kernel)
             attended = torch.cat([part[:count] for part, count in zip(pooled, counts, strict=True)])
         ranks = requests[0].ranks
         ranges, attended = ranks.maximum(ranges), ranks.mean(attended)
         scores = self._scores(requests, spans, ranges, owner, attended)
-        pieces = [
-            piece
-            for part, first in zip(torch.split(scores, counts), firsts, strict=True)
-            for piece in (zeros[:first], part, zeros[:tail])
-        ]
-        return by_request(torch.cat(pieces), requests)
+        return unpadded(torch.split(scores, counts), spans, requests, zero)
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
         spans = [self.span(*lengths) for lengths in zip(prompt_tokens, row_tokens, strict=True)]
@@ -105,10 +96,8 @@ class VaSE(Policy):
 
     def _parts(self, inputs: ScoreInput, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """int64 and float32 [candidates]: ranges and ``a`` of this rank's heads."""
-        assert inputs.values is not None
         owner = torch.zeros_like(inputs.positions[first:stop])
-        values = inputs.values
-        layers = (values(layer)[first:stop] for layer in range(inputs.layers))
+        layers = (inputs.values(layer)[first:stop] for layer in range(inputs.layers))
         ranges = largest_range(layers, owner, [stop - first])
         kernel, scale = self.params.kernel, inputs.scale
         attention = partial(selector_attention, first=first, kernel=kernel, scale=scale)

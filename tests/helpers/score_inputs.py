@@ -27,20 +27,22 @@ def score_input(
     keys = centres[:, of] + 0.5 * torch.randn(layers, n, 2, 8, generator=draw)
     none = torch.zeros(0, dtype=torch.int64)
     values = torch.randn(layers, n, 2, 8, generator=torch.Generator().manual_seed(1000 + seed))
+    positions = torch.randperm(3 * n, generator=draw)[:n].sort().values
+    queries = torch.randn(layers, window, 4, 8, generator=draw)
     return ScoreInput(
-        positions=torch.randperm(3 * n, generator=draw)[:n].sort().values,
+        positions=positions,
         prompt_tokens=10,
         keep_tokens=38,
         layers=layers,
         keys=lambda layer: keys[layer],
-        queries=torch.randn(layers, window, 4, 8, generator=draw),
+        queries=lambda: queries,
+        values=lambda layer: values[layer],
+        reach=some_reach(layers, 2),
         scale=0.3,
         sentences=sentences or Sentences(none, none, torch.zeros(0)),
         seed=compaction_seed,
         logical_tokens=3 * n,
         centres=some_centres(layers, 4, 8),
-        reach=some_reach(layers, 2),
-        values=lambda layer: values[layer],
     )
 
 
@@ -69,7 +71,6 @@ def all_keys(inputs: ScoreInput) -> Tensor:
 
 def all_values(inputs: ScoreInput) -> Tensor:
     """[layers, n, Hkv, d]"""
-    assert inputs.values is not None
     return torch.stack([inputs.values(layer) for layer in range(inputs.layers)])
 
 

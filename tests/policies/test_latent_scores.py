@@ -138,10 +138,11 @@ def test_a_policy_takes_the_latents_as_keys_of_one_head(name: str) -> None:
     """Importance from expanded keys; redundancy of what is cached, latent and rotary key."""
     layers = [Layer.drawn(seed) for seed in range(LAYERS)]
     absorbed = [layer.absorbed() for layer in layers]
+    queries = torch.stack([q.flip(0) for q, _ in absorbed])
     inputs = dataclasses.replace(
         score_input(0, n=TOKENS, layers=LAYERS),
         keys=lambda layer: absorbed[layer][1],
-        queries=torch.stack([q.flip(0) for q, _ in absorbed]),
+        queries=lambda: queries,
         scale=SCALE,
     )
     found = make_policy(name, kernel=KERNEL).scores(inputs)[: TOKENS - WINDOW]

@@ -186,8 +186,7 @@ def test_every_compaction_keeps_its_promises(
 
 
 def tables(inputs: ScoreInput) -> list[Tensor]:
-    assert inputs.queries is not None
-    return [inputs.positions, inputs.queries, all_keys(inputs), all_values(inputs)]
+    return [inputs.positions, inputs.queries(), all_keys(inputs), all_values(inputs)]
 
 
 @pytest.mark.parametrize("case", EVICTING, ids=case_id)

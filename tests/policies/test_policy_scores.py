@@ -21,7 +21,7 @@ from sgl_skipkv.policy.skipkv import sentence_penalty
 
 
 def exact_rkv(inputs: ScoreInput, **parameters: float) -> list[float]:
-    return rkv_scores(inputs.queries, all_keys(inputs), inputs.scale, **parameters)
+    return rkv_scores(inputs.queries(), all_keys(inputs), inputs.scale, **parameters)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -119,11 +119,11 @@ def test_random_draws() -> None:
 def test_tova_scores(seed: int) -> None:
     inputs = score_input(seed)
     exact = [0.0] * len(inputs.positions)
-    heads = inputs.queries.shape[2]
+    heads = inputs.queries().shape[2]
     for layer in range(inputs.layers):
         keys = inputs.keys(layer).double()
         for head in range(heads):
-            query = inputs.queries[layer, 0, head].double().tolist()  # the newest
+            query = inputs.queries()[layer, 0, head].double().tolist()  # the newest
             group = head * keys.shape[1] // heads
             row = attention(query, keys[:, group].tolist(), inputs.scale)
             exact = [a + b / heads / inputs.layers for a, b in zip(exact, row, strict=True)]
@@ -201,7 +201,7 @@ def test_crystal_scores() -> None:
 def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
     """Eq. 2, with the prompt left out of the softmax where it is pinned."""
     inputs = score_input(6)
-    n, heads = len(inputs.positions), inputs.queries.shape[2]
+    n, heads = len(inputs.positions), inputs.queries().shape[2]
     first, last = inputs.prompt_tokens if protect_prompt else 0, n - 8
     exact = [0.0] * n
     for layer in range(inputs.layers):
@@ -209,7 +209,7 @@ def test_rpc_scores(protect_prompt: bool, kernel: int) -> None:
         received = [0.0] * n
         for w in range(8):
             for head in range(heads):
-                query = inputs.queries[layer, w, head].double().tolist()
+                query = inputs.queries()[layer, w, head].double().tolist()
                 columns = keys[first:last, head * keys.shape[1] // heads].tolist()
                 for i, got in enumerate(attention(query, columns, inputs.scale)):
                     received[first + i] += got / heads

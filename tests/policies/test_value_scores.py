@@ -37,7 +37,6 @@ def test_distinct_scores(power: float, layers: int) -> None:
     v = all_values(inputs).double()
     _, n, heads, _ = v.shape
     units = v / v.norm(dim=3)[:, inputs.prompt_tokens :].mean(dim=1)[:, None, :, None]
-    assert inputs.reach is not None
     reach, compared = inputs.reach.double(), units[1:3] if layers == 4 else units
     expected = []
     for i, position in enumerate(inputs.positions.tolist()):
@@ -167,14 +166,13 @@ def test_keydiff_scores(seed: int) -> None:
 
 def vase_attention(inputs: ScoreInput, first: int, kernel: int) -> list[float]:
     """Of each token in ``[first, n - W)``, mean over all queries, heads and layers."""
-    assert inputs.queries is not None
-    n, (window, heads) = len(inputs.positions), inputs.queries.shape[1:3]
+    n, (window, heads) = len(inputs.positions), inputs.queries().shape[1:3]
     received = [0.0] * (n - window - first)
     for layer in range(inputs.layers):
         keys = inputs.keys(layer).double()
         for w in range(window):
             for head in range(heads):
-                query = inputs.queries[layer, w, head].double().tolist()
+                query = inputs.queries()[layer, w, head].double().tolist()
                 columns = keys[first : n - window, head * keys.shape[1] // heads].tolist()
                 for i, got in enumerate(attention(query, columns, inputs.scale)):
                     received[i] += got / heads / window / inputs.layers
@@ -190,7 +188,6 @@ def vase_attention(inputs: ScoreInput, first: int, kernel: int) -> list[float]:
 def test_vase_scores(protect_prompt: bool, large: float, kernel: int) -> None:
     """The largest ranges first; ``log a`` and Gumbel's noise, up to a constant of the request."""
     inputs = score_input(6)
-    assert inputs.values is not None
     first, last = 10 if protect_prompt else 4, 60 - 8
     ranges = [0] * (last - first)
     for layer in range(inputs.layers):
@@ -348,7 +345,6 @@ def test_expected_scores(halves: bool, scale: float, rotated: int) -> None:
     rotation = Rotation.of(frequencies, 8, scale=scale, halves=halves)
     centres = QueryCentres.measured(rotation, torch.ones(3, 1, 4, 8))
     inputs = dataclasses.replace(score_input(5), centres=centres)
-    assert inputs.queries is not None and inputs.values is not None
     pairs = [(f, f + rotated // 2) if halves else (2 * f, 2 * f + 1) for f in range(rotated // 2)]
 
     def turn(position: int) -> Tensor:
@@ -367,7 +363,7 @@ def test_expected_scores(halves: bool, scale: float, rotated: int) -> None:
     for layer, head in itertools.product(range(3), range(2)):
         k, attended = inputs.keys(layer)[first:last, head].double(), torch.zeros(last - first)
         for query_head in (2 * head, 2 * head + 1):
-            recent = inputs.queries[layer, :, query_head].double()
+            recent = inputs.queries()[layer, :, query_head].double()
             plain = torch.stack([turn(now - 1 - i).T @ q for i, q in enumerate(recent)])
             mean = ahead @ plain.mean(dim=0)
             spread = ahead @ (plain - plain.mean(dim=0)).T.cov(correction=0) @ ahead.T
