@@ -8,7 +8,7 @@ passes the keys with the sampling parameters and sends them as ``custom_params``
 
 ``fork`` sends the program's text to the server once, before the branches go on from it. With
 ``kv_reuse`` this request carries the keys of the latest ``gen`` (before the first one, those of
-``run``), so that it continues the history that this ``gen`` left.
+``run`` if it sets a budget), so that it continues the history that this ``gen`` left.
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ def _commit(commit: Callable[..., None], endpoint: Any, /, s: Any) -> None:
     """Compute the text of a program that forks as a request with ``kv_reuse``.
 
     SGLang's own request would compute all of it and file it in full. It stays as it is without
-    ``kv_reuse``: it computes nothing that a budget could evict. Before the first ``gen`` ``run``
-    may have set the reuse alone, which is refused without a budget: each ``gen`` brings its own.
+    ``kv_reuse``: it computes nothing that a budget could evict. So it does before the first ``gen``
+    where ``run`` sets the reuse and no budget: each ``gen`` may bring its own, and a server without
+    a default would refuse the reuse alone.
     """
     latest = getattr(s, "skipkv", None)
     keys = _keys_of(s.default_sampling_para if latest is None else s)

@@ -64,7 +64,7 @@ def build_model_side(
     """Build the buffers and hooks and attach them to the model.
 
     Raises:
-        SettingError: the vector does not fit this model.
+        SettingError: the vector does not fit this model, or layers may be offloaded.
         torch.OutOfMemoryError: the device has no memory for the buffers.
     """
     runner = scheduler.tp_worker.model_runner
@@ -78,6 +78,8 @@ def build_model_side(
     )
     delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
     steerer = capture = None
+    if vector is not None or config.steering_capture is not None:
+        _refuse_offloaded_layers()
     if vector is not None:
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
@@ -134,7 +136,6 @@ def _build_steerer(
     """The operator's vector, checked against the model and attached to its layer."""
     runner = scheduler.tp_worker.model_runner
     layers = decoder_layers(runner.model)
-    _refuse_offloaded_layers()
     vector.check_model(runner.model_config.hidden_size, len(layers))
     preset, keywords = vector.origin.delimiters, vector.origin.keywords.split(",")
     classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
@@ -145,7 +146,7 @@ def _build_steerer(
 
 def _refuse_offloaded_layers() -> None:
     """SGLang calls a layer inside the ``forward`` of its offloaded form, so the vector would be
-    added twice.
+    added twice, and a hidden state captured twice.
 
     Raises:
         SettingError: layers may be offloaded.

@@ -24,7 +24,7 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
 
     Requests that could be neither restored nor recomputed move to the front: they are retracted
     only if no other is left. Next come requests that have just been compacted, because they would
-    have to be recomputed; not with ``--retraction-policy priority``, which goes before that.
+    have to be recomputed; with ``--retraction-policy priority`` only among their equals.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -35,10 +35,17 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
         if state is None:
             return 0
         ahead = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
-        return 2 if must_not_retract(reqs[i]) else int(ahead and not by_priority)
+        return 2 if must_not_retract(reqs[i]) else int(ahead)
 
     costs = {i: cost(i) for i in order}
-    return sorted(order, key=lambda i: -costs[i]) if any(costs.values()) else None
+    if not any(costs.values()):
+        return None
+    firsts: dict[int | None, int] = {}  # priority -> its place in the order
+    places = {
+        i: firsts.setdefault(reqs[i].priority if by_priority else None, place)
+        for place, i in enumerate(order)
+    }
+    return sorted(order, key=lambda i: (costs[i] < 2, places[i], -costs[i]))
 
 
 def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | None:

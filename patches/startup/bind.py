@@ -34,7 +34,12 @@ from sgl_skipkv.patches.startup.capabilities import (
 )
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure_model
-from sgl_skipkv.patches.startup.parallel import is_first_rank, open_ranks, reasons_of_ranks
+from sgl_skipkv.patches.startup.parallel import (
+    is_first_rank,
+    joins_running_server,
+    open_ranks,
+    reasons_of_ranks,
+)
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
@@ -143,8 +148,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
-    if not (registry.problems() or missing_capabilities(scheduler, settings_only=True)):
-        # Else every rank has the same reason, and one that joins a running server would wait here.
+    if not registry.problems() and joins_running_server():
+        reasons.append("a rank that joins a running server")
+    else:
         reasons = reasons_of_ranks(reasons)
     counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
     metrics = Metrics(scheduler.metrics_collector.labels if counts else None)

@@ -52,7 +52,8 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     values = {name: value_of(flag) for flag, (name, _) in FLAGS.items()}
     given = {name: value for name, value in values.items() if value is not None}
     config = settings_or_exit(given, value_of(CONFIG_FLAG))
-    if config.enabled and server_args.encoder_only:  # it has no scheduler that could refuse
+    # It has no scheduler that could refuse. This hook runs with any version of SGLang.
+    if config.enabled and getattr(server_args, "encoder_only", False):
         raise SystemExit("sgl_skipkv: refused: --encoder-only, which generates nothing")
     server_args._skipkv = config.model_dump(exclude_unset=True)
 

@@ -32,6 +32,14 @@ def reasons_of_ranks(reasons: list[str]) -> list[str]:
     return [*dict.fromkeys(chain(*found))]
 
 
+def joins_running_server() -> bool:
+    """Whether this rank joins ranks that serve already (elastic expert parallelism): they gather
+    nothing with it, and were refused or are unavailable themselves."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().moe.ep_join_mode is not None
+
+
 def open_ranks(device: torch.device) -> Ranks:
     """Communicators of our own. All ranks call this at the same time, before the first request.
 

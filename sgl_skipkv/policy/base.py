@@ -1,8 +1,8 @@
 """What a policy is: one method that scores cached tokens.
 
-A policy returns one float32 score per cached token of a request that is due, higher = keep. It never
-decides how many tokens stay and holds no state, and a request's scores depend on no other request:
-the same input gives the same scores, alone or in a batch.
+A policy returns one float32 score per cached token of a request that is due, higher = keep. It
+never decides how many tokens stay and holds no state, and a request's scores depend on no other
+request: the same input gives the same scores, alone or in a batch.
 """
 
 from __future__ import annotations

@@ -133,19 +133,30 @@ def test_an_encoder_does_not_start_with_our_flags() -> None:
             flags.read_flags(server_args, object, arguments)
 
 
-@pytest.mark.parametrize("policy", ["priority", "default"])
-def test_whom_a_full_pool_retracts_last(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that has just been compacted would have to be recomputed; priorities go before that."""
+@pytest.mark.parametrize(
+    ("policy", "priorities", "order"),
+    [
+        ("default", (5, 1, 1), [2, 0, 1]),
+        ("priority", (5, 1, 1), [0, 2, 1]),
+        ("priority", (None, None, None), [2, 0, 1]),
+    ],
+)
+def test_whom_a_full_pool_retracts_last(
+    policy: str, priorities: Any, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third row has just been compacted and would have to be recomputed: it stays as long as
+    its equals, and priorities go before that."""
     on_a_server(monkeypatch, "schedule.retraction_policy", policy)
     monkeypatch.setattr(retraction, "must_not_retract", lambda req: False)
     ahead = SimpleNamespace(compacted_ahead=lambda state, generated: state.compacted)
     runtime = SimpleNamespace(compactor=ahead)
+    states = [SimpleNamespace(runtime=runtime, compacted=i == 2) for i in range(3)]
     reqs = [
-        SimpleNamespace(output_ids=[], skipkv=SimpleNamespace(runtime=runtime, compacted=compacted))
-        for compacted in (False, True)
+        SimpleNamespace(output_ids=[], priority=priority, skipkv=state)
+        for priority, state in zip(priorities, states, strict=True)
     ]
-    expected = None if policy == "priority" else [1, 0]
-    assert retraction.order_victims([0, 1], reqs) == expected
+    assert retraction.order_victims([0, 1, 2], reqs) == order
+    assert retraction.order_victims([0, 1], reqs[:2]) is None
 
 
 def test_other_pools_are_refused_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from servers import Server
 from bench.lib.trace import read_trace
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.scrape import Scrape
+from sgl_skipkv.patches.limits import ServerLimits
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -86,7 +88,8 @@ def assert_kept(events: list[dict[str, Any]], budget: int) -> None:
 def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> None:
     replicas, single = servers["replicas"], servers["reasoner"]
     reported = replicas.get("/server_info")["skipkv"]
-    assert reported["reasons"] == [] and reported["limits"]["has_thoughts"]
+    limits = asdict(ServerLimits(has_thoughts=True)) | {"without_reuse": []}
+    assert reported == {"reasons": [], "limits": limits}
     names = [file.name for file in trace_files(replicas)]
     assert names == ["trace.dp0.jsonl", "trace.dp1.jsonl"]
     body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}

@@ -21,7 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.api.gate import Gate
+from sgl_skipkv.patches.api.metadata import Keys
 from sgl_skipkv.patches.limits import ServerLimits
+from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup import measurements
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.measurements import (
@@ -272,6 +275,9 @@ def test_a_request_without_centres_is_refused() -> None:
     message = refused.to_finish.message
     assert message.startswith("kv_policy: expected another policy on this server (no such embed")
     assert "got 'triattention'; choices: distinct, " in message
+    gate = Gate(ServerConfig(), Readiness((), enabled=False), limits)  # before a stream begins
+    with pytest.raises(SettingError, match="another policy on this server"):
+        gate.check(Keys({"kv_policy": "triattention", "kv_budget": 64}))
     assert world.arrive([5, 6, 7], 9, kv_policy="keydiff", **asked).to_finish is None
     world.run_dry()
     world.drain()
