@@ -159,6 +159,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
     assert {name for name, *_ in warm} == set(FUNCTIONS) - others
 
 
+@pytest.mark.slow
 def test_scratch_memory_compiles_the_same_and_touches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
