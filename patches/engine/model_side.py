@@ -78,9 +78,8 @@ def build_model_side(
     )
     delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
     steerer = capture = None
-    if vector is not None or config.steering_capture is not None:
-        _refuse_offloaded_layers()
     if vector is not None:
+        _refuse_offloaded_layers(FIELD)
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
     recorder = Recorder(
@@ -96,6 +95,7 @@ def build_model_side(
         recorder.reserve()
     attach(runner.model, recorder)
     if config.steering_capture is not None:
+        _refuse_offloaded_layers("steering_capture")
         capture = HiddenCapture(
             runner.model, config.steering_capture, delimiters, config.delimiters
         )
@@ -144,9 +144,11 @@ def _build_steerer(
     return steerer
 
 
-def _refuse_offloaded_layers() -> None:
-    """SGLang calls a layer inside the ``forward`` of its offloaded form, so the vector would be
-    added twice, and a hidden state captured twice.
+def _refuse_offloaded_layers(field: str) -> None:
+    """Refuse a setting that hooks decoder layers where some may be offloaded.
+
+    SGLang calls a layer inside the ``forward`` of its offloaded form, so a vector would be added
+    twice, and a hidden state captured twice.
 
     Raises:
         SettingError: layers may be offloaded.
@@ -156,7 +158,7 @@ def _refuse_offloaded_layers() -> None:
     offloaded_gb = get_exec().offload.cpu_offload_gb
     if offloaded_gb > 0:
         expected = "no --cpu-offload-gb beside it"
-        raise SettingError(FIELD, expected, offloaded_gb, "one of the two; budgets work")
+        raise SettingError(field, expected, offloaded_gb, "one of the two; budgets work")
 
 
 def model_side_of(runner: Any) -> ModelSide | None:

@@ -48,8 +48,8 @@ def continue_history(
     """
     state = state_of(req)
     begins = tree_cache is not None and not req.kv.holds_kv
-    if req.positional_embed_overrides is not None:
-        begins = False  # its ids do not say what was computed: SGLang matches no prefix either
+    # With overrides ids do not say what was computed: SGLang matches no prefix either.
+    begins = begins and req.positional_embed_overrides is None
     if state is not None and state.offloaded.backup is not None:
         begins = False  # it continues where it was
     if state is None or state.settings.kv_reuse is None or not begins:

@@ -118,10 +118,10 @@ def test_a_tokenizer_without_a_vocabulary_is_refused() -> None:
 
 def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_server(monkeypatch, "exec.offload.cpu_offload_gb", 0)
-    model_side._refuse_offloaded_layers()
+    model_side._refuse_offloaded_layers("steering_vector")
     on_a_server(monkeypatch, "exec.offload.cpu_offload_gb", 2)
     with pytest.raises(SettingError, match="steering_vector: expected no --cpu-offload-gb"):
-        model_side._refuse_offloaded_layers()
+        model_side._refuse_offloaded_layers("steering_vector")
 
 
 def test_an_encoder_does_not_start_with_our_flags() -> None:
