@@ -28,8 +28,8 @@ from bench.lib.record import append_row
 from bench.lib.serving import BUNDLED
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import make_policy
-from sgl_skipkv.policy.base import ScoreInput
-from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 WINDOW, SINK = 8, 4
 POLICIES = {"keydiff": "KeyDiffPress", "expected": "ExpectedAttentionPress"}

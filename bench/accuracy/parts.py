@@ -30,8 +30,8 @@ from bench.lib.forced import (
 from bench.reasoner.check_families import encode
 from bench.reasoner.families.registry import FAMILIES, heldout_task
 from sgl_skipkv.kernels.reference import distinct_values
-from sgl_skipkv.policy.base import ScoreInput
 from sgl_skipkv.policy.distinct import Distinct, middle_layers
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 INTERVAL = 32
 Trace = tuple[list[int], int]

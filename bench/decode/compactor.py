@@ -17,8 +17,8 @@ from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import warm_up
-from sgl_skipkv.policy.base import PagedCache
-from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import resolve_request

@@ -29,8 +29,8 @@ from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 from sgl_skipkv.kernels.sentence_scores import sentence_scores
 from sgl_skipkv.kernels.step_attention import step_attention
 from sgl_skipkv.kernels.window_attention import window_attention
-from sgl_skipkv.policy.base import Sentences
 from sgl_skipkv.policy.distinct import middle_layers
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.policy.skipkv import sentence_penalty
 from sgl_skipkv.policy.skipkv_plus import SkipKVPlusParams
 

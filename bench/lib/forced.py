@@ -34,8 +34,8 @@ from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.base import Policy
-from sgl_skipkv.policy.head_reach import head_reach
-from sgl_skipkv.policy.query_centres import MOST_TOKENS, TEXT, QueryCentres, Rotation
+from sgl_skipkv.policy.inputs.head_reach import head_reach
+from sgl_skipkv.policy.inputs.query_centres import MOST_TOKENS, TEXT, QueryCentres, Rotation
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import RequestSettings, resolve_request

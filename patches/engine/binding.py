@@ -19,7 +19,7 @@ from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.state import RequestState
 
 KVScale = Callable[[int], float]

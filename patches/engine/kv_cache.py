@@ -13,7 +13,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 

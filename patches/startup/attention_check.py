@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.patches.engine.forward import with_rotary_part
-from sgl_skipkv.policy.head_reach import softmax_with_sinks
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.head_reach import softmax_with_sinks
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
 _LAST_QUERIES = 16
 #: of the output's norm. Attention in bfloat16 is off by less than a hundredth.

@@ -16,8 +16,8 @@ from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
 from sgl_skipkv.policy import names, policy_class
-from sgl_skipkv.policy.head_reach import FIRST_QUERY, head_reach
-from sgl_skipkv.policy.query_centres import (
+from sgl_skipkv.policy.inputs.head_reach import FIRST_QUERY, head_reach
+from sgl_skipkv.policy.inputs.query_centres import (
     MOST_TOKENS,
     TEXT,
     Means,
@@ -25,7 +25,7 @@ from sgl_skipkv.policy.query_centres import (
     Rotation,
     means,
 )
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recording
 
 #: of a table in half precision against the formula

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
 
 def _group() -> Any:

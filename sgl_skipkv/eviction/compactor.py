@@ -1,7 +1,7 @@
 """When requests are compacted, and the work on all that are due in a step.
 
 A request whose work fails keeps its row, and its ``failure`` is set; the others go on. One of
-several ranks tells the others instead (``policy/ranks.py``).
+several ranks tells the others instead (``policy/inputs/ranks.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.similar_sentences import note_similar
 from sgl_skipkv.metrics import Metrics
-from sgl_skipkv.policy.query_centres import QueryCentres
-from sgl_skipkv.policy.ranks import Ranks
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres
+from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.state import RequestState

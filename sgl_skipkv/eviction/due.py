@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sgl_skipkv.policy.base import KeyLocation, PagedCache, Policy, PolicyParams
+from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.inputs.paged_cache import KeyLocation, PagedCache
 from sgl_skipkv.request.state import RequestState
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from sgl_skipkv.eviction.pages import LedgerError
-from sgl_skipkv.policy.ranks import RanksError
+from sgl_skipkv.policy.inputs.ranks import RanksError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

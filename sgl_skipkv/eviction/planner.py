@@ -19,10 +19,11 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.policy.base import ScoreInput, Sentences
 from sgl_skipkv.policy.batched_scores import add_token_scores
-from sgl_skipkv.policy.query_centres import QueryCentres
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.state import RequestState
 

@@ -16,8 +16,8 @@ from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
-from sgl_skipkv.policy.query_centres import QueryCentres
-from sgl_skipkv.policy.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.parts import Held, KVState, Prompt, SentenceState

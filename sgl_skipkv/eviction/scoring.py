@@ -10,8 +10,8 @@ from torch import Tensor
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.error_boundary import attempt
-from sgl_skipkv.policy.base import ScoreInput
-from sgl_skipkv.policy.ranks import Ranks, mean_of
+from sgl_skipkv.policy.inputs.ranks import Ranks, mean_of
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 
 def scores_of(due: Sequence[Due], inputs: Sequence[ScoreInput]) -> list[Tensor]:

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import KeyLocation, Policy, ScoreInput
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.paged_cache import KeyLocation
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.joined_requests import Span, by_request, known
 
 if TYPE_CHECKING:

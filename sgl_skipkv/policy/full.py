@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 
 class Full(Policy):

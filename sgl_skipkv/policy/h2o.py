@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 
 
 class H2O(Policy):

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.policy.base import APART, PagedCache, ScoreInput, Sentences
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
+from sgl_skipkv.policy.inputs.sentences import Sentences
 
 T = TypeVar("T")
 Span = tuple[int, int]
+#: between the positions of one request and the next, where their tokens are taken as one list
+APART = 2**40
 
 
 def known(values: Iterable[T | None]) -> list[T]:

@@ -16,7 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 
 
 class RaaSParams(PolicyParams):

@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import to_device
-from sgl_skipkv.policy.base import JointPolicy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.joined_requests import by_request
 
 

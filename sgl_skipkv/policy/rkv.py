@@ -22,7 +22,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 

@@ -21,7 +21,8 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from sgl_skipkv.policy.base import PolicyParams, ScoreInput
+from sgl_skipkv.policy.base import PolicyParams
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.skipkv import SkipKV, SkipKVParams
 
 

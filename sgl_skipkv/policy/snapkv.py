@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
-from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth, ScoreInput
+from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 
 class Streaming(Policy):

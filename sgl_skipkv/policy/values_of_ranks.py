@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.reference import nearest_later
-from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 #: tokens whose products with all later ones are gathered together
 BLOCK_TOKENS = 512

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels import reference
 from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
-from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.recording.sentences import Delimiters
 
 Spans = Sequence[tuple[int, int]]

@@ -12,7 +12,7 @@ from pool_machine import PARAMETERS
 from pool_world import World
 
 from sgl_skipkv.eviction.page_table import LedgerError
-from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")

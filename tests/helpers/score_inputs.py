@@ -7,8 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Policy, ScoreInput, Sentences, Steps
-from sgl_skipkv.policy.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Steps
+from sgl_skipkv.policy.inputs.sentences import Sentences
 
 
 def score_input(

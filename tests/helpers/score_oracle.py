@@ -24,7 +24,7 @@ from score_formulas import attention_rows, by_quotas, carried, distinct, drawn, 
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from sgl_skipkv.policy.query_centres import TEXT
+from sgl_skipkv.policy.inputs.query_centres import TEXT
 
 Span = tuple[int, int]
 FULL = "full_attention"

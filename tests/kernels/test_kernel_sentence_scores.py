@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_tools import assert_as_close, device_fixture, forbid_launches
 
 from sgl_skipkv.kernels import sentence_scores as module
-from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
 device = device_fixture(module)

@@ -17,7 +17,7 @@ from torch import Tensor
 import sgl_skipkv.policy
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.policy import Policy, make_policy, names, policy_class
-from sgl_skipkv.policy.base import ScoreInput
+from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 # name, parameters
 POLICIES: list[tuple[str, dict[str, Any]]] = [

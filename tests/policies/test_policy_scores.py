@@ -16,7 +16,7 @@ from loops import TOLERANCE, assert_near, attention, redundancy, rkv_scores
 from score_inputs import all_keys, score_input, some_sentences
 
 from sgl_skipkv.policy import make_policy, policy_class, with_params
-from sgl_skipkv.policy.base import ScoreInput, Steps
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Steps
 from sgl_skipkv.policy.skipkv import sentence_penalty
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.policy import make_policy, names, policy_class
-from sgl_skipkv.policy.base import Policy, ScoreInput, Steps
+from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Steps
 
 SPANS = (15, 45, -1.0), (45, 46, -1.0), (60, 90, -1.0), (90, 140, -1.0)
 WITHOUT = ("skipkv", "skipkv+", "h2o", "raas", "lazy", "gkv", "crystal", "full")

@@ -14,7 +14,7 @@ import torch
 from sgl_skipkv.patches.engine import forward, kv_cache
 from sgl_skipkv.patches.startup import measurements
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.recording.sentences import Delimiters
 

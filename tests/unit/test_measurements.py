@@ -34,8 +34,8 @@ from sgl_skipkv.patches.startup.measurements import (
     rotation_of,
 )
 from sgl_skipkv.policy import make_policy
-from sgl_skipkv.policy.head_reach import head_reach
-from sgl_skipkv.policy.query_centres import TEXT, QueryCentres, Rotation, means
+from sgl_skipkv.policy.inputs.head_reach import head_reach
+from sgl_skipkv.policy.inputs.query_centres import TEXT, QueryCentres, Rotation, means
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

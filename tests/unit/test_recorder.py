@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import DELIMITER, HIDDEN, LAYERS, WORD, Call, SyntheticServer, words
 from torch import Tensor
 
-from sgl_skipkv.policy.base import Sentences
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.recording.recorder import QueryRings, Recording
 from sgl_skipkv.recording.sentence_table import SentenceTable, TableMoves
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker

@@ -17,7 +17,7 @@ from triton_tools import triton_type, variant
 from bench.kernels.compile import all_cases
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.warm_up import warm_up, windows_of
-from sgl_skipkv.policy.base import PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache
 from sgl_skipkv.recording.recorder import Recording
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.state import RequestState
