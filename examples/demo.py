@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 
 from sgl_skipkv.cli.progress import progress as progress_bar
 from sgl_skipkv.cli.server_process import ServerProcess, exit_on_sigterm
-from sgl_skipkv.cli.trace_view import finished_request, show
+from sgl_skipkv.cli.trace import finished_request, show
 from sgl_skipkv.cli.view import write_page
 from sgl_skipkv.explorer.text import pieces
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.decode.model import DecodeModel, KVPool, Size
-from sgl_skipkv.cli import report
+from sgl_skipkv.cli import report_estimates
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.eviction.due import Due
@@ -72,7 +72,8 @@ def recorded_bytes(size: Size, shape: RequestShape, dtype: torch.dtype) -> int:
         return 0
     settings = ServerConfig()
     of_two, of_one = (
-        sum(report.recorded_bytes(config, n, settings, dtype.itemsize).values()) for n in (2, 1)
+        sum(report_estimates.recorded_bytes(config, n, settings, dtype.itemsize).values())
+        for n in (2, 1)
     )
     return of_two - of_one
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from sgl_skipkv.cli.endpoint import check_endpoint
-from sgl_skipkv.cli.model_view import show_model
+from sgl_skipkv.cli.doctor_model import show_model
+from sgl_skipkv.cli.doctor_url import check_endpoint
 from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
 
 #: columns of a file or a pipe, which has no width of its own

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from sgl_skipkv.cli.doctor import CHOICES, add_doctor, version_of
-from sgl_skipkv.cli.report_view import add_report
+from sgl_skipkv.cli.report import add_report
 from sgl_skipkv.cli.steering import add_steering
 from sgl_skipkv.cli.top import add_top
-from sgl_skipkv.cli.trace_view import add_trace
+from sgl_skipkv.cli.trace import add_trace
 from sgl_skipkv.cli.tune.arguments import add_tune
 from sgl_skipkv.cli.view import add_view
 from sgl_skipkv.config import SettingError

@@ -1,132 +1,115 @@
-"""``skipkv report``: padding of static batches, and how many requests fit in a KV pool."""
+"""``skipkv report``: its arguments, and the tables that it prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import math
 from pathlib import Path
 from typing import Any
 
-from sgl_skipkv.cli.files import load_tokenizer, read_json, read_lines
+from rich.console import Console
+
+from sgl_skipkv.cli import report_estimates
+from sgl_skipkv.cli.files import read_json
+from sgl_skipkv.cli.tables import Column, print_json, table_of
 from sgl_skipkv.config import ServerConfig, SettingError
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Padding of prompts in static batches, tokens per prompt, in file order and sorted."""
+def add_report(commands: Any, tables: argparse.ArgumentParser) -> None:
+    """Add the command to the parser."""
+    reports = commands.add_parser("report", help="estimates for a budget, without a server")
+    kinds = reports.add_subparsers(dest="kind", required=True)
+    padding = kinds.add_parser(
+        "padding", parents=[tables], help="budget left after padding in static batches"
+    )
+    padding.set_defaults(run=report_padding)
+    padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
+    padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
+    padding.add_argument("--field", default="problem", help="for .jsonl: field with the prompt")
+    padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
+    padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
+    capacity = kinds.add_parser(
+        "capacity", parents=[tables], help="how many requests fit a KV pool"
+    )
+    capacity.set_defaults(run=report_capacity)
+    capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
+    capacity.add_argument("--kv-memory-gib", type=float, required=True, help="size of the KV pool")
+    capacity.add_argument("--kv-budget", type=int, nargs="+", required=True)
+    capacity.add_argument("--interval", type=int, default=128)
+    capacity.add_argument("--prompt-tokens", type=int, default=0, help="per request, not shared")
+    capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
+    capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
 
-    prompts: int
-    unsorted_tokens: float
-    sorted_tokens: float
 
-    def valid_budgets(self, kv_budget: int) -> tuple[int, int]:
-        """The budget left after mean padding: in file order, and sorted."""
-        return round(kv_budget - self.unsorted_tokens), round(kv_budget - self.sorted_tokens)
+def report_padding(arguments: argparse.Namespace, console: Console) -> None:
+    """Print valid budgets of static batches, in file order and sorted by length."""
+    tokens = report_estimates.read_prompt_tokens(
+        arguments.file, arguments.tokenizer, arguments.field
+    )
+    padding = report_estimates.padding(tokens, arguments.batch)
+    headings = {"kv_budget": "kv_budget", "file_order": "in file order"}
+    headings |= {"sorted": "sorted by length", "paged": "paged (no padding)"}
+    rows = [
+        dict(zip(headings, (budget, *padding.valid_budgets(budget), budget), strict=True))
+        for budget in arguments.kv_budget
+    ]
+    if arguments.json:
+        print_json({**vars(padding), "batch": arguments.batch, "budgets": rows})
+        return
+    title = (
+        f"{padding.prompts} prompts, batches of {arguments.batch}: mean padding "
+        f"{padding.unsorted_tokens:.2f} tokens in file order, {padding.sorted_tokens:.2f} sorted"
+    )
+    console.print(table_of(title, (Column(*pair) for pair in headings.items()), rows))
 
 
-def padding(prompt_tokens: Sequence[int], batch: int) -> Padding:
-    """Mean padding of static batches.
+def report_capacity(arguments: argparse.Namespace, console: Console) -> None:
+    """Print how many requests fit in a KV pool, with each budget and without one: ``pool / row``.
 
-    ``pad = max over the batch of Np - Np``; sorting by length before cutting into batches is the
-    paper's batch grouping. A paged engine pads nothing, so its requests keep the whole budget.
-
-    Source: SkipKV (arXiv 2512.07993) section 4.3, eq. 12 and table 3.
-
-    Raises:
-        SettingError: no prompts, or a batch below 1.
+    A row is the most that a request ever holds: its prompt, unless it is shared in the radix cache,
+    and ``kv_budget + interval + 1``, or its full output without a budget.
     """
-    if not prompt_tokens:
-        raise SettingError("file", "at least one prompt", 0, "a file with prompts")
-    if batch < 1:
-        raise SettingError("batch", "an integer of at least 1", batch, "10, as in the paper")
-
-    def mean(lengths: Sequence[int]) -> float:
-        batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
-        return sum(max(part) * len(part) - sum(part) for part in batches) / len(lengths)
-
-    return Padding(len(prompt_tokens), mean(prompt_tokens), mean(sorted(prompt_tokens)))
-
-
-def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[int]:
-    """Prompt lengths from ``.json`` with a list of counts, or from ``.jsonl`` with one object per
-    prompt, which is its ``field``, and a tokenizer (folder or name).
-
-    Raises:
-        SettingError: neither kind of file, a missing field, or no tokenizer for text.
-    """
-    if path.suffix == ".json":
-        counts: list[int] = read_json("file", path, list, "a JSON list of token counts")
-        if any(type(count) is not int for count in counts):
-            raise SettingError("file", "a JSON list of token counts", counts, "a .jsonl file")
-        return counts
-    lines = read_lines("file", path, field)
-    if tokenizer is None:
-        choices = "a folder or name that Transformers loads"
-        raise SettingError("tokenizer", "a tokenizer, because the file holds text", None, choices)
-    encode = load_tokenizer("tokenizer", tokenizer).encode
-    return [len(encode(line.record[field])) for line in lines]
-
-
-def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
-    """Keys and values of one token in all layers: ``2 * layers * Hkv * d * value_bytes``; with MLA
-    its latent and its rotary key, ``layers * (r + rotary) * value_bytes``.
-
-    Args:
-        config: a model's ``config.json``.
-        value_bytes: of one cached value; 2 for float16 and bfloat16, 1 for float8.
-
-    Raises:
-        SettingError: the configuration lacks a size.
-    """
-    layers, _, kv_heads, head_dim, _ = _sizes(config)
-    numbers = head_dim if _is_latent(config) else 2 * kv_heads * head_dim
-    return layers * numbers * value_bytes
-
-
-def recorded_bytes(
-    config: dict[str, Any], requests: int, settings: ServerConfig, value_bytes: int
-) -> dict[str, int]:
-    """Device memory of the plugin beside the KV pool, by kind.
-
-    ``queries = layers * (requests + 1) * window * Hq * d * value_bytes``, the most recent queries
-    of each, with MLA ``d = r + rotary``; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D
-    + S))`` and a few bytes, the tables of sentence vectors; ``workspace = compaction_work_bytes``
-    on a GPU, for one compaction.
-
-    Args:
-        config: a model's ``config.json``.
-        requests: tracked requests that run at once.
-        settings: ``query_window``, ``max_sentences`` and ``compaction_work_bytes`` are used.
-        value_bytes: of a recorded value: of the KV cache's type, or the model's if that is float8.
-
-    Raises:
-        SettingError: the configuration lacks a size.
-    """
-    (layers, heads, _, head_dim, hidden), tracks = _sizes(config), requests + 1
-    ring = layers * settings.query_window * heads * head_dim * value_bytes
-    stored = settings.max_sentences * (hidden * value_bytes + 4)
-    return {
-        "queries": tracks * ring,
-        # 14: index, length, flag and preset of the open sentence.
-        "sentences": tracks * (stored + 4 * hidden + 14),
-        "workspace": settings.compaction_work_bytes,
-    }
-
-
-def _is_latent(config: dict[str, Any]) -> bool:
-    return config.get("kv_lora_rank") is not None
-
-
-def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """Layers, query heads, KV heads, head size and hidden size; with MLA one KV head of latents."""
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        if _is_latent(config):
-            kv_heads = 1
-            head_dim = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
-        return int(config["num_hidden_layers"]), heads, kv_heads, head_dim, hidden
-    except KeyError as error:
-        got = f"one without {error.args[0]}"
-        raise SettingError("model", "a config.json of a decoder", got, "another model") from error
+    path = arguments.model / "config.json" if arguments.model.is_dir() else arguments.model
+    config = read_json("model", path, dict, "a model's config.json")
+    token_bytes = report_estimates.kv_bytes_per_token(config, arguments.kv_value_bytes)
+    pool_tokens = 0
+    if 0 < arguments.kv_memory_gib < math.inf:
+        pool_tokens = int(arguments.kv_memory_gib * 2**30) // token_bytes
+    if pool_tokens < 1:
+        expected, got = f"room for a token of {token_bytes:,} bytes", arguments.kv_memory_gib
+        raise SettingError("kv-memory-gib", expected, got, "the memory of the KV pool")
+    for least, name, *values in (
+        (1, "kv-budget", *arguments.kv_budget),
+        (8, "interval", arguments.interval),
+        (0, "prompt-tokens", arguments.prompt_tokens),
+        (1, "output-tokens", arguments.output_tokens),
+    ):
+        for value in values:
+            if value < least:
+                raise SettingError(name, f"an integer of {least} or more", value, "tokens")
+    rows: list[dict[str, Any]] = []
+    for kv_budget in arguments.kv_budget:
+        row_tokens = arguments.prompt_tokens + kv_budget + arguments.interval + 1
+        fit = pool_tokens // row_tokens
+        # With a one-byte KV cache, queries and sentence vectors have the model's type.
+        sizes = fit, ServerConfig(), max(arguments.kv_value_bytes, 2)
+        recorded = sum(report_estimates.recorded_bytes(config, *sizes).values())
+        rows.append({"kv_budget": kv_budget, "kv_tokens": row_tokens, "requests": fit})
+        rows[-1] |= {"recorded_bytes": recorded}
+    row_tokens = arguments.prompt_tokens + arguments.output_tokens
+    rows.append({"kv_budget": None, "kv_tokens": row_tokens, "requests": pool_tokens // row_tokens})
+    rows[-1] |= {"recorded_bytes": 0}
+    for row in rows:
+        row["share"] = row["recorded_bytes"] / (pool_tokens * token_bytes)
+    if arguments.json:
+        print_json({"pool_tokens": pool_tokens, "token_bytes": token_bytes, "budgets": rows})
+        return
+    columns = (
+        Column("kv_budget", "kv_budget", lambda budget: str(budget or "none")),
+        Column("kv_tokens", "KV tokens of a request", "{:,}".format),
+        Column("requests", "requests at once", "{:,}".format),
+        Column("recorded_bytes", "recording and workspace, MiB", lambda n: f"{n / 2**20:,.0f}"),
+        Column("share", "of the pool", "{:.1%}".format),
+    )
+    title = f"{arguments.kv_memory_gib} GiB: {pool_tokens:,} KV tokens of {token_bytes:,} bytes"
+    console.print(table_of(title, columns, rows))

@@ -80,7 +80,6 @@ SERVED = {
     "--max-new-tokens 8 --rounds 2 --reply-tokens 8 --pressure-rounds 2",
     "serving": "--only pressure latency compaction ample --calls 2 --parallel 2 --tokens 60 "
     "--rounds 2 --kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
-    "serving.against": f"--python none --commit none {_PAIRS}",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",
     "steering": f"{_FEW} --model-path {{wanderer}} --compared 1 --only strength "

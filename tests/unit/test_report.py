@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_skipkv.cli.main import main
-from sgl_skipkv.cli.report import (
+from sgl_skipkv.cli.report_estimates import (
     kv_bytes_per_token,
     padding,
     read_prompt_tokens,

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from sgl_skipkv.cli import trace_view
+from sgl_skipkv.cli import trace
 from sgl_skipkv.cli.main import main
-from sgl_skipkv.cli.trace_view import FinishedRequest, finished_request
+from sgl_skipkv.cli.trace import FinishedRequest, finished_request
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 TEXT = "5. Ann: it is given, so Ann = 7.\n"
@@ -78,7 +78,7 @@ def test_a_request_id_that_is_used_again(rid: str | None, path: Path) -> None:
 def test_evicted_stretches_are_styled(
     events: list[dict[str, Any]], path: Path, tokenizer: Any
 ) -> None:
-    text = trace_view.render(traced(path, *events), tokenizer)
+    text = trace.render(traced(path, *events), tokenizer)
     pieces = [tokenizer.decode([i]) for i in events[1]["output_ids"]]
     assert text.plain == "".join(pieces)
     struck = [text.plain[span.start : span.end] for span in text.spans]
@@ -91,8 +91,8 @@ def test_a_file_gets_marks_and_a_terminal_gets_styles(
     pieces = [tokenizer.decode([i]) for i in events[1]["output_ids"]]
     plain, styled = io.StringIO(), io.StringIO()
     request = traced(path, *events)
-    trace_view.show(Console(file=plain, width=200), request, tokenizer)
-    trace_view.show(Console(file=styled, width=200, force_terminal=True), request, tokenizer)
+    trace.show(Console(file=plain, width=200), request, tokenizer)
+    trace.show(Console(file=styled, width=200, force_terminal=True), request, tokenizer)
     assert f"~~{''.join(pieces[1:3])}~~" in plain.getvalue()
     assert "\x1b[2;9m" in styled.getvalue() and "~~" not in styled.getvalue()
     assert "4 of" in plain.getvalue() and "[rkv, kv_budget 4: " in plain.getvalue()
@@ -101,14 +101,14 @@ def test_a_file_gets_marks_and_a_terminal_gets_styles(
 def test_the_policy_full_has_no_budget(path: Path, tokenizer: Any) -> None:
     plain = io.StringIO()
     request = traced(path, finish([5], policy="full"))
-    trace_view.show(Console(file=plain, width=200), request, tokenizer)
+    trace.show(Console(file=plain, width=200), request, tokenizer)
     assert "[full: " in plain.getvalue()
 
 
 def test_marks_close_at_the_end_of_a_line(path: Path, tokenizer: Any) -> None:
     ids = tokenizer.encode("so Ann = 7.\n\n6. Bob")
     request = traced(path, compact(len(ids), [0], prompt=0), finish(ids, prompt=0))
-    text = trace_view.render(request, tokenizer, mark="~~")
+    text = trace.render(request, tokenizer, mark="~~")
     first = tokenizer.decode(ids[:1])
     assert text.plain == f"{first}~~{'so Ann = 7.'[len(first) :]}~~\n\n~~6. Bob~~"
 
@@ -118,7 +118,7 @@ def test_a_character_of_several_tokens(path: Path, tokenizer: Any) -> None:
     ids = tokenizer.encode("√")
     assert len(ids) > 1
     request = traced(path, compact(len(ids), [], prompt=0), finish(ids, prompt=0))
-    assert trace_view.render(request, tokenizer, mark="~~").plain == "~~√~~"
+    assert trace.render(request, tokenizer, mark="~~").plain == "~~√~~"
 
 
 def run(path: Path, *more: str) -> int:

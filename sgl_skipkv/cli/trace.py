@@ -1,4 +1,4 @@
-"""Shows a trace in the terminal: the generated text with evicted tokens struck through."""
+"""``skipkv trace``: the generated text in the terminal, with evicted tokens struck through."""
 
 from __future__ import annotations
 
