@@ -116,5 +116,5 @@ def admit_rows(result: None, batch: Any) -> None:
             if state.offloaded.backup is not None:
                 lengthen_input(req)
             if state.kv.evicted_tokens:  # the row is shorter than the sequence
-                batch.orig_seq_lens[i] = prefill_tokens(req)
+                batch.orig_seq_lens[i].fill_(prefill_tokens(req))
             runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req))

@@ -44,7 +44,7 @@ def continue_history(
     history that its prompt begins with.
 
     The tree decides whether it still exists: a history of which the tree has lost a part is
-    forgotten, and the next best is tried.
+    forgotten, with all others that need the same part, and the next best is tried.
     """
     state = state_of(req)
     begins = tree_cache is not None and not req.kv.holds_kv
@@ -60,9 +60,11 @@ def continue_history(
     assert binding is not None
     positions = context_tokens(binding.scheduler)
     lost = state.reuse.miss == "evicted"  # in an earlier round
+    matches, left = runtime.histories.find(_namespace(state, req), prompt)
     while True:
-        found, left = runtime.histories.find(_namespace(state, req), prompt)
-        state.reuse.miss = "evicted" if lost else "diverged" if left else "none"
+        found = matches.pop(0) if matches else None
+        leaves = left > (0 if found is None else found.history.sent_prompt_tokens)
+        state.reuse.miss = "evicted" if lost else "diverged" if leaves else "none"
         reason = None if found is None else _why_not(req, state, found, positions)
         if reason is not None:
             found, state.reuse.miss = None, reason
@@ -72,10 +74,20 @@ def continue_history(
             found, state.reuse.miss = None, "evicted"
             _continue(req, state, None, positions)
         original(req, tree_cache, cow_mamba)
-        if found is None or _has_whole_row(req, state, tree_cache):
+        if found is None:
+            return
+        if _has_whole_row(req, state, tree_cache):
+            runtime.histories.use(found.history)
             return
         runtime.histories.drop(found.history)
-        lost = True
+        page_tokens, kept = runtime.page_tokens, []
+        missing = found.history.pages[: req.prefix_len + page_tokens]
+        for match in matches:
+            if match.needs(missing, page_tokens):
+                runtime.histories.drop(match.history)
+            else:
+                kept.append(match)
+        matches, lost = kept, True
 
 
 def _why_not(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> str | None:

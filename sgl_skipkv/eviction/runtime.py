@@ -328,7 +328,7 @@ class Runtime:
         if track_id:
             assert row is not None
             # The row's next request must not write to this track, which another may hold.
-            self.recorder.track_of_row[row] = 0
+            self.recorder.track_of_row[row].zero_()
             self.recorder.free_tracks.append(track_id)
         if state.schedule is not None and row is not None and self.steerer is not None:
             self.steerer.stop(row)

@@ -79,6 +79,7 @@ class TracedRequest:
         similar: first position of an evicted sentence -> span of the later sentence that is most
             similar to it, and their cosine.
         changed: bytes of the trace that were read when it changed last.
+        continues: the number of the one that it goes on from, if that was in the trace.
         text: of each output token, once it was decoded.
     """
 
@@ -90,7 +91,7 @@ class TracedRequest:
     steps: list[tuple[int, int, int]] = field(default_factory=list)
     similar: dict[int, tuple[int, int, float]] = field(default_factory=dict)
     finish: Finish | None = None
-    continues: TracedRequest | None = None
+    continues: int | None = None
     changed: int = 0
     text: list[str] | None = None
 
@@ -133,7 +134,7 @@ class TracedRequest:
             shown["continues"] = {
                 "rid": finish.continues.rid[:LIMIT_NAME],
                 "tokens": finish.continues.tokens,
-                "number": None if self.continues is None else self.continues.number,
+                "number": self.continues,
             }
         return shown
 
@@ -190,7 +191,8 @@ class Book:
         request.policy, request.finish = event.policy, event
         request.lives[-1].prompt_tokens = event.prompt_tokens
         if event.continues is not None:
-            request.continues = self._finished.get((name[0], event.continues.rid))
+            continued = self._finished.get((name[0], event.continues.rid))
+            request.continues = None if continued is None else continued.number
         del self._open[name]
         self._finished[name] = request
 

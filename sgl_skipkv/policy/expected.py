@@ -151,7 +151,7 @@ def _turns(
 ) -> Tensor:
     """complex64 [window, F]: from where a query was asked, newest first, to the positions to come,
     the mean over these; times the factor on logits."""
-    ahead = rotation.turns(range(1, window + 1)) * rotation.turns(range(horizon)).mean(dim=0)
+    ahead = rotation.turns(range(1, window + 1)) * rotation.mean_turn(horizon)
     return to_device((scale * ahead).to(torch.complex64), device)
 
 

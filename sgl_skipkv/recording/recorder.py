@@ -143,7 +143,7 @@ class Recorder:
 
         Must run on the stream of the forward pass, where an earlier step may still write to it.
         """
-        self.track_of_row[row] = track_id
+        self.track_of_row[row].fill_(track_id)  # an assignment would wait for the device
         self.sentences.reset(track_id, preset_bit)
 
     def _recorded(self, track_id: int) -> dict[str, Tensor]:

@@ -47,9 +47,9 @@ class SentenceTable:
 
     def reset(self, track: int, preset_bit: int) -> None:
         """Clear the track for another request."""
-        self.preset[track] = preset_bit
+        self.preset[track].fill_(preset_bit)  # an assignment would wait for the device
         self.open_next(track, 0)
-        self.redundancy[track] = -1.0
+        self.redundancy[track].fill_(-1.0)
 
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
@@ -59,8 +59,8 @@ class SentenceTable:
     def open_next(self, track: int, entries: int) -> None:
         """The next token opens a sentence; its vector comes behind this many."""
         for table in (self.total, self.length, self.after_delimiter):
-            table[track] = 0
-        self.index[track] = entries
+            table[track].zero_()
+        self.index[track].fill_(entries)
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""

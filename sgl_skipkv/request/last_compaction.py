@@ -35,6 +35,12 @@ class LastCompaction(NamedTuple):
             kept=self.kept[:kept],
         )
 
+    def alone(self) -> LastCompaction:
+        """The same, once it was read, in memory of its own: until then it has a part of what is of
+        all requests that were compacted together."""
+        positions, kept, finite = (one.clone() for one in (self.positions, self.kept, self.finite))
+        return self._replace(positions=positions, kept=kept, finite=finite, copied=None)
+
     def read(self) -> tuple[list[int], bool]:
         """Kept positions and whether all scores were finite; the copies have usually finished."""
         if self.copied is not None:

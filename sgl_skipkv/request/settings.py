@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
+from itertools import islice
 from typing import Any, Final
 
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
@@ -21,6 +23,7 @@ _SETTINGS: Final = {
     name for name in ServerConfig.model_fields if name.startswith(("kv_", "steering"))
 } - {"steering_capture"}
 _LONGEST: Final = max(map(len, _SETTINGS))
+_MOST_NAMES: Final = 256
 # Policy parameters whose default is a server setting: parameter -> setting.
 _SERVER_DEFAULTS: Final = {
     "interval": "kv_interval",
@@ -125,9 +128,11 @@ def misspelt_keys(names: Iterable[object]) -> list[str]:
     ``kv_interval``, which is a server setting.
 
     Other unknown names belong to SGLang or to another plugin and are allowed. With one of these the
-    request would silently run without the budget that the client expects.
+    request would silently run without the budget that the client expects. Of more names than any
+    client sends the first are looked at, because a comparison takes microseconds.
     """
-    return [name for name in names if isinstance(name, str) and _is_misspelt(name)]
+    some = islice(names, _MOST_NAMES)
+    return [name for name in some if isinstance(name, str) and _is_misspelt(name)]
 
 
 def _is_misspelt(name: str) -> bool:
@@ -138,8 +143,13 @@ def _is_misspelt(name: str) -> bool:
         return True
     if len(plain) > _LONGEST + 1:  # too long for a misspelling
         return False
-    # A ratio of 0.87: one character missing, wrong or extra, or two swapped.
-    return plain in _SETTINGS or bool(get_close_matches(plain, KEYS, n=1, cutoff=0.87))
+    return plain in _SETTINGS or _is_close(plain)
+
+
+@lru_cache(maxsize=1024)
+def _is_close(plain: str) -> bool:
+    """A ratio of 0.87: one character missing, wrong or extra, or two swapped."""
+    return bool(get_close_matches(plain, KEYS, n=1, cutoff=0.87))
 
 
 def refuse_misspelt(names: Iterable[object]) -> None:

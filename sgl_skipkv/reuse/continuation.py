@@ -113,7 +113,10 @@ def history_of(
     *,
     table_capacity: int,
 ) -> History:
-    """What a finished request leaves. Its last compaction is read back, its sentences are fed."""
+    """What a finished request leaves. Its last compaction is read back, its sentences are fed.
+
+    Nothing in it shares memory with what other requests have, which would outlive them.
+    """
     continued, key = state.reuse.continued, finished.key
     has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
     if has_evicted or state.settings.steers:
@@ -130,7 +133,7 @@ def history_of(
             recorded_tokens=max(
                 len(finished.tokens), 0 if continued is None else continued.recorded_tokens
             ),
-            statistics=dict(state.kv.statistics),
+            statistics={name: one.clone() for name, one in state.kv.statistics.items()},
             tracked_tokens=state.kv.tracked_tokens,
             # What is dropped follows no score, so the budget of a later compaction ignores it.
             compactions=state.compactions - (finished.thought is not None),
@@ -144,7 +147,7 @@ def history_of(
         own_prompt_tokens=state.prompt.sent_tokens,
         edge_tokens=0 if finished.thought is None else finished.thought.edge_tokens,
         prompt_tokens=state.prompt.uncounted_tokens,
-        last=state.kv.last,
+        last=None if state.kv.last is None else state.kv.last.alone(),
         recordings=recordings,
         padding=private_keys(page_ceil(len(key), state.runtime.page_tokens) - len(key)),
     )

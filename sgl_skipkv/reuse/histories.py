@@ -7,11 +7,11 @@ that request's row. The radix tree decides whether the KV still exists.
 from __future__ import annotations
 
 from array import array
-from bisect import insort
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Sequence
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,9 @@ import numpy as np
 from sgl_skipkv.offload.host_memory import HostMemory
 from sgl_skipkv.reuse.history import History
 
+#: histories that begin alike: more are neither kept nor compared, so a search takes milliseconds,
+#: whatever clients send
+MOST_ALIKE = 256
 _DIGEST_BYTES = 16
 
 
@@ -31,6 +34,15 @@ class HistoryMatch(NamedTuple):
 
     history: History
     cut: int
+
+    def needs(self, pages: array[int], page_tokens: int) -> bool:
+        """Whether a part of it is in the last of these pages, with which its row begins.
+
+        Args:
+            pages: keys of whole pages, each of ``page_tokens``.
+        """
+        row_tokens, count = self.cut - self.history.evicted_tokens, len(pages)
+        return row_tokens > count - page_tokens and self.history.pages[:count] == pages
 
 
 class Histories:
@@ -48,31 +60,44 @@ class Histories:
         self._limit_bytes, self._used_bytes = limit_bytes, 0
         self.memory = HostMemory(limit_bytes, pinned=pinned)
         self._by_use: OrderedDict[History, None] = OrderedDict()
-        #: under two beginnings of each: what every cut contains, and its request's prompt
+        #: under what every cut of it contains
         self._under: defaultdict[Beginning, list[History]] = defaultdict(list)
-        self._lengths: defaultdict[Hashable, list[int]] = defaultdict(list)
+        #: how many left a prompt that begins so
+        self._prompts: Counter[Beginning] = Counter()
+        self._lengths: defaultdict[Hashable, _Lengths] = defaultdict(_Lengths)
 
     def __len__(self) -> int:
         return len(self._by_use)
 
     def make_room(self, recorded_bytes: int) -> bool:
-        """Drop old histories until the host memory has room for these recordings; whether it has.
+        """Drop old histories with recordings until the host memory has room for these; whether it
+        has.
 
         Raises:
             MemoryError: the host has no memory for the slab.
         """
         self.memory.reserve()
-        while self._by_use and not self.memory.fits(recorded_bytes):
-            self.drop(next(iter(self._by_use)))
+        if self.memory.fits(recorded_bytes):
+            return True
+        # Memory is free when nothing refers to it any more, so each leaves this list first.
+        recorded = deque(history for history in self._by_use if history.recorded_bytes)
+        while recorded and not self.memory.fits(recorded_bytes):
+            self.drop(recorded.popleft())
         return self.memory.fits(recorded_bytes)
 
     def add(self, history: History) -> None:
-        """Keep it until it is lost or the limit is reached."""
+        """Keep it until it is lost, the limit is reached, or many newer ones begin alike."""
+        cut, prompt = _beginnings(history)
+        alike = self._under[cut]
+        if len(alike) == MOST_ALIKE:
+            self.drop(alike[0])
+            alike = self._under[cut]
+        alike.append(history)
+        self._prompts[prompt] += 1
+        for beginning in (cut, prompt):
+            self._lengths[history.namespace].add(beginning[1])
         self._by_use[history] = None
         self._used_bytes += history.nbytes
-        for beginning in _beginnings(history):
-            self._under[beginning].append(history)
-            insort(self._lengths[history.namespace], beginning[1])
         while self._used_bytes > self._limit_bytes:
             self.drop(next(iter(self._by_use)))
 
@@ -82,59 +107,95 @@ class Histories:
             return
         del self._by_use[history]
         self._used_bytes -= history.nbytes
-        for beginning in _beginnings(history):
-            self._under[beginning].remove(history)
-            self._lengths[history.namespace].remove(beginning[1])
-            if not self._under[beginning]:
-                del self._under[beginning]
-        if not self._lengths[history.namespace]:
+        cut, prompt = _beginnings(history)
+        self._under[cut].remove(history)
+        if not self._under[cut]:
+            del self._under[cut]
+        self._prompts[prompt] -= 1
+        if not self._prompts[prompt]:
+            del self._prompts[prompt]
+        lengths = self._lengths[history.namespace]
+        for beginning in (cut, prompt):
+            lengths.remove(beginning[1])
+        if not lengths.distinct:
             del self._lengths[history.namespace]
 
     def clear(self) -> None:
         """Forget all: the radix tree was flushed."""
-        for history in list(self._by_use):
-            self.drop(history)
+        for known in (self._by_use, self._under, self._prompts, self._lengths):
+            known.clear()
+        self._used_bytes = 0
 
-    def find(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[HistoryMatch | None, bool]:
-        """The history that this prompt continues farthest, and whether it leaves another one.
+    def find(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[list[HistoryMatch], int]:
+        """The histories that this prompt continues, the farthest first, and the longest prompt of a
+        request whose history it leaves, 0 for none.
 
         At least one token of the prompt is not of the history, because a request must compute one.
         A prompt leaves a history if it goes on behind its request's prompt and differs from the
         output before the last compaction: what was evicted for that output is gone.
         """
-        prompt, best, farthest, left = array("q", tokens), None, 0, 0
-        for history in self._begun(namespace, prompt):
+        prompt, matches = array("q", tokens), []
+        begun, prompts = self._begun(namespace, prompt)
+        for history in begun:
             sent_tokens = min(_common_tokens(history.sent, prompt), len(prompt) - 1)
             cut = sent_tokens + history.unsent_tokens
             if cut >= history.first_cut:
-                if sent_tokens >= farthest:
-                    best, farthest = HistoryMatch(history, cut), sent_tokens
-            elif history.own_prompt_tokens < len(prompt):
-                left = max(left, history.own_prompt_tokens)
-        if best is None:
-            return None, left > 0
-        self._by_use.move_to_end(best.history)
-        return best, left > best.history.own_prompt_tokens
+                matches.append((sent_tokens, HistoryMatch(history, cut)))
+                prompts[history.sent_prompt_tokens] -= 1
+        matches.sort(key=lambda match: match[0], reverse=True)
+        left = [length for length, count in prompts.items() if count and length < len(prompt)]
+        return [match for _, match in matches], max(left, default=0)
 
-    def _begun(self, namespace: Hashable, prompt: array[int]) -> Iterator[History]:
-        """Histories of which the prompt begins with one of the two beginnings."""
+    def use(self, history: History) -> None:
+        """It is continued: others are dropped before it."""
+        self._by_use.move_to_end(history)
+
+    def _begun(self, namespace: Hashable, prompt: array[int]) -> tuple[list[History], Counter[int]]:
+        """Histories of which the prompt contains what every cut does, those of the longest and then
+        the newest first; and length -> how many requests had a prompt that it begins with."""
         digest, at = blake2b(digest_size=_DIGEST_BYTES), 0
-        for length, _ in groupby(self._lengths.get(namespace, ())):
+        begun: list[list[History]] = []
+        prompts: Counter[int] = Counter()
+        lengths = self._lengths.get(namespace)
+        for length in () if lengths is None else lengths.distinct:
             if length > len(prompt):
-                return
+                break
             digest.update(memoryview(prompt)[at:length])
-            at = length
-            yield from self._under.get((namespace, length, digest.digest()), ())
+            at, beginning = length, (namespace, length, digest.digest())
+            if beginning in self._under:
+                begun.append(self._under[beginning])
+            if beginning in self._prompts:
+                prompts[length] = self._prompts[beginning]
+        newest_first = chain.from_iterable(reversed(alike) for alike in reversed(begun))
+        return [*islice(newest_first, MOST_ALIKE)], prompts
 
 
-def _beginnings(history: History) -> list[Beginning]:
+class _Lengths:
+    """Lengths of beginnings, ascending, each as often as it was added."""
+
+    def __init__(self) -> None:
+        self.distinct: list[int] = []
+        self._count: Counter[int] = Counter()
+
+    def add(self, length: int) -> None:
+        if not self._count[length]:
+            insort(self.distinct, length)
+        self._count[length] += 1
+
+    def remove(self, length: int) -> None:
+        self._count[length] -= 1
+        if not self._count[length]:
+            del self._count[length], self.distinct[bisect_left(self.distinct, length)]
+
+
+def _beginnings(history: History) -> tuple[Beginning, Beginning]:
     """What every cut of it contains, and the prompt of its request, as the next prompt has them."""
-    every_cut = history.first_cut - history.unsent_tokens
-    sent, beginnings = memoryview(history.sent), []
-    for length in {every_cut, history.own_prompt_tokens - history.edge_tokens}:
-        digest = blake2b(sent[:length], digest_size=_DIGEST_BYTES).digest()
-        beginnings.append((history.namespace, length, digest))
-    return beginnings
+    sent = memoryview(history.sent)
+    first, own = (
+        (history.namespace, length, blake2b(sent[:length], digest_size=_DIGEST_BYTES).digest())
+        for length in (history.first_cut - history.unsent_tokens, history.sent_prompt_tokens)
+    )
+    return first, own
 
 
 def _common_tokens(one: array[int], other: array[int]) -> int:

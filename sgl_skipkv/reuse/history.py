@@ -15,18 +15,27 @@ from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from sys import getsizeof
 
 from torch import Tensor
 
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.request.last_compaction import LastCompaction
 
+#: of a history without tokens; of two Python integers in a tuple; of a place in a tuple and its
+#: integer
+_OBJECT_BYTES, _SPAN_BYTES, _INDEX_BYTES = 1024, 120, 40
+#: how many sets of private keys there are before the first one comes again
+_LINEAGES = 1 << 30
 _lineages = count()
 
 
 def private_keys(slots: int) -> array[int]:
-    """New keys for the radix tree, one per slot; no token id and no earlier key equals one."""
-    first = 1 << 62 | next(_lineages) << 32
+    """New keys for the radix tree, one per slot; no token id equals one, and no key of the 2^30
+    earlier sets."""
+    if not slots:
+        return array("q")
+    first = 1 << 62 | next(_lineages) % _LINEAGES << 32
     return array("q", range(first, first + slots))
 
 
@@ -94,6 +103,16 @@ class History:
         return len(self.tokens) - len(self.key)
 
     @property
+    def pages(self) -> array[int]:
+        """Keys of the row's pages, the last one whole."""
+        return self.key + self.padding
+
+    @property
+    def sent_prompt_tokens(self) -> int:
+        """How many tokens of its request's prompt every next prompt begins with."""
+        return self.own_prompt_tokens - self.edge_tokens
+
+    @property
     def unsent_tokens(self) -> int:
         """Tokens that the next prompt does not have. All are in front of ``first_cut``."""
         return len(self.tokens) - len(self.sent)
@@ -108,13 +127,24 @@ class History:
         return max(compacted, tracked, self.prompt_tokens)
 
     @property
+    def recorded_bytes(self) -> int:
+        """Host memory of its recordings."""
+        recorded = None if self.recordings is None else self.recordings.recorded
+        return sum(one.nbytes for one in (recorded or {}).values())
+
+    @property
     def nbytes(self) -> int:
-        """Memory that it uses beside its KV."""
+        """Memory that it uses beside its KV, what a client chose the length of included."""
         sent = 0 if self.sent is self.tokens else len(self.sent)
         total = self.tokens.itemsize * (len(self.tokens) + sent + len(self.key) + len(self.padding))
+        total += _OBJECT_BYTES + self.recorded_bytes + getsizeof(self.rid)
+        if isinstance(self.namespace, tuple):
+            total += sum(getsizeof(part) for part in self.namespace if isinstance(part, str))
         if self.last is not None:
-            total += self.last.positions.nbytes
+            total += self.last.positions.nbytes + self.last.kept.nbytes
         if self.recordings is not None:
-            total += sum(one.nbytes for one in self.recordings.statistics.values())
-            total += sum(one.nbytes for one in (self.recordings.recorded or {}).values())
+            known = self.recordings
+            total += sum(one.nbytes for one in known.statistics.values())
+            total += _SPAN_BYTES * (len(known.closed) + len(known.input_spans))
+            total += _INDEX_BYTES * (len(known.live) + len(known.table))
         return total

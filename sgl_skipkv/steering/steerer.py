@@ -139,15 +139,19 @@ class Steerer:
 
     def start(self, row: int, schedule: Schedule) -> None:
         """Set the row's state for its next decode step. On the stream of the forward pass."""
-        self._tables["steered"][row] = True
-        self._tables["alpha_0"][row] = schedule.alpha_0
-        self._tables["nonexecution"][row] = schedule.nonexecution_sentences
-        self._tables["keyword_seen"][row] = schedule.keyword_seen
-        self._tables["thinking"][row] = schedule.thinks
+        state = {
+            "steered": True,
+            "alpha_0": schedule.alpha_0,
+            "nonexecution": schedule.nonexecution_sentences,
+            "keyword_seen": schedule.keyword_seen,
+            "thinking": schedule.thinks,
+        }
+        for name, value in state.items():
+            self._tables[name][row].fill_(value)  # an assignment would wait for the device
 
     def stop(self, row: int) -> None:
         """Stop steering the row: its request has lost it."""
-        self._tables["steered"][row] = False
+        self._tables["steered"][row].fill_(False)
 
     def decode(self, residual: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """Steer one decode step. residual: float [B, D]; rows, token_ids: int [B]."""

@@ -77,7 +77,7 @@ def test_a_turn_knows_the_one_that_it_continues() -> None:
     other = {"rid": "b", "continues": {"rid": "a", "tokens": 14}, "kv_reuse": "keep"}
     book = book_of(finish(3), finish(5), {**finish(4), **other}, compact(3, [1]))
     first, second, turn, running = book
-    assert turn.continues is second and first.rid == second.rid == running.rid
+    assert turn.continues == second.number and first.rid == second.rid == running.rid
     shown = turn.data(None)
     assert shown["continues"] == {"rid": "a", "tokens": 14, "number": second.number}
     assert [request.data(None)["finished"] for request in book] == [True, True, True, False]

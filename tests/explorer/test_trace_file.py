@@ -107,7 +107,7 @@ def test_requests_are_told_apart_and_linked_as_in_a_book() -> None:
     numbers = {request: i for i, request in enumerate(outline.requests)}
     linked = [(one.rid, one.continues and numbers[one.continues]) for one in outline.requests]
     assert linked == [
-        (request.rid, request.continues and request.continues.number - 1) for request in book
+        (request.rid, request.continues and request.continues - 1) for request in book
     ]
     assert [one.lines for one in outline.requests] == [[0], [1, 3], [2, 4], [5], [6], [7]]
 

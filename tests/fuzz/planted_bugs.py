@@ -326,19 +326,21 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         history.private_keys: {
-            "two histories have the same keys": ("next(_lineages) << 32", "1 << 32"),
+            "two histories have the same keys": ("next(_lineages) % _LINEAGES << 32", "1 << 32"),
         },
         batch.admit_rows: {
             "decode steps of a continued row count on from its length": (
-                "batch.orig_seq_lens[i] = prefill_tokens(req)",
+                "batch.orig_seq_lens[i].fill_(prefill_tokens(req))",
                 "pass",
             ),
         },
-        histories.Histories.find: {
+        history.History.first_cut.fget: {
             "a branch continues its sibling's row": (
-                "if cut >= history.first_cut:",
-                "if cut >= history.own_prompt_tokens:",
+                "self.own_prompt_tokens if self.last is None else self.last.logical_tokens",
+                "self.own_prompt_tokens",
             ),
+        },
+        histories.Histories.find: {
             "a prompt that is a history as a whole leaves nothing to compute": (
                 ", len(prompt) - 1)",
                 ", len(prompt))",

@@ -32,6 +32,16 @@ def host_read(func: Any, args: Any, kwargs: Any = None) -> str | None:
     return None
 
 
+class NoNumberCopy(TorchDispatchMode):
+    """Inside, a Python number that becomes a tensor is an error: ``table[row] = number`` copies it
+    from pageable memory, for which the CPU waits. ``fill_`` takes it along with its launch."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        assert name != "aten::lift_fresh", "a number becomes a tensor: the device is waited for"
+        return func(*args, **(kwargs or {}))
+
+
 class NoHostRead(TorchDispatchMode):
     """Inside, an operation that would wait for a device is an error. Sees torch, not Triton."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from itertools import takewhile
+from dataclasses import replace
+from itertools import count, takewhile
 from operator import eq
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_skipkv.offload.host_memory import HostCopies
 from sgl_skipkv.request.last_compaction import LastCompaction
-from sgl_skipkv.reuse.histories import Histories
-from sgl_skipkv.reuse.history import History, private_keys
+from sgl_skipkv.reuse import history as module
+from sgl_skipkv.reuse.histories import MOST_ALIKE, Histories, HistoryMatch
+from sgl_skipkv.reuse.history import History, Recordings, private_keys
 
 
 class Drawn(NamedTuple):
@@ -99,18 +103,17 @@ def test_the_farthest_history_is_found(
         for one, cut in cuts.items()
         if cut + len(known[one].tokens) - len(known[one].sent) >= known[one].compacted_at
     }
-    found, left = histories.find("a", prompt)
-    reused = None if found is None else found.cut - found.history.unsent_tokens
-    assert reused == max(usable.values(), default=None)
-    assert found is None or usable[found.history] == reused
-    own = 0 if found is None else found.history.own_prompt_tokens
+    matches, left = histories.find("a", prompt)
+    reused = [match.cut - match.history.unsent_tokens for match in matches]
+    assert reused == sorted(usable.values(), reverse=True), "the farthest first"
+    assert {match.history: cut for match, cut in zip(matches, reused, strict=True)} == usable
     begun = [
-        known[one].prompt_tokens
+        shared
         for one in cuts.keys() - usable.keys()
         if prompt[: (shared := known[one].prompt_tokens - known[one].edge)]
         == known[one].tokens[:shared]
     ]
-    assert left == any(own < length < len(prompt) for length in begun)
+    assert left == max((length for length in begun if length < len(prompt)), default=0)
 
 
 @given(st.lists(_DRAWN, min_size=1, max_size=20), st.integers(0, 1500))
@@ -124,9 +127,88 @@ def test_the_least_recently_used_goes_first(drawn: list[Drawn], limit: int) -> N
         kept += 1
     assert len(histories) == kept
     histories.clear()
-    assert len(histories) == 0 and histories.find("a", [0, 1, 1]) == (None, False)
+    assert len(histories) == 0 and histories.find("a", [0, 1, 1]) == ([], 0)
+
+
+def test_a_continued_history_is_dropped_later() -> None:
+    one, other = history(Drawn("a", [0, 1], 1, 1)), history(Drawn("a", [1, 1], 1, 1))
+    histories = Histories(one.nbytes + other.nbytes, pinned=False)
+    histories.add(one)
+    histories.add(other)
+    histories.use(one)
+    histories.add(history(Drawn("a", [2, 2], 1, 1)))
+    assert [match.history for match in histories.find("a", [0, 1, 1])[0]] == [one]
+    assert histories.find("a", [1, 1, 1])[0] == []
+
+
+def test_a_search_does_not_grow_with_what_was_sent() -> None:
+    """Histories of one prompt, whether they begin alike or not; and they are no longer found after
+    a flush."""
+    histories = Histories(1 << 30, pinned=False)
+    alike = [history(Drawn("a", [0, 1, 1, 0, one], 3, 4)) for one in range(2 * MOST_ALIKE)]
+    apart = [history(Drawn("a", [0, 1, 1, 2 + one, 0], 3, 5)) for one in range(2 * MOST_ALIKE)]
+    for one in [*alike, *apart]:
+        histories.add(one)
+    assert len(histories) == MOST_ALIKE + len(apart), "of those that begin alike, the newest"
+    matches, left = histories.find("a", [0, 1, 1, 0, 9_999, 9_999])
+    assert [match.history for match in matches] == alike[: MOST_ALIKE - 1 : -1] and left == 3
+    (match,), left = histories.find("a", [0, 1, 1, 7, 0, 0])
+    assert match.history is apart[5] and left == 3, "others went on from the same prompt"
+    histories.clear()
+    assert histories.find("a", [0, 1, 1, 0, 9_999, 9_999]) == ([], 0)
+
+
+def test_longer_prompts_of_one_text_bound_the_search_too() -> None:
+    histories, text = Histories(1 << 30, pinned=False), [7] * (3 * MOST_ALIKE)
+    for length in range(2, 2 * MOST_ALIKE):
+        histories.add(history(Drawn("a", text[:length], 1, length - 1)))
+    matches, _ = histories.find("a", text)
+    assert [match.cut for match in matches] == [*range(2 * MOST_ALIKE - 1, MOST_ALIKE - 1, -1)]
+
+
+def test_what_a_client_chose_the_length_of_is_counted() -> None:
+    plain = history(Drawn("a", [0, 1, 1], 1, 2))
+    assert plain.nbytes > 1024
+    assert replace(plain, rid="r" * 10**6).nbytes > plain.nbytes + 999_000
+    salted = replace(plain, namespace=("keep", None, "s" * 10**6))
+    assert salted.nbytes > plain.nbytes + 999_000
+
+
+def test_which_histories_need_a_missing_page() -> None:
+    """Their rows begin with the pages up to it, and reach into it."""
+    one = history(Drawn("a", [0, 1, 1, 0, 1, 0], 1, 2))
+    page = 2
+    for cut in range(1, 7):
+        for known in range(0, 6, page):
+            match = HistoryMatch(one, cut)
+            assert match.needs(one.pages[: known + page], page) == (cut > known)
+    assert not HistoryMatch(one, 6).needs(private_keys(4), page), "a row of other keys"
+
+
+def test_recordings_make_room_for_recordings() -> None:
+    """Histories without any stay: dropping them would free nothing."""
+    mib = 1 << 20
+    histories = Histories(4 * mib, pinned=False)
+    histories.memory.reserve()
+    plain = history(Drawn("a", [0, 1, 1], 1, 2))
+    histories.add(plain)
+    for first in (2, 3, 4):
+        copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
+        known = Recordings((), (), (), (), {"queries": copy}, 3, {}, 3, 0)
+        histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
+        del copy, known
+    assert len(histories) == 4 and not histories.memory.fits(2 * mib)
+    assert histories.make_room(2 * mib) and len(histories) == 3, "the oldest with recordings"
+    assert not histories.make_room(5 * mib), "more than there is"
+    assert [match.history for match in histories.find("a", [0, 1, 1, 1])[0]] == [plain]
 
 
 def test_no_private_key_is_a_token_id_or_used_twice() -> None:
     keys = [*private_keys(1000), *private_keys(0), *private_keys(1), *private_keys(70_000)]
     assert len(set(keys)) == len(keys) and min(keys) > 1 << 40
+
+
+def test_private_keys_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_lineages", count(2**40 - 1))
+    last, first = private_keys(1 << 16), private_keys(2)
+    assert last[-1] < 2**63 and first[0] == 1 << 62

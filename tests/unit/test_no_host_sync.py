@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from device_ops import NoHostRead
+from device_ops import NoHostRead, NoNumberCopy
 from synthetic import SyntheticServer, served
 from triton_tools import DEVICES
 
@@ -23,6 +24,7 @@ from sgl_skipkv import policy
 from sgl_skipkv.eviction.compactor import StepWork
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.request.trace import TraceWriter
+from sgl_skipkv.steering.steerer import Steerer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("eviction", "offload", "policy", "recording", "request", "steering")
@@ -89,6 +91,36 @@ def test_no_operation_of_a_compaction_reads_the_device(
                 done = compact()
             compactions += len(server.book(done, [call]))
     assert compactions >= 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_request_comes_and_goes_without_waiting(device: str) -> None:
+    """While another one's step runs, whose results would come later."""
+    server = SyntheticServer(device=torch.device(device))
+    recorder = server.recorder
+    recorder.reserve()
+    recorder.use_rows(2)
+    steerer = Steerer.__new__(Steerer)  # its classes are not asked, and of its vector the device
+    steerer._vector = torch.zeros(1, device=device)
+    steerer.use_rows(2)
+    schedule = SimpleNamespace(
+        alpha_0=0.5, nonexecution_sentences=3, keyword_seen=True, thinks=True
+    )
+    with nothing_waits(device), NoNumberCopy():
+        recorder.start(1, 1, 4)
+        recorder.sentences.open_next(1, 2)
+        steerer.start(1, schedule)  # type: ignore[arg-type]
+        steerer.stop(0)
+    assert recorder.track_of_row.tolist() == [0, 1]
+    assert recorder.sentences.preset[1] == 4 and recorder.sentences.index[1] == 2
+    told = {name: table[1].item() for name, table in steerer._tables.items()}
+    assert told == {
+        "steered": True,
+        "alpha_0": 0.5,
+        "nonexecution": 3,
+        "keyword_seen": True,
+        "thinking": True,
+    }
 
 
 def waiting_calls(path: Path) -> list[tuple[str, int]]:
@@ -158,3 +190,5 @@ def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
     for read in reads:
         with pytest.raises(AssertionError, match="waits for the device"), NoHostRead():
             read(torch.ones(3))
+    with pytest.raises(AssertionError, match="a number becomes a tensor"), NoNumberCopy():
+        torch.ones(3)[1] = 2

@@ -354,6 +354,13 @@ def test_names_of_others_pass() -> None:
     refuse_misspelt([*KEYS, "kv_cache", "kv_transfer_params", "steer", "", 7, None, "x" * 10**6])
 
 
+def test_many_names_are_not_all_compared() -> None:
+    """Each costs microseconds, and the scheduler looks once for every sample of a request."""
+    names = (f"name_{i}" for i in range(10**6))
+    refuse_misspelt(names)
+    assert next(names) == "name_256", "the rest was not even looked at"
+
+
 @pytest.mark.parametrize("policy", [name for name in names() if name != "full"])
 def test_the_least_budget_holds_the_model_s_window(policy: str) -> None:
     """A maximum with the policy's own window, not a sum; and nothing shrinks below it."""

@@ -65,6 +65,15 @@ class Rotation:
         angles = torch.tensor(positions, dtype=torch.float64)[:, None] * self.frequencies
         return torch.polar(torch.ones_like(angles), angles)
 
+    def mean_turn(self, count: int) -> Tensor:
+        """complex128 [F], the mean of ``turns(range(count))``.
+
+        ``sum over 0 <= t < h of e^(iwt) = e^(iw(h - 1)/2) sin(wh/2) / sin(w/2)``
+        """
+        half = self.frequencies / 2
+        length = torch.where(half == 0, 1.0, (half * count).sin() / (half.sin() * count))
+        return torch.polar(length, half * (count - 1))
+
     def unrotated(self, vectors: Tensor, positions: Sequence[int]) -> Tensor:
         """complex [T, heads, F], of float [T, heads, d] at these positions."""
         turns = self.turns(positions).to(vectors.device, vectors.dtype.to_complex())
