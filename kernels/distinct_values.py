@@ -3,16 +3,19 @@
 The truth is ``reference.distinct_values``, per request. Three kernels: the mean length of the
 values of each request, layer and KV head; size and square of each token's values; then a program
 per request, block of tokens and block of later ones, which adds up the products of their values,
-head after head, and lowers its tokens' least distances. Programs that run together read the same
-heads of nearby tokens, so most of what they read is in L2. Everything is added in one fixed order,
-and a minimum is the same in any, so a request's bits depend neither on the run nor on the batch.
+head after head, and lowers its tokens' least distances. That begins with each request's first
+token that may be evicted: a long prompt that stays is not compared. Programs that run together read
+the same heads of nearby tokens, so most of what they read is in L2. Everything is added in one
+fixed order, and a minimum is the same in any, so a request's bits depend neither on the run nor on
+the batch.
 
 A scale of a float8 cache changes nothing: lengths are compared with the mean of their own layer.
 
 Mutates nothing but its own buffers. Not for CUDA graphs: grids depend on the lengths.
 
 Floors, with n tokens and M layers that are compared: bytes ``L Hkv n d value_bytes + 12 n``, each
-value, slot and result once; operations ``M Hkv d n (n - 1)``, half of all pairs.
+value, slot and result once; operations ``M Hkv d m (m - 1)``, half of all pairs of the m tokens
+that are compared.
 """
 
 from __future__ import annotations
@@ -65,15 +68,15 @@ def _mean_lengths_kernel(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _sizes_kernel(
-    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, weights, sizes, squares,
-    distances, blocks, compared_from, compared_to,
+    v_ptrs, req_to_token, rows, offsets, page_stride, firsts, inverse_means, weights, sizes,
+    squares, distances, blocks, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
     FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sizes of one block of a request's tokens, the squares of their compared lengths, and infinity
-    as the distance of all but the last. ``compared_from`` and ``_to`` count KV heads of all
-    layers."""
+    as the distance of all but the last and those before the first. ``compared_from`` and ``_to``
+    count KV heads of all layers."""
     d = tl.arange(0, HEAD_DIM)
     request = tl.program_id(0) // blocks
     start = tl.load(offsets + request)
@@ -100,12 +103,13 @@ def _sizes_kernel(
         square_sum += tl.where(compared, square * (unit * unit), 0.0)
     tl.store(sizes + start + i, size, mask=i < n)
     tl.store(squares + start + i, square_sum, mask=i < n)
-    tl.store(distances + start + i, tl.where(i == n - 1, 0.0, float("inf")), mask=i < n)
+    is_compared = (i >= tl.load(firsts + request)) & (i < n - 1)
+    tl.store(distances + start + i, tl.where(is_compared, float("inf"), 0.0), mask=i < n)
 
 
 @triton.jit(do_not_specialize=[*_RUNTIME, "later_blocks"])
 def _nearest_later_kernel(
-    v_ptrs, req_to_token, rows, offsets, page_stride, inverse_means, squares, distances,
+    v_ptrs, req_to_token, rows, offsets, page_stride, firsts, inverse_means, squares, distances,
     blocks, later_blocks, compared_from, compared_to,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     K_SLOT_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, K_TYPE: tl.constexpr,
@@ -116,8 +120,9 @@ def _nearest_later_kernel(
     request = tl.program_id(0) // (blocks * later_blocks)
     start = tl.load(offsets + request)
     n = (tl.load(offsets + request + 1) - start).to(tl.int32)
-    begin = tl.program_id(0) // later_blocks % blocks * BLOCK
-    later = tl.program_id(0) % later_blocks * LATER
+    first = tl.load(firsts + request).to(tl.int32)
+    begin = first + tl.program_id(0) // later_blocks % blocks * BLOCK
+    later = first + tl.program_id(0) % later_blocks * LATER
     if (begin >= n) | (later >= n) | (later + LATER - 1 <= begin):
         return
     page = req_to_token + tl.load(rows + request) * page_stride
@@ -156,6 +161,7 @@ def distinct_values(
     paged: PagedKeys,
     firsts: Tensor,
     *,
+    most_compared: int,
     weights: Tensor,
     compared: range,
     programs: int | None = None,
@@ -164,7 +170,9 @@ def distinct_values(
 
     Args:
         paged: the requests, with values in place of keys.
-        firsts: int64 [B], the first token of each whose length counts in the means.
+        firsts: int64 [B], the first token of each that is compared and whose length counts in the
+            means.
+        most_compared: tokens from there on, of the request that has most.
         weights: float32 [L, Hkv], contiguous, of the sizes.
         compared: layers of the distance, at least one.
         programs: how many share the means; default four per multiprocessor.
@@ -186,15 +194,17 @@ def distinct_values(
     options["BLOCK"] = _sizes_block(dtype, paged.head_dim)
     blocks = triton.cdiv(longest, options["BLOCK"])
     _sizes_kernel[(len(paged.row_tokens) * blocks,)](
-        *(*paged.arguments, inverse_means, weights, sizes, squares, distances, blocks, *heads),
+        *(*paged.arguments, firsts, inverse_means, weights, sizes, squares, distances),
+        *(blocks, *heads),
         **options,
         **paged.constants,
     )
     options = _nearest_options(dtype, paged.head_dim)
-    blocks = triton.cdiv(longest, options["BLOCK"])
-    later_blocks = triton.cdiv(longest, options["LATER"])
+    blocks = triton.cdiv(most_compared, options["BLOCK"])
+    later_blocks = triton.cdiv(most_compared, options["LATER"])
     _nearest_later_kernel[(len(paged.row_tokens) * blocks * later_blocks,)](
-        *(*paged.arguments, inverse_means, squares, distances, blocks, later_blocks, *heads),
+        *(*paged.arguments, firsts, inverse_means, squares, distances),
+        *(blocks, later_blocks, *heads),
         SAME=SAME_VALUE,
         **options,
         **paged.constants,

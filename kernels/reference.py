@@ -195,15 +195,16 @@ def distinct_values(
 
     With ``u = v / mean of |v|``, per layer and KV head, the mean over tokens from ``first`` on:
     ``size_i = sum over layers and KV heads of weight * |u_i|`` and ``distance_i = min over j > i of
-    sqrt(mean over the compared layers and all KV heads of |u_i - u_j|^2)``; 0 for the last token.
-    Two values whose squared distance is at most ``SAME_VALUE`` of the sum of their squares are the
-    same, distance 0: below that, rounding decides which of two repetitions is nearer.
+    sqrt(mean over the compared layers and all KV heads of |u_i - u_j|^2)``; 0 for the last token
+    and for those before ``first``, which are not compared. Two values whose squared distance is at
+    most ``SAME_VALUE`` of the sum of their squares are the same, distance 0: below that, rounding
+    decides which of two repetitions is nearer.
 
     Source: ours, docs/distinct.md.
 
     Args:
         values: float [n, Hkv, d] of every layer.
-        first: the first token whose length counts in the means.
+        first: the first token that is compared and whose length counts in the means.
         weights: float32 [layers, Hkv], of the sizes.
         compared: layers of the distance, at least one.
 
@@ -221,7 +222,7 @@ def distinct_values(
             units.append((v / mean[:, None]).flatten(1))
     u = torch.cat(units, dim=1)
     squares, nearest = u.square().sum(dim=1), torch.zeros_like(size)
-    for start in range(0, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
+    for start in range(first, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
         nearest[start:end] = nearest_later(squares[start:], u[start:end] @ u[start:].T)
     return (nearest / (len(compared) * heads)).sqrt(), size

@@ -177,7 +177,9 @@ def values(cache: Cache) -> Case:
     weights = torch.full(heads, 1 / math.prod(heads), device=firsts.device)
 
     def launch() -> tuple[Tensor, ...]:
-        return distinct_values(paged, firsts, weights=weights, compared=compared)
+        return distinct_values(
+            paged, firsts, most_compared=tokens, weights=weights, compared=compared
+        )
 
     def plain() -> tuple[Tensor, ...]:
         rows = [row[:tokens].long() for row in cache.req_to_token]

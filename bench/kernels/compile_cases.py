@@ -132,9 +132,9 @@ def distinct_values_cases() -> list[CompileCase]:
     means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
     varying = dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
     sizes = dict.fromkeys(("inverse_means", "weights", "sizes", "squares"), "*fp32")
-    sizes["distances"] = "*fp32"
+    sizes |= {"distances": "*fp32", "firsts": "*i64"}
     nearest = dict.fromkeys(("inverse_means", "squares", "distances"), "*fp32")
-    nearest["later_blocks"] = "i32"
+    nearest |= {"later_blocks": "i32", "firsts": "*i64"}
     signatures = [means, _PAGED | sizes | varying, _PAGED | nearest | varying]
     for signature in signatures:
         signature["v_ptrs"] = signature.pop("k_ptrs")

@@ -110,10 +110,11 @@ class Distinct(Policy):
             return super().scores_in_place(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
-        values, firsts = paged_values(
-            requests, [self.candidates(request)[0] for request in requests]
-        )
-        measures = from_pages(values, firsts, **_model_arguments(requests[0]))
+        first_entries = [self.candidates(request)[0] for request in requests]
+        values, firsts = paged_values(requests, first_entries)
+        lengths = zip(values.row_tokens, first_entries, strict=True)
+        most = max(row_tokens - first for row_tokens, first in lengths)
+        measures = from_pages(values, firsts, most_compared=most, **_model_arguments(requests[0]))
         joined, positions, _ = joined_sentences(requests)
         old = [is_old for request in requests for is_old in self._old(request)]
         place = self._by_place(joined.places(positions), old)
@@ -137,7 +138,7 @@ class Distinct(Policy):
         return numbers_of_ranks([tokens - self.span(prompt, tokens)[0] for prompt, tokens in rows])
 
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """Of every cached token; the newest, which is protected, scores 0."""
+        """Of every cached token; the newest and those of a protected prompt score 0."""
         if inputs.ranks.size > 1:
             return self._scores_of_ranks([inputs])[0]
         sentences, (first, _) = inputs.sentences, self.candidates(inputs)

@@ -38,7 +38,11 @@ def found(world: PagedWorld, firsts: list[int], compared: range) -> list[tuple[T
     """float32 [n], distance and size of each request, of the kernel."""
     starts = torch.tensor(firsts, device=world.rows.device)
     weights = weights_of(world.paged.layers, world.paged.kv_heads).to(starts.device)
-    both = module.distinct_values(world.paged, starts, weights=weights, compared=compared)
+    lengths = zip(world.row_tokens, firsts, strict=True)
+    most = max(tokens - first for tokens, first in lengths)
+    both = module.distinct_values(
+        world.paged, starts, most_compared=most, weights=weights, compared=compared
+    )
     assert all(one.dtype == torch.float32 for one in both)
     return list(zip(*(one.split(world.row_tokens) for one in both), strict=True))
 
@@ -50,8 +54,8 @@ def exact(values: Tensor, first: int, compared: range) -> tuple[Tensor, Tensor]:
     weights = weights_of(len(v), v.shape[2]).double().to(v.device)
     size = (u.norm(dim=3) * weights[:, None]).sum(dim=(0, 2))
     flat = u[compared.start : compared.stop].permute(1, 0, 2, 3).flatten(1)
-    distances = []
-    for i in range(len(flat) - 1):
+    distances = [flat.new_zeros(()) for _ in range(first)]
+    for i in range(first, len(flat) - 1):
         gaps = (flat[i] - flat[i + 1 :]).square().sum(dim=1)
         both = flat[i].square().sum() + flat[i + 1 :].square().sum(dim=1)
         distances.append(gaps.where(gaps > both / 4096, 0.0).min().sqrt())

@@ -30,7 +30,8 @@ LAYOUTS = [(True, 1.0, 8), (False, 1.0, 8), (True, 1.3, 4), (False, 1.0, 4)]
 
 @pytest.mark.parametrize(("power", "layers"), [(4.0, 3), (1.0, 4), (0.0, 1)])
 def test_distinct_scores(power: float, layers: int) -> None:
-    """Token by token in float64: all of three layers are compared, the second and third of four."""
+    """Token by token in float64: all of three layers are compared, the second and third of four.
+    A protected prompt is not compared."""
     first = int(score_input(seed=5).positions[20])
     closed = some_sentences((first, first + 30, -1.0))
     inputs = score_input(seed=5, layers=layers, sentences=closed)
@@ -42,7 +43,8 @@ def test_distinct_scores(power: float, layers: int) -> None:
     expected = []
     for i, position in enumerate(inputs.positions.tolist()):
         gaps = [(compared[:, i] - compared[:, j]).square().sum().item() for j in range(i + 1, n)]
-        distance = math.sqrt(min(gaps, default=0.0) / (len(compared) * heads))
+        gap = min(gaps, default=0.0) if i >= inputs.prompt_tokens else 0.0
+        distance = math.sqrt(gap / (len(compared) * heads))
         size = sum(
             float(reach[m, h]) * units[m, i, h].norm().item()
             for m in range(layers)

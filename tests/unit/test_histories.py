@@ -212,3 +212,13 @@ def test_private_keys_never_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_lineages", count(2**40 - 1))
     last, first = private_keys(1 << 16), private_keys(2)
     assert last[-1] < 2**63 and first[0] == 1 << 62
+
+
+def test_a_history_shares_no_memory_with_a_batch() -> None:
+    """Of a compaction of many requests it would hold all that was of the others."""
+    batch, host = torch.arange(10**4), torch.arange(10**4)
+    last = LastCompaction(batch[5:8], 9, 9, host[5:8], torch.ones(64).bool()[3], None)
+    own = last.alone()
+    assert torch.equal(own.positions, last.positions) and own.read() == last.read()
+    for one in (own.positions, own.kept, own.finite):
+        assert one.untyped_storage().nbytes() == one.nbytes

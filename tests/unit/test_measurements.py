@@ -344,3 +344,11 @@ def test_how_far_measurements_depend_on_the_text(capsys: pytest.CaptureFixture[s
         print("", *lines, sep="\n")
     assert agreement["other problems"] > (0.98, 0.0) and agreement["other problems"][1] > 0.9
     assert agreement["prose"][1] > 0.35  # by chance: a quarter
+
+
+@pytest.mark.parametrize("count", [1, 2, 512, 65536])
+def test_a_mean_turn_is_the_mean_of_the_turns(count: int) -> None:
+    """Of fast and slow bands, and of one that is not rotated."""
+    rotation = Rotation.of(torch.tensor([1.0, 0.3, 1e-3, 1e-7, 0.0]), 10)
+    expected = rotation.turns(range(count)).mean(dim=0)
+    assert torch.allclose(rotation.mean_turn(count), expected, rtol=0, atol=1e-12)
