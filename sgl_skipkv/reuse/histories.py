@@ -143,7 +143,7 @@ class Histories:
                 matches.append((sent_tokens, HistoryMatch(history, cut)))
                 prompts[history.sent_prompt_tokens] -= 1
         matches.sort(key=lambda match: match[0], reverse=True)
-        left = [length for length, count in prompts.items() if count and length < len(prompt)]
+        left = [length for length, count in prompts.items() if count > 0 and length < len(prompt)]
         return [match for _, match in matches], max(left, default=0)
 
     def use(self, history: History) -> None:
