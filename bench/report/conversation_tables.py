@@ -62,15 +62,14 @@ def conversation_first_token() -> str:
 def conversation_pressure() -> str:
     rows = recorded("conversation_pressure")
     header = ["policy", "`kv_budget`", "`kv_reuse`", "turns per minute", "over the full cache"]
-    header += ["requests at once", "turns right, %", "prompt tokens computed per turn"]
+    header += ["requests at once", "retractions"]
     lines = [
         [
             *way(row),
             row["turns_per_minute_p50"],
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
             f"{row['peak_running']} of {row['conversations']}",
-            f"{100 * float(row['accuracy']):.1f}",
-            f"{float(row['computed_tokens']):,.0f}",
+            row["retractions"],
         ]
         for row in rows
     ]
