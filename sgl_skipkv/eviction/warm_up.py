@@ -105,7 +105,7 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
     if cache.v_ptrs is not None:
         values = replace(paged[0], k_ptrs=cache.v_ptrs)
         weights = torch.ones(cache.heads, device=device)
-        distinct_values(values, scratch, weights=weights, compared=range(1))
+        distinct_values(values, scratch, most_compared=tokens, weights=weights, compared=range(1))
     for over in OVER:
         step_attention(*paged, ones, [0] * _REQUESTS, causal=True, scale=1.0, over=over)
     scores = torch.zeros(tokens * _REQUESTS, device=device)
