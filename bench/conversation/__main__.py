@@ -156,7 +156,7 @@ def pressure(
     server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for every way, each at its best: all conversations begin at once."""
-    ways = ways_of(arguments.policies, arguments.kv_budgets, arguments.reuses)
+    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:], arguments.reuses)
     rates: dict[Way, list[float]] = {way: [] for way in ways}
     taken: dict[Way, list[Measured]] = {way: [] for way in ways}
     running: dict[Way, int] = dict.fromkeys(ways, 0)

@@ -7,11 +7,13 @@ steps after a compaction, so nothing waits for the device (docs/design.md).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compactor import Compactor
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
@@ -306,8 +308,10 @@ class Runtime:
                 return None
             copies = HostCopies(self.histories.memory)
             recorded = self.recorder.save(state.held.track_id, copies)
+        left = partial(history_of, state, namespace, finished, recorded)
         capacity = self.recorder.max_sentences
-        return history_of(state, namespace, finished, recorded, table_capacity=capacity)
+        history, error = attempt(f"history of {state.rid}", lambda: left(table_capacity=capacity))
+        return None if self.ranks.any(error is not None) else history
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
         return SentenceState(

@@ -42,7 +42,8 @@ class HistoryMatch(NamedTuple):
             pages: keys of whole pages, each of ``page_tokens``.
         """
         row_tokens, count = self.cut - self.history.evicted_tokens, len(pages)
-        return row_tokens > count - page_tokens and self.history.pages[:count] == pages
+        key = self.history.key if count <= len(self.history.key) else self.history.pages
+        return row_tokens > count - page_tokens and key[:count] == pages
 
 
 class Histories:
@@ -59,8 +60,9 @@ class Histories:
     def __init__(self, limit_bytes: int, *, pinned: bool) -> None:
         self._limit_bytes, self._used_bytes = limit_bytes, 0
         self.memory = HostMemory(limit_bytes, pinned=pinned)
-        self._by_use: OrderedDict[History, None] = OrderedDict()
-        #: under what every cut of it contains
+        #: with the beginnings of each: what every cut of it contains, and its request's prompt
+        self._by_use: OrderedDict[History, tuple[Beginning, Beginning]] = OrderedDict()
+        #: under the first of these, by use
         self._under: defaultdict[Beginning, list[History]] = defaultdict(list)
         #: how many left a prompt that begins so
         self._prompts: Counter[Beginning] = Counter()
@@ -86,8 +88,11 @@ class Histories:
         return self.memory.fits(recorded_bytes)
 
     def add(self, history: History) -> None:
-        """Keep it until it is lost, the limit is reached, or many newer ones begin alike."""
-        cut, prompt = _beginnings(history)
+        """Keep it until it is lost, the limit is reached, or many that begin alike were used
+        later; not at all if it alone is above the limit."""
+        if history.nbytes > self._limit_bytes:
+            return
+        cut, prompt = beginnings = _beginnings(history)
         alike = self._under[cut]
         if len(alike) == MOST_ALIKE:
             self.drop(alike[0])
@@ -96,7 +101,7 @@ class Histories:
         self._prompts[prompt] += 1
         for beginning in (cut, prompt):
             self._lengths[history.namespace].add(beginning[1])
-        self._by_use[history] = None
+        self._by_use[history] = beginnings
         self._used_bytes += history.nbytes
         while self._used_bytes > self._limit_bytes:
             self.drop(next(iter(self._by_use)))
@@ -105,9 +110,8 @@ class Histories:
         """Forget it, because its KV or its recordings are gone, if it still is known."""
         if history not in self._by_use:
             return
-        del self._by_use[history]
+        cut, prompt = self._by_use.pop(history)
         self._used_bytes -= history.nbytes
-        cut, prompt = _beginnings(history)
         self._under[cut].remove(history)
         if not self._under[cut]:
             del self._under[cut]
@@ -141,24 +145,29 @@ class Histories:
             cut = sent_tokens + history.unsent_tokens
             if cut >= history.first_cut:
                 matches.append((sent_tokens, HistoryMatch(history, cut)))
-                prompts[history.sent_prompt_tokens] -= 1
+                if sent_tokens >= history.sent_prompt_tokens:  # it is one of those that are counted
+                    prompts[history.sent_prompt_tokens] -= 1
         matches.sort(key=lambda match: match[0], reverse=True)
-        left = [length for length, count in prompts.items() if count > 0 and length < len(prompt)]
+        left = [length for length, count in prompts.items() if count]
         return [match for _, match in matches], max(left, default=0)
 
     def use(self, history: History) -> None:
         """It is continued: others are dropped before it."""
         self._by_use.move_to_end(history)
+        alike = self._under[self._by_use[history][0]]
+        alike.remove(history)
+        alike.append(history)
 
     def _begun(self, namespace: Hashable, prompt: array[int]) -> tuple[list[History], Counter[int]]:
-        """Histories of which the prompt contains what every cut does, those of the longest and then
-        the newest first; and length -> how many requests had a prompt that it begins with."""
+        """Histories of which the prompt contains what every cut does and goes on, those of the
+        longest and then the last used first; and length -> how many requests had a prompt that it
+        goes on behind."""
         digest, at = blake2b(digest_size=_DIGEST_BYTES), 0
         begun: list[list[History]] = []
         prompts: Counter[int] = Counter()
         lengths = self._lengths.get(namespace)
         for length in () if lengths is None else lengths.distinct:
-            if length > len(prompt):
+            if length >= len(prompt):
                 break
             digest.update(memoryview(prompt)[at:length])
             at, beginning = length, (namespace, length, digest.digest())
@@ -166,8 +175,8 @@ class Histories:
                 begun.append(self._under[beginning])
             if beginning in self._prompts:
                 prompts[length] = self._prompts[beginning]
-        newest_first = chain.from_iterable(reversed(alike) for alike in reversed(begun))
-        return [*islice(newest_first, MOST_ALIKE)], prompts
+        last_first = chain.from_iterable(reversed(alike) for alike in reversed(begun))
+        return [*islice(last_first, MOST_ALIKE)], prompts
 
 
 class _Lengths:

@@ -116,16 +116,16 @@ def test_the_farthest_history_is_found(
     assert left == max((length for length in begun if length < len(prompt)), default=0)
 
 
-@given(st.lists(_DRAWN, min_size=1, max_size=20), st.integers(0, 1500))
+@given(st.lists(_DRAWN, min_size=1, max_size=20), st.integers(0, 20_000))
 def test_the_least_recently_used_goes_first(drawn: list[Drawn], limit: int) -> None:
     histories, added = Histories(limit, pinned=False), [history(one) for one in drawn]
+    kept: list[History] = []
     for one in added:
         histories.add(one)
-    sizes = [one.nbytes for one in added]
-    kept = 0
-    while kept < len(sizes) and sum(sizes[len(sizes) - kept - 1 :]) <= limit:
-        kept += 1
-    assert len(histories) == kept
+        kept += [one] if one.nbytes <= limit else []
+        while sum(known.nbytes for known in kept) > limit:
+            kept.pop(0)
+    assert [*histories._by_use] == kept
     histories.clear()
     assert len(histories) == 0 and histories.find("a", [0, 1, 1]) == ([], 0)
 
@@ -156,6 +156,49 @@ def test_a_search_does_not_grow_with_what_was_sent() -> None:
     assert match.history is apart[5] and left == 3, "others went on from the same prompt"
     histories.clear()
     assert histories.find("a", [0, 1, 1, 0, 9_999, 9_999]) == ([], 0)
+
+
+def test_what_cannot_be_continued_takes_no_place() -> None:
+    """Others answered the same prompt: their histories go on behind its end."""
+    histories = Histories(1 << 30, pinned=False)
+    first = history(Drawn("a", [0, 1, 0, 1, 0], 3, 4))
+    histories.add(first)
+    for one in range(MOST_ALIKE + 1):
+        histories.add(history(Drawn("a", [0, 1, 0, 1, 0, 7, one], 6, 6)))
+    matches, left = histories.find("a", [0, 1, 0, 1, 0, 7])
+    assert [match.history for match in matches] == [first] and left == 0
+
+
+def test_the_last_used_of_those_that_begin_alike_stay() -> None:
+    histories = Histories(1 << 30, pinned=False)
+    root = history(Drawn("a", [0, 1, 5], 1, 2))
+    histories.add(root)
+    for one in range(2 * MOST_ALIKE):
+        histories.use(root)
+        histories.add(history(Drawn("a", [0, 1, 6 + one], 1, 2)))
+    matches, _ = histories.find("a", [0, 1, 5, 5])
+    assert matches[0].history is root and len(histories) == MOST_ALIKE
+
+
+def test_one_that_is_too_large_drives_out_none() -> None:
+    small = history(Drawn("a", [0, 1, 1], 1, 2))
+    histories = Histories(2 * small.nbytes, pinned=False)
+    histories.add(small)
+    histories.add(replace(history(Drawn("a", [0, 1, 0], 1, 2)), rid="r" * 10**5))
+    assert [*histories._by_use] == [small]
+
+
+def test_a_prompt_that_leaves_one_history_and_ends_within_anothers_prompt() -> None:
+    """The second was compacted before its prompt, as one that continues a history."""
+    histories = Histories(1 << 30, pinned=False)
+    for drawn in (
+        Drawn("a", [0, 1, 2, 3, 4], 3, 5),
+        Drawn("a", [0, 1, 9, 9], 3, 2),
+        Drawn("a", [0, 1, 2, 5, 6], 1, 2),
+    ):
+        histories.add(history(drawn))
+    matches, left = histories.find("a", [0, 1, 2, 5, 6, 6])
+    assert [match.cut for match in matches] == [5, 2] and left == 3
 
 
 def test_longer_prompts_of_one_text_bound_the_search_too() -> None:

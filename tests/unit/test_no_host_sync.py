@@ -22,12 +22,14 @@ from triton_tools import DEVICES
 
 from sgl_skipkv import policy
 from sgl_skipkv.eviction.compactor import StepWork
+from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels import on_device
+from sgl_skipkv.request.parts import Held
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.steering.steerer import Steerer
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("eviction", "offload", "policy", "recording", "request", "steering")
+ROOMS = ("eviction", "offload", "policy", "policy/inputs", "recording", "request", "steering")
 ENGINE = ("backup", "batch", "forward", "kv_cache", "steering")
 DEVICE_PATH = sorted(
     [
@@ -103,6 +105,7 @@ def test_a_request_comes_and_goes_without_waiting(device: str) -> None:
     steerer = Steerer.__new__(Steerer)  # its classes are not asked, and of its vector the device
     steerer._vector = torch.zeros(1, device=device)
     steerer.use_rows(2)
+    steerer.steered_requests = 1
     schedule = SimpleNamespace(
         alpha_0=0.5, nonexecution_sentences=3, keyword_seen=True, thinks=True
     )
@@ -111,6 +114,9 @@ def test_a_request_comes_and_goes_without_waiting(device: str) -> None:
         recorder.sentences.open_next(1, 2)
         steerer.start(1, schedule)  # type: ignore[arg-type]
         steerer.stop(0)
+        leaving = SimpleNamespace(held=Held(row=0, track_id=1), schedule=schedule)
+        runtime = SimpleNamespace(recorder=recorder, steerer=steerer, open_requests=2)
+        Runtime._release(runtime, leaving)  # type: ignore[arg-type]
     assert recorder.track_of_row.tolist() == [0, 1]
     assert recorder.sentences.preset[1] == 4 and recorder.sentences.index[1] == 2
     told = {name: table[1].item() for name, table in steerer._tables.items()}
