@@ -8,7 +8,7 @@
 - ``first_token``: seconds from the last turn's question to its first token, one request at a time,
   of every way over that of the same budget without reuse, in turn. Replies have a fixed length.
 - ``pressure``: one pool that holds a few full conversations, more conversations than that: turns
-  per minute, requests at once, right answers and prompt tokens computed.
+  per minute and requests at once.
 
 ``bench/conversation/figure.py`` draws the rows.
 """
@@ -156,9 +156,8 @@ def pressure(
     server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for every way, each at its best: all conversations begin at once."""
-    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:], arguments.reuses)
+    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:])
     rates: dict[Way, list[float]] = {way: [] for way in ways}
-    taken: dict[Way, list[Measured]] = {way: [] for way in ways}
     running: dict[Way, int] = dict.fromkeys(ways, 0)
     retracted: dict[Way, int] = dict.fromkeys(ways, 0)
     for way in ways:
@@ -169,15 +168,13 @@ def pressure(
             logged, start = len(server.log), time.perf_counter()
             work = partial(hold, server, way, arguments.max_new_tokens)
             with ThreadPoolExecutor(len(conversations)) as pool:
-                turns = [turn for held in pool.map(work, conversations) for turn in held]
-            rates[way].append(60 * len(turns) / (time.perf_counter() - start))
-            taken[way] += turns
+                turns = sum(map(len, pool.map(work, conversations)))
+            rates[way].append(60 * turns / (time.perf_counter() - start))
             log = server.log[logged:]
             found = map(int, re.findall(r"Decode batch, #running-req: (\d+)", log))
             running[way] = max([running[way], *found])
             retracted[way] += sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
     for way in ways:
-        mean_computed_tokens = statistics.mean(turn.computed_tokens for turn in taken[way])
         yield (
             "conversation_pressure",
             {
@@ -189,8 +186,6 @@ def pressure(
                 **paired_ratio(rates[way], rates[ways[0]]),
                 "peak_running": running[way],
                 "retractions": retracted[way],
-                **accuracy_columns(sum(turn.right for turn in taken[way]), len(taken[way])),
-                "computed_tokens": round(mean_computed_tokens, 1),
             },
         )
 
@@ -206,9 +201,7 @@ def parser() -> argparse.ArgumentParser:
         "--policies", nargs="*", choices=policy.names(), default=["skipkv", "skipkv+", "streaming"]
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
-    made.add_argument(
-        "--reuses", nargs="+", choices=REUSES, default=REUSES, help="not of first_token"
-    )
+    made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")

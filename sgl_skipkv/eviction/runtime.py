@@ -7,7 +7,6 @@ steps after a compaction, so nothing waits for the device (docs/design.md).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -308,9 +307,11 @@ class Runtime:
                 return None
             copies = HostCopies(self.histories.memory)
             recorded = self.recorder.save(state.held.track_id, copies)
-        left = partial(history_of, state, namespace, finished, recorded)
         capacity = self.recorder.max_sentences
-        history, error = attempt(f"history of {state.rid}", lambda: left(table_capacity=capacity))
+        history, error = attempt(
+            f"history of kv_budget request {state.rid}",
+            lambda: history_of(state, namespace, finished, recorded, table_capacity=capacity),
+        )
         return None if self.ranks.any(error is not None) else history
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:

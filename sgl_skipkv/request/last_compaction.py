@@ -35,7 +35,7 @@ class LastCompaction(NamedTuple):
             kept=self.kept[:kept],
         )
 
-    def alone(self) -> LastCompaction:
+    def with_own_memory(self) -> LastCompaction:
         """The same, once it was read, in memory of its own: until then it has a part of what is of
         all requests that were compacted together."""
         positions, kept, finite = (one.clone() for one in (self.positions, self.kept, self.finite))

@@ -147,7 +147,7 @@ def history_of(
         own_prompt_tokens=state.prompt.sent_tokens,
         edge_tokens=0 if finished.thought is None else finished.thought.edge_tokens,
         prompt_tokens=state.prompt.uncounted_tokens,
-        last=None if state.kv.last is None else state.kv.last.alone(),
+        last=None if state.kv.last is None else state.kv.last.with_own_memory(),
         recordings=recordings,
         padding=private_keys(page_ceil(len(key), state.runtime.page_tokens) - len(key)),
     )

@@ -17,6 +17,9 @@ HOST_READS = frozenset(
     }
 )
 
+#: makes a tensor of a Python number
+NUMBER_COPY = "aten::lift_fresh"
+
 
 def host_read(func: Any, args: Any, kwargs: Any = None) -> str | None:
     """What about this operation waits for a device, or None."""
@@ -37,8 +40,8 @@ class NoNumberCopy(TorchDispatchMode):
     from pageable memory, for which the CPU waits. ``fill_`` takes it along with its launch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name != "aten::lift_fresh", "a number becomes a tensor: the device is waited for"
+        becomes_tensor = func._schema.name == NUMBER_COPY
+        assert not becomes_tensor, "a number becomes a tensor: the device is waited for"
         return func(*args, **(kwargs or {}))
 
 

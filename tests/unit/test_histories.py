@@ -261,7 +261,7 @@ def test_a_history_shares_no_memory_with_a_batch() -> None:
     """Of a compaction of many requests it would hold all that was of the others."""
     batch, host = torch.arange(10**4), torch.arange(10**4)
     last = LastCompaction(batch[5:8], 9, 9, host[5:8], torch.ones(64).bool()[3], None)
-    own = last.alone()
+    own = last.with_own_memory()
     assert torch.equal(own.positions, last.positions) and own.read() == last.read()
     for one in (own.positions, own.kept, own.finite):
         assert one.untyped_storage().nbytes() == one.nbytes
