@@ -63,7 +63,7 @@ def continue_history(
     matches, left = runtime.histories.find(_namespace(state, req), prompt)
     while True:
         found = matches.pop(0) if matches else None
-        leaves = left > (0 if found is None else found.history.sent_prompt_tokens)
+        leaves = left > (0 if found is None else found.history.own_prompt_tokens)
         state.reuse.miss = "evicted" if lost else "diverged" if leaves else "none"
         reason = None if found is None else _why_not(req, state, found, positions)
         if reason is not None:

@@ -64,8 +64,8 @@ class Histories:
         self._by_use: OrderedDict[History, tuple[Beginning, Beginning]] = OrderedDict()
         #: under the first of these, by use
         self._under: defaultdict[Beginning, list[History]] = defaultdict(list)
-        #: how many left a prompt that begins so
-        self._prompts: Counter[Beginning] = Counter()
+        #: how many have a request's prompt that begins so, by the length of that prompt
+        self._prompts: defaultdict[Beginning, Counter[int]] = defaultdict(Counter)
         self._lengths: defaultdict[Hashable, _Lengths] = defaultdict(_Lengths)
 
     def __len__(self) -> int:
@@ -98,7 +98,7 @@ class Histories:
             self.drop(alike[0])
             alike = self._under[cut]
         alike.append(history)
-        self._prompts[prompt] += 1
+        self._prompts[prompt][history.own_prompt_tokens] += 1
         for beginning in (cut, prompt):
             self._lengths[history.namespace].add(beginning[1])
         self._by_use[history] = beginnings
@@ -115,8 +115,11 @@ class Histories:
         self._under[cut].remove(history)
         if not self._under[cut]:
             del self._under[cut]
-        self._prompts[prompt] -= 1
-        if not self._prompts[prompt]:
+        prompts = self._prompts[prompt]
+        prompts[history.own_prompt_tokens] -= 1
+        if not prompts[history.own_prompt_tokens]:
+            del prompts[history.own_prompt_tokens]
+        if not prompts:
             del self._prompts[prompt]
         lengths = self._lengths[history.namespace]
         for beginning in (cut, prompt):
@@ -145,8 +148,9 @@ class Histories:
             cut = sent_tokens + history.unsent_tokens
             if cut >= history.first_cut:
                 matches.append((sent_tokens, HistoryMatch(history, cut)))
-                if sent_tokens >= history.sent_prompt_tokens:  # it is one of those that are counted
-                    prompts[history.sent_prompt_tokens] -= 1
+                own_tokens = history.own_prompt_tokens
+                if sent_tokens >= history.sent_prompt_tokens and own_tokens < len(prompt):
+                    prompts[own_tokens] -= 1  # it is one of those that are counted
         matches.sort(key=lambda match: match[0], reverse=True)
         left = [length for length, count in prompts.items() if count]
         return [match for _, match in matches], max(left, default=0)
@@ -173,8 +177,8 @@ class Histories:
             at, beginning = length, (namespace, length, digest.digest())
             if beginning in self._under:
                 begun.append(self._under[beginning])
-            if beginning in self._prompts:
-                prompts[length] = self._prompts[beginning]
+            for own_tokens, count in self._prompts.get(beginning, {}).items():
+                prompts[own_tokens] += count if own_tokens < len(prompt) else 0
         last_first = chain.from_iterable(reversed(alike) for alike in reversed(begun))
         return [*islice(last_first, MOST_ALIKE)], prompts
 

@@ -199,7 +199,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a finished request keeps its track": ("state.runtime.close(", "(lambda *_: None)("),
         },
         life._release: {
-            "a row keeps its track": ("of_row[row] = 0", "of_row[0] = 0"),
+            "a row keeps its track": ("of_row[row].zero_()", "of_row[0].zero_()"),
             "a row stays steered": ("self.steerer.stop(row)", "pass"),
         },
         forward._place_decode: {

@@ -108,12 +108,21 @@ def test_the_farthest_history_is_found(
     assert reused == sorted(usable.values(), reverse=True), "the farthest first"
     assert {match.history: cut for match, cut in zip(matches, reused, strict=True)} == usable
     begun = [
-        shared
+        known[one].prompt_tokens
         for one in cuts.keys() - usable.keys()
         if prompt[: (shared := known[one].prompt_tokens - known[one].edge)]
         == known[one].tokens[:shared]
     ]
     assert left == max((length for length in begun if length < len(prompt)), default=0)
+
+
+def test_the_same_prompt_again_leaves_no_history() -> None:
+    """Not even where the next turn has none of the opener that ends it."""
+    histories, opener = Histories(1 << 20, pinned=False), [8, 9]
+    drawn = Drawn("a", [0, 1, *opener, 5, 6, 7], 4, 6, thought=1, opener=2, edge=2)
+    histories.add(history(drawn))
+    assert histories.find("a", [0, 1, *opener]) == ([], 0)
+    assert histories.find("a", [0, 1, *opener, 3]) == ([], 4)
 
 
 @given(st.lists(_DRAWN, min_size=1, max_size=20), st.integers(0, 20_000))

@@ -1,0 +1,17 @@
+"""Whether every bug can be planted at all; ``make test-slow`` looks whether it is found."""
+
+from __future__ import annotations
+
+import pytest
+from planted_bugs import IN_PAGES, RARE, SOONEST, bugs, plant
+
+
+def test_every_bug_can_be_planted() -> None:
+    for _, function, piece, instead in bugs():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch, function, piece, instead)
+
+
+def test_every_named_bug_exists() -> None:
+    names = [name for name, *_ in bugs()]
+    assert len(names) == len(set(names)) and {*SOONEST, *RARE, *IN_PAGES} <= {*names}
