@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 from itertools import chain, islice
@@ -62,6 +62,8 @@ class Histories:
         self.memory = HostMemory(limit_bytes, pinned=pinned)
         #: with the beginnings of each: what every cut of it contains, and its request's prompt
         self._by_use: OrderedDict[History, tuple[Beginning, Beginning]] = OrderedDict()
+        #: those with recordings, by use
+        self._recorded: OrderedDict[History, None] = OrderedDict()
         #: under the first of these, by use
         self._under: defaultdict[Beginning, list[History]] = defaultdict(list)
         #: how many have a request's prompt that begins so, by the length of that prompt
@@ -79,12 +81,8 @@ class Histories:
             MemoryError: the host has no memory for the slab.
         """
         self.memory.reserve()
-        if self.memory.fits(recorded_bytes):
-            return True
-        # Memory is free when nothing refers to it any more, so each leaves this list first.
-        recorded = deque(history for history in self._by_use if history.recorded_bytes)
-        while recorded and not self.memory.fits(recorded_bytes):
-            self.drop(recorded.popleft())
+        while self._recorded and not self.memory.fits(recorded_bytes):
+            self.drop(next(iter(self._recorded)))
         return self.memory.fits(recorded_bytes)
 
     def add(self, history: History) -> None:
@@ -102,6 +100,8 @@ class Histories:
         for beginning in (cut, prompt):
             self._lengths[history.namespace].add(beginning[1])
         self._by_use[history] = beginnings
+        if history.recorded_bytes:
+            self._recorded[history] = None
         self._used_bytes += history.nbytes
         while self._used_bytes > self._limit_bytes:
             self.drop(next(iter(self._by_use)))
@@ -111,6 +111,7 @@ class Histories:
         if history not in self._by_use:
             return
         cut, prompt = self._by_use.pop(history)
+        self._recorded.pop(history, None)
         self._used_bytes -= history.nbytes
         self._under[cut].remove(history)
         if not self._under[cut]:
@@ -129,7 +130,7 @@ class Histories:
 
     def clear(self) -> None:
         """Forget all: the radix tree was flushed."""
-        for known in (self._by_use, self._under, self._prompts, self._lengths):
+        for known in (self._by_use, self._recorded, self._under, self._prompts, self._lengths):
             known.clear()
         self._used_bytes = 0
 
@@ -158,6 +159,8 @@ class Histories:
     def use(self, history: History) -> None:
         """It is continued: others are dropped before it."""
         self._by_use.move_to_end(history)
+        if history.recorded_bytes:
+            self._recorded.move_to_end(history)
         alike = self._under[self._by_use[history][0]]
         alike.remove(history)
         alike.append(history)

@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from sys import getsizeof
 
 from torch import Tensor
 
@@ -23,8 +22,8 @@ from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.request.last_compaction import LastCompaction
 
 #: of a history without tokens; of two Python integers in a tuple; of a place in a tuple and its
-#: integer
-_OBJECT_BYTES, _SPAN_BYTES, _INDEX_BYTES = 1024, 120, 40
+#: integer; of a character, with that of the UTF-8 copy that Python keeps once it has made one
+_OBJECT_BYTES, _SPAN_BYTES, _INDEX_BYTES, _CHARACTER_BYTES = 1024, 120, 40, 8
 #: how many sets of private keys there are before the first one comes again
 _LINEAGES = 1 << 30
 _lineages = count()
@@ -137,9 +136,10 @@ class History:
         """Memory that it uses beside its KV, what a client chose the length of included."""
         sent = 0 if self.sent is self.tokens else len(self.sent)
         total = self.tokens.itemsize * (len(self.tokens) + sent + len(self.key) + len(self.padding))
-        total += _OBJECT_BYTES + self.recorded_bytes + getsizeof(self.rid)
+        total += _OBJECT_BYTES + self.recorded_bytes + _CHARACTER_BYTES * len(self.rid)
         if isinstance(self.namespace, tuple):
-            total += sum(getsizeof(part) for part in self.namespace if isinstance(part, str))
+            names = [part for part in self.namespace if isinstance(part, str)]
+            total += _CHARACTER_BYTES * sum(map(len, names))
         if self.last is not None:
             total += self.last.positions.nbytes + self.last.kept.nbytes
         if self.recordings is not None:

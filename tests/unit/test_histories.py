@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from dataclasses import replace
 from itertools import count, takewhile
 from operator import eq
+from sys import getsizeof
 from typing import NamedTuple
 
 import pytest
@@ -224,6 +226,33 @@ def test_what_a_client_chose_the_length_of_is_counted() -> None:
     assert replace(plain, rid="r" * 10**6).nbytes > plain.nbytes + 999_000
     salted = replace(plain, namespace=("keep", None, "s" * 10**6))
     assert salted.nbytes > plain.nbytes + 999_000
+
+
+def test_a_size_stays_as_it_was_counted() -> None:
+    """Python keeps the UTF-8 form of a string once somebody has asked for it."""
+    one = replace(history(Drawn("a", [0, 1, 1], 1, 2)), rid="".join(["日"] * 10**5))
+    histories = Histories(2 * one.nbytes, pinned=False)
+    histories.add(one)
+    added, before = one.nbytes, getsizeof(one.rid)
+    pickle.dumps(one.rid)
+    assert before < getsizeof(one.rid) < one.nbytes == added
+    histories.drop(one)
+    assert histories._used_bytes == 0
+
+
+def test_continued_recordings_are_dropped_later() -> None:
+    mib = 1 << 20
+    histories = Histories(4 * mib, pinned=False)
+    histories.memory.reserve()
+    for first in (2, 3):
+        copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
+        known = Recordings((), (), (), (), {"queries": copy}, 3, {}, 3, 0)
+        histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
+        del copy, known
+    used, other = histories._by_use
+    histories.use(used)
+    del other
+    assert histories.make_room(3 * mib) and [*histories._by_use] == [used]
 
 
 def test_which_histories_need_a_missing_page() -> None:
