@@ -8,7 +8,7 @@
 - ``first_token``: seconds from the last turn's question to its first token, one request at a time,
   of every way over that of the same budget without reuse, in turn. Replies have a fixed length.
 - ``pressure``: one pool that holds a few full conversations, more conversations than that: turns
-  per minute and requests at once.
+  per minute, share of right answers, prompt tokens computed and requests at once.
 
 ``bench/conversation/figure.py`` draws the rows.
 """
@@ -156,8 +156,9 @@ def pressure(
     server: ServerProcess, arguments: argparse.Namespace, conversations: Sequence[Conversation]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for every way, each at its best: all conversations begin at once."""
-    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:])
+    ways = ways_of(arguments.policies[:1], arguments.kv_budgets[-1:], arguments.reuses)
     rates: dict[Way, list[float]] = {way: [] for way in ways}
+    taken: dict[Way, list[Measured]] = {way: [] for way in ways}
     running: dict[Way, int] = dict.fromkeys(ways, 0)
     retracted: dict[Way, int] = dict.fromkeys(ways, 0)
     for way in ways:
@@ -168,8 +169,9 @@ def pressure(
             logged, start = len(server.log), time.perf_counter()
             work = partial(hold, server, way, arguments.max_new_tokens)
             with ThreadPoolExecutor(len(conversations)) as pool:
-                turns = sum(map(len, pool.map(work, conversations)))
-            rates[way].append(60 * turns / (time.perf_counter() - start))
+                turns = [turn for held in pool.map(work, conversations) for turn in held]
+            rates[way].append(60 * len(turns) / (time.perf_counter() - start))
+            taken[way] += turns
             log = server.log[logged:]
             found = map(int, re.findall(r"Decode batch, #running-req: (\d+)", log))
             running[way] = max([running[way], *found])
@@ -184,6 +186,10 @@ def pressure(
                 "rounds": arguments.pressure_rounds,
                 "turns_per_minute_p50": round(statistics.median(rates[way]), 1),
                 **paired_ratio(rates[way], rates[ways[0]]),
+                "accuracy": round(statistics.mean(turn.right for turn in taken[way]), 4),
+                "computed_tokens": round(
+                    statistics.mean(turn.computed_tokens for turn in taken[way]), 1
+                ),
                 "peak_running": running[way],
                 "retractions": retracted[way],
             },
@@ -201,7 +207,9 @@ def parser() -> argparse.ArgumentParser:
         "--policies", nargs="*", choices=policy.names(), default=["skipkv", "skipkv+", "streaming"]
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
-    made.add_argument("--reuses", nargs="+", choices=REUSES, default=REUSES, help="of the accuracy")
+    made.add_argument(
+        "--reuses", nargs="+", choices=REUSES, default=REUSES, help="but of the first token"
+    )
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")
     made.add_argument("--max-new-tokens", type=int, default=600, help="per reply")

@@ -60,17 +60,46 @@ def conversation_first_token() -> str:
 
 
 def conversation_pressure() -> str:
+    """More conversations at once than the pool holds in full."""
     rows = recorded("conversation_pressure")
-    header = ["policy", "`kv_budget`", "`kv_reuse`", "turns per minute", "over the full cache"]
+    header = ["conversations", "policy", "`kv_budget`", "`kv_reuse`", "turns per minute"]
+    header += ["over the full cache", "right answers, %", "prompt tokens computed per turn"]
     header += ["requests at once", "retractions"]
     lines = [
         [
+            row["conversations"],
             *way(row),
             row["turns_per_minute_p50"],
             f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
-            f"{row['peak_running']} of {row['conversations']}",
+            f"{100 * float(row['accuracy']):.1f}",
+            f"{float(row['computed_tokens']):,.0f}",
+            row["peak_running"],
             row["retractions"],
         ]
         for row in rows
     ]
     return table(header, lines, rows, "conversation_pressure")
+
+
+def gain() -> list[str]:
+    """Case and result of as many conversations as one budget each leaves room for."""
+    rows = recorded("conversation_pressure")
+    row = min(
+        (row for row in rows if row["kv_reuse"] == "budget"),
+        key=lambda row: int(row["conversations"]),
+    )
+    (full,) = (
+        other
+        for other in rows
+        if not other["policy"] and other["conversations"] == row["conversations"]
+    )
+    ratio, low, high = (float(row[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
+    held = max(float(one["held_kv_tokens"]) for one in recorded("conversation"))
+    right, right_in_full = (100 * float(one["accuracy"]) for one in (row, full))
+    return [
+        f"{row['conversations']} conversations of eight turns at once in memory for "
+        f"{int(row['pool_tokens']):,} KV tokens, of which each fills {held:,.0f} in full, "
+        f"`kv_reuse` budget, `kv_budget` {row['kv_budget']} ({row['device']}, `{row['policy']}`)",
+        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times the turns per minute of SGLang without a "
+        f"budget; right answers {right:.1f}%, without a budget {right_in_full:.1f}%",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.lib.record import recorded
 from bench.lib.table_text import Row, budget, markdown, table
+from bench.report import conversation_tables
 
 
 def on_gpu(name: str) -> list[Row]:
@@ -132,6 +133,7 @@ def gains() -> str:
             + plain,
         ],
     ]
+    lines.insert(1, conversation_tables.gain())
     return markdown(["case", "result"], lines)
 
 
