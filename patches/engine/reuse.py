@@ -32,7 +32,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
 from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
 from sgl_skipkv.request.state import RequestState
-from sgl_skipkv.reuse.continuation import FinishedRow, namespace_of
+from sgl_skipkv.reuse.continuation import FinishedRow, first_prompt_of, namespace_of
 from sgl_skipkv.reuse.histories import HistoryMatch
 from sgl_skipkv.reuse.history import History
 
@@ -66,6 +66,8 @@ def continue_history(
         leaves = left > (0 if found is None else found.history.own_prompt_tokens)
         state.reuse.miss = "evicted" if lost else "diverged" if leaves else "none"
         reason = None if found is None else _why_not(req, state, found, positions)
+        if found is not None:
+            state.reuse.first_prompt = first_prompt_of(found, prompt)
         if reason is not None:
             found, state.reuse.miss = None, reason
         _continue(req, state, found, positions)
@@ -234,7 +236,7 @@ def split_behind_row_prompt(
     """AROUND ``UnifiedRadixCache.checkpoint_into_tree``: SGLang also inserts the prompt by itself,
     to split the row there, so it needs the prompt as the row has it."""
     state = state_of(req)
-    if state is None or state.reuse.continued is None:
+    if state is None or state.settings.kv_reuse is None:
         original(tree_cache, req, **kwargs)
         return
     prompt = req.origin_input_ids
@@ -297,14 +299,17 @@ def _drop(
 
 
 def own_whole_row(result: int, req: Any) -> int | None:
-    """AFTER ``Req.owned_kv_len``: a row that is filed, or that continues a history, belongs to the
-    request as a whole.
+    """AFTER ``Req.owned_kv_len``: a row that is filed, or of a conversation, belongs to the request
+    as a whole.
 
     SGLang computes the length from token counts, and from the prompt's alone with
     ``--strip-thinking-cache``. Of any other row of ours, the prompt comes first.
     """
     state = state_of(req)
-    if state is None or (state.reuse.row_key is None and state.reuse.continued is None):
+    if state is None:
+        return None
+    reuse = state.reuse
+    if reuse.row_key is None and reuse.continued is None and reuse.first_prompt is None:
         return None
     return int(req.kv.kv_committed_len)
 

@@ -26,7 +26,12 @@ from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.request.summary import summarise, trace_fields
 from sgl_skipkv.request.trace import TraceWriter
-from sgl_skipkv.reuse.continuation import FinishedRow, continue_history, history_of
+from sgl_skipkv.reuse.continuation import (
+    FinishedRow,
+    continue_history,
+    count_conversation,
+    history_of,
+)
 from sgl_skipkv.reuse.histories import Histories, HistoryMatch
 from sgl_skipkv.reuse.history import History
 from sgl_skipkv.reuse.thoughts import ThoughtTokens
@@ -265,7 +270,8 @@ class Runtime:
         earlier_tokens = state.prompt.tokens - state.prompt.uncounted_tokens
         generated = earlier_tokens + max(len(output_ids) - 1, 0)  # the last token has no KV
         tracker = state.sentences.tracker
-        tracker.feed(output_ids[max(tracker.seen_tokens - earlier_tokens, 0) :])
+        if tracker.seen_tokens >= earlier_tokens:  # else it ended without a history, and is over
+            tracker.feed(output_ids[tracker.seen_tokens - earlier_tokens :])
         state.report.summary = summarise(state, generated, output_ids)
         if not row_tokens:
             never_ran = () if output_ids else ("full_kv_tokens",)
@@ -287,7 +293,9 @@ class Runtime:
     ) -> None:
         """A request without a row and without a backup continues this history, or none."""
         self._start_anew(state)
-        if found is not None:
+        if found is None:
+            count_conversation(state)
+        else:
             continue_history(state, found, state.sentences.tracker, max_new_tokens)
 
     def leave_history(
@@ -326,7 +334,7 @@ class Runtime:
         state.kv = KVState(tracked_tokens=state.prompt.tokens + generated)
         state.sentences = self._no_sentences(state.settings)
         state.prompt.uncounted_tokens, state.prompt.earlier_compactions = state.prompt.tokens, 0
-        state.reuse.continued = None
+        state.reuse.continued, state.reuse.input_spans = None, ()
 
     def _release(self, state: RequestState) -> None:
         row, track_id = state.held.row, state.held.track_id

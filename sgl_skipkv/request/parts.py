@@ -162,8 +162,6 @@ class Continued:
         tokens: of the history; those before ``cut`` are the request's.
         cut: logical tokens of the history.
         unsent_tokens: of these, dropped thoughts, which the prompt does not contain.
-        input_spans: of what users and tools wrote behind the prompt of the conversation's first
-            request, this one's included; none unless that counts as generated.
         recorded_tokens: logical tokens whose queries may be among the recordings, those included
             that the prompt leaves out.
         recorded: recordings in host memory, until they are restored.
@@ -180,7 +178,6 @@ class Continued:
     cut: int
     unsent_tokens: int
     recorded_tokens: int
-    input_spans: Sequence[tuple[int, int]] = ()
     recorded: Mapping[str, HostCopy] | None = None
     copies: bool = False
     shared_tokens: int = 0
@@ -200,18 +197,37 @@ class Continued:
         return self.cut - self.unsent_tokens
 
 
+class FirstPrompt(NamedTuple):
+    """Where the prompt of a conversation's first request ends in the prompt of a later one, which
+    computes all of it.
+
+    Attributes:
+        tokens: its length.
+        input_spans: of what users and tools wrote behind it.
+    """
+
+    tokens: int
+    input_spans: Sequence[tuple[int, int]]
+
+
 @dataclass
 class Reuse:
     """What the request reuses and leaves (``kv_reuse``).
 
     Attributes:
         continued: None: it computes its whole prompt, as far as the radix tree has not got it.
+        first_prompt: of a conversation that counts as generated and could not be continued; None:
+            nothing in front of the request's own output counts.
+        input_spans: of what users and tools wrote behind the prompt of the conversation's first
+            request, this one's included; none unless that counts as generated.
         miss: why a history was not reused, or not all of it.
         row_key: the radix tree's keys of the row that a finished request leaves.
         runs_to_context_end: whether it may generate until the model's context is full.
     """
 
     continued: Continued | None = None
+    first_prompt: FirstPrompt | None = None
+    input_spans: Sequence[tuple[int, int]] = ()
     miss: str = "none"
     runs_to_context_end: bool = False
     row_key: array[int] | None = None

@@ -76,9 +76,7 @@ class RequestState:
 
     def input_sentences(self) -> frozenset[int]:
         """Numbers, among the live ones, of sentences that users and tools wrote in later turns."""
-        if self.reuse.continued is None:
-            return frozenset()
-        edges, live = [*chain(*self.reuse.continued.input_spans)], enumerate(self.sentences.live)
+        edges, live = [*chain(*self.reuse.input_spans)], enumerate(self.sentences.live)
         return frozenset(i for i, one in live if bisect_right(edges, self.span(one)[0]) % 2)
 
     @property
@@ -112,9 +110,7 @@ class RequestState:
         continued = self.reuse.continued
         if self.keeps_prompt_private:
             return 0
-        if continued is None:
-            return self.prompt.tokens
-        if continued.copies:
+        if continued is None or continued.copies:
             return self.prompt.uncounted_tokens
         return self.prompt.tokens - continued.evicted_tokens
 

@@ -11,15 +11,15 @@ A sentence ends with its turn: what a request adds begins a new one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.recording.sentences import SentenceTracker
 from sgl_skipkv.request.pages import page_ceil, page_floor
-from sgl_skipkv.request.parts import Continued, KVState, SentenceState
+from sgl_skipkv.request.parts import Continued, FirstPrompt, KVState, SentenceState
 from sgl_skipkv.request.state import RequestState
-from sgl_skipkv.reuse.histories import HistoryMatch
+from sgl_skipkv.reuse.histories import HistoryMatch, common_tokens
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
 from sgl_skipkv.reuse.thoughts import Thought
 
@@ -94,8 +94,8 @@ def continue_history(
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
     )
-    earlier = [(start, min(stop, cut)) for start, stop in recordings.input_spans if start < cut]
-    continued.input_spans = [*earlier, (cut, prompt.tokens)]
+    earlier = _spans_before(cut, recordings.input_spans)
+    state.reuse.input_spans = [*earlier, (cut, prompt.tokens)]
     continued.recorded = recordings.recorded
     # Who may evict needs slots of its own: the tree's may be read by other branches. Only decode
     # steps evict, and the first generated token comes from the prefill.
@@ -103,6 +103,34 @@ def continue_history(
     continued.copies = max_new_tokens > 1 and state.may_be_due_until(last_row_tokens)
     if continued.copies:
         continued.shared_tokens = page_floor(prompt.uncounted_tokens, page_tokens)
+
+
+def first_prompt_of(found: HistoryMatch, prompt: array[int]) -> FirstPrompt | None:
+    """What a history says about a prompt that cannot continue it; None: it is part of the prompt.
+
+    Without it the whole conversation would stay for good, as the prompt of a request that begins
+    one.
+    """
+    history, cut = found
+    if history.recordings is None:
+        return None
+    if history.unsent_tokens:  # the prompt has other positions
+        first = common_tokens(history.tokens[: history.prompt_tokens], prompt)
+        return FirstPrompt(first, [(first, len(prompt))])
+    earlier = _spans_before(cut, history.recordings.input_spans)
+    return FirstPrompt(history.prompt_tokens, [*earlier, (cut, len(prompt))])
+
+
+def count_conversation(state: RequestState) -> None:
+    """What is behind the conversation's first prompt counts as generated, though the request
+    computes it with its prompt."""
+    first = state.reuse.first_prompt
+    if first is not None:
+        state.prompt.uncounted_tokens, state.reuse.input_spans = first
+
+
+def _spans_before(cut: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(start, min(stop, cut)) for start, stop in spans if start < cut]
 
 
 def history_of(
@@ -126,7 +154,7 @@ def history_of(
     if state.settings.kv_reuse == "budget":
         recordings = Recordings(
             closed=tuple(state.sentences.tracker.closed),
-            input_spans=() if continued is None else tuple(continued.input_spans),
+            input_spans=tuple(state.reuse.input_spans),
             live=tuple(state.sentences.live),
             table=tuple(state.sentences.entries(table_capacity)),
             recorded=recorded,

@@ -145,7 +145,7 @@ class Histories:
         prompt, matches = array("q", tokens), []
         begun, prompts = self._begun(namespace, prompt)
         for history in begun:
-            sent_tokens = min(_common_tokens(history.sent, prompt), len(prompt) - 1)
+            sent_tokens = min(common_tokens(history.sent, prompt), len(prompt) - 1)
             cut = sent_tokens + history.unsent_tokens
             if cut >= history.first_cut:
                 matches.append((sent_tokens, HistoryMatch(history, cut)))
@@ -214,7 +214,7 @@ def _beginnings(history: History) -> tuple[Beginning, Beginning]:
     return first, own
 
 
-def _common_tokens(one: array[int], other: array[int]) -> int:
+def common_tokens(one: array[int], other: array[int]) -> int:
     """How many tokens two sequences begin with alike."""
     shorter = min(len(one), len(other))
     a, b = (np.frombuffer(tokens, dtype=np.int64, count=shorter) for tokens in (one, other))

@@ -192,6 +192,9 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "pass",
             ),
         },
+        life.continue_history: {
+            "a lost conversation stays for good": ("count_conversation(state)", "pass"),
+        },
         life._start_anew: {
             "evictions outlive a retraction": ("state.kv = KVState(", "_ = KVState("),
         },

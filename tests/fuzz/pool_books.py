@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +35,7 @@ class Books(TurnBooks):
         rows: request id -> its row; content: slot -> hash of what was last written there.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
+        first_prompts: of conversations that left something, by namespace.
         generated: request id -> its generated tokens that were ever fed; computed: what came of
             each position, evicted or not, when that was last computed.
         talks: request id -> what its row has been through; left: what finished requests left, by
@@ -50,6 +51,7 @@ class Books(TurnBooks):
         self.content: dict[int, int] = {}
         self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
+        self.first_prompts: defaultdict[Any, set[tuple[int, ...]]] = defaultdict(set)
         self.generated: dict[str, list[int]] = {}
         self.computed: dict[str, dict[int, int]] = {}
         self.talks: dict[str, Conversation] = {}

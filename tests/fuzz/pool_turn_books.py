@@ -40,6 +40,7 @@ class TurnBooks:
             self._check_farthest(req, 0 if continued is None else continued.sent_tokens)
         if continued is None:
             self.count[f"no history, {state.reuse.miss}"] += 1
+            self._count_conversation(req)
             return []
         rows = [
             (left, talk)
@@ -71,6 +72,21 @@ class TurnBooks:
         self.count["continued, not to its end"] += cut < len(left.tokens)
         self.count["continued behind thoughts"] += left.unsent_tokens > 0
         return row
+
+    def _count_conversation(self, req: Any) -> None:
+        """A conversation whose history is lost counts from where its first prompt ended."""
+        state, prompt = req.skipkv, req.origin_input_ids
+        first, is_lost = state.prompt.uncounted_tokens, state.reuse.miss == "evicted"
+        if reuse_of(req) != "budget" or not (is_lost or first < len(prompt)):
+            assert first == len(prompt)
+            return
+        own = self.first_prompts[namespace_of(req)]
+        # The template drops at most a THINK_START and a BLANK from the end of one.
+        ends = [text for text in own if text[:first] == (*prompt[:first],)]
+        assert any(len(text) - first <= 2 for text in ends), "no first prompt ends there"
+        self.talks[req.rid] = Conversation(prompt, first, first, sentences_from=first)
+        self.recomputed.add(req.rid)  # until its first compaction
+        self.count["lost, counted"] += 1
 
     def _talk_behind(self, req: Any, left: Left, cut: int) -> Conversation | None:
         """The conversation of a request that continues this history, if that is how the runtime
@@ -160,6 +176,8 @@ class TurnBooks:
         own = closed_sentences(tokens, talk.sentences_from, DELIMITER)
         talk.closed = (*talk.closed, *own)
         computed = self.computed[req.rid]
+        first = (*talk.prompt[: talk.prompt_tokens],)
+        self.first_prompts[namespace_of(req)].add(first)
         self.left[newest] = Left(
             *(namespace_of(req), separated(req), tokens, sent, row, dict(computed), talk)
         )

@@ -22,7 +22,7 @@ STRICT = {
     "SGLANG_INVARIANT_CHECK": "2",
 }
 #: of a body, beside the sampling parameters
-_TOP = ("rid", "stream", "require_reasoning", "image_data")
+_TOP = ("rid", "stream", "require_reasoning", "image_data", "logprob_start_len")
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 

@@ -202,6 +202,29 @@ def test_logprobs_of_the_prompt_are_computed(server, mode):
     assert ours == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.parametrize("policy", ["distinct", "skipkv", "rkv", "h2o", "streaming"])
+def test_a_conversation_that_is_computed_again_keeps_its_budget(server, oracle, policy):
+    """It counts from where its first prompt ends, so the second turn evicts from the first as if it
+    had continued it; the third continues what the second kept."""
+    own = keys("budget", policy)
+    (first,) = say(server, Asked(f"again-{policy}-first", draw(("again", policy), 100), own))
+    text = draw((policy, "second"), TEXT)
+    # SGLang computes a prompt whose log-probabilities are asked for.
+    asks = {**own, "logprob_start_len": len(first.tokens)}
+    (second,) = say(server, Asked(f"again-{policy}-second", text, asks, first))
+    assert second.info["kv_reuse_miss"] == "logprobs" and not second.info["reused_tokens"]
+    assert second.own[0]["generated"] == 1 and len(second.own) > 2
+    assert all(event["after"] <= 100 + BUDGET for event in second.own)
+    assert all([*range(100)] == event["kept"][:100] for event in second.own)
+    assert second.info["full_kv_tokens"] == len(second.tokens) - 100 - 1
+    assert second.info["kv_tokens"] <= BUDGET + INTERVAL
+    text = draw((policy, "third"), TEXT)
+    (third,) = say(server, Asked(f"again-{policy}-third", text, own, second))
+    assert third.info["kv_reuse_miss"] == "none"
+    assert len(third.prompt) - third.info["reused_tokens"] <= TEXT + 1
+    assert_judged(oracle("qwen2"), first, second, third)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nobody_else_finds_a_compacted_row(server, mode):
     first = first_of_two(server, "found", mode)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sgl_skipkv.offload.host_memory import HostCopies
 from sgl_skipkv.request.last_compaction import LastCompaction
 from sgl_skipkv.reuse import history as module
+from sgl_skipkv.reuse.continuation import first_prompt_of
 from sgl_skipkv.reuse.histories import MOST_ALIKE, Histories, HistoryMatch
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
 
@@ -282,6 +283,24 @@ def test_recordings_make_room_for_recordings() -> None:
     assert histories.make_room(2 * mib) and len(histories) == 3, "the oldest with recordings"
     assert not histories.make_room(5 * mib), "more than there is"
     assert [match.history for match in histories.find("a", [0, 1, 1, 1])[0]] == [plain]
+
+
+def test_where_the_first_prompt_of_a_conversation_ends() -> None:
+    """And who wrote what behind it; with "keep" the whole prompt stays as it is."""
+    plain = history(Drawn("a", [0, 1, 2, 3, 4, 5, 6, 7], 3, 6))
+    known = Recordings((), [(4, 5), (6, 8)], (), (), None, 8, {}, 8, 2)
+    counted, prompt = replace(plain, recordings=known), array("q", [0, 1, 2, 3, 4, 5, 6, 9, 9])
+    assert first_prompt_of(HistoryMatch(plain, 7), prompt) is None
+    first = first_prompt_of(HistoryMatch(counted, 7), prompt)
+    assert first == (3, [(4, 5), (6, 7), (7, 9)])
+
+
+def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
+    """The next prompt has neither the thoughts nor what opened them."""
+    drawn = Drawn("a", [0, 1, 8, 5, 6, 7], 3, 5, thought=1, opener=1, edge=1)
+    known = Recordings((), (), (), (), None, 6, {}, 6, 1)
+    counted, prompt = replace(history(drawn), recordings=known), array("q", [0, 1, 6, 7, 9])
+    assert first_prompt_of(HistoryMatch(counted, 6), prompt) == (2, [(2, 5)])
 
 
 def test_no_private_key_is_a_token_id_or_used_twice() -> None:
