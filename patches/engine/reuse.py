@@ -43,8 +43,9 @@ def continue_history(
     """AROUND ``Req.init_next_round_input``: a request that is about to be scheduled looks for the
     history that its prompt begins with.
 
-    The tree decides whether it still exists: a history of which the tree has lost a part is
-    forgotten, with all others that need the same part, and the next best is tried.
+    The tree decides whether it still exists: if it has lost a part of a history, the next best is
+    tried that does not need this part. Those that do are forgotten, but for the best one, if the
+    conversation counts: it says where that begins, also to the request's samples and branches.
     """
     state = state_of(req)
     begins = tree_cache is not None and not req.kv.holds_kv
@@ -61,13 +62,14 @@ def continue_history(
     positions = context_tokens(binding.scheduler)
     lost = state.reuse.miss == "evicted"  # in an earlier round
     matches, left = runtime.histories.find(_namespace(state, req), prompt)
+    best = first_prompt_of(matches[0], prompt) if matches else None
+    state.reuse.first_prompt = best or state.reuse.first_prompt
+    keep_best = best is not None
     while True:
         found = matches.pop(0) if matches else None
         leaves = left > (0 if found is None else found.history.own_prompt_tokens)
         state.reuse.miss = "evicted" if lost else "diverged" if leaves else "none"
         reason = None if found is None else _why_not(req, state, found, positions)
-        if found is not None:
-            state.reuse.first_prompt = first_prompt_of(found, prompt)
         if reason is not None:
             found, state.reuse.miss = None, reason
         _continue(req, state, found, positions)
@@ -81,7 +83,8 @@ def continue_history(
         if _has_whole_row(req, state, tree_cache):
             runtime.histories.use(found.history)
             return
-        runtime.histories.drop(found.history)
+        if not keep_best:
+            runtime.histories.drop(found.history)
         page_tokens, kept = runtime.page_tokens, []
         missing = found.history.pages[: req.prefix_len + page_tokens]
         for match in matches:
@@ -89,7 +92,7 @@ def continue_history(
                 runtime.histories.drop(match.history)
             else:
                 kept.append(match)
-        matches, lost = kept, True
+        matches, lost, keep_best = kept, True, False
 
 
 def _why_not(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> str | None:

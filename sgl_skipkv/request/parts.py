@@ -203,10 +203,12 @@ class FirstPrompt(NamedTuple):
 
     Attributes:
         tokens: its length.
+        compactions: that the conversation has had, as far as it is known.
         input_spans: of what users and tools wrote behind it.
     """
 
     tokens: int
+    compactions: int
     input_spans: Sequence[tuple[int, int]]
 
 

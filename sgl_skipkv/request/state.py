@@ -193,16 +193,18 @@ class RequestState:
     @property
     def records_from(self) -> int:
         """First position of a prefill whose query is used later."""
-        settings, window = self.settings, self.settings.policy.params.window
-        first = self.kv.tracked_tokens
-        if not settings.policy.needs_attention:
+        settings, policy = self.settings, self.settings.policy
+        first, window = self.kv.tracked_tokens, policy.params.window
+        reads_queries = policy.needs_queries or not policy.needs_attention
+        if reads_queries:
             longest = settings.prompt_on_top(self.prompt_row_tokens)
             longest += settings.peak_budgeted_tokens()
             due = bisect_left(range(longest), True, key=self.is_due) + self.kv.evicted_tokens
-            first = max(self.kv.not_before, due) - window
-        if settings.policy.params.coverage < 1:
+            scored = max(self.kv.not_before, due) - window
+            first = min(first, scored) if policy.needs_attention else scored
+        if policy.params.coverage < 1:
             first = min(first, max(self.kv.not_before, self._measured_from) - window)
-        elif settings.policy.needs_attention:
+        elif not reads_queries:
             return first
         if settings.kv_reuse == "budget":  # the next turn may evict before it has as many
             first = min(first, self.prompt.tokens - window)

@@ -112,21 +112,21 @@ def first_prompt_of(found: HistoryMatch, prompt: array[int]) -> FirstPrompt | No
     one.
     """
     history, cut = found
-    if history.recordings is None:
+    if (known := history.recordings) is None:
         return None
     if history.unsent_tokens:  # the prompt has other positions
         first = common_tokens(history.tokens[: history.prompt_tokens], prompt)
-        return FirstPrompt(first, [(first, len(prompt))])
-    earlier = _spans_before(cut, history.recordings.input_spans)
-    return FirstPrompt(history.prompt_tokens, [*earlier, (cut, len(prompt))])
+        return FirstPrompt(first, known.compactions, [(first, len(prompt))])
+    spans = [*_spans_before(cut, known.input_spans), (cut, len(prompt))]
+    return FirstPrompt(history.prompt_tokens, known.compactions, spans)
 
 
 def count_conversation(state: RequestState) -> None:
     """What is behind the conversation's first prompt counts as generated, though the request
     computes it with its prompt."""
-    first = state.reuse.first_prompt
+    first, prompt = state.reuse.first_prompt, state.prompt
     if first is not None:
-        state.prompt.uncounted_tokens, state.reuse.input_spans = first
+        prompt.uncounted_tokens, prompt.earlier_compactions, state.reuse.input_spans = first
 
 
 def _spans_before(cut: int, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -35,7 +35,8 @@ class Books(TurnBooks):
         rows: request id -> its row; content: slot -> hash of what was last written there.
         backed_up: request id -> the row that it had, of retracted requests that keep theirs.
         recomputed: requests whose row may be longer than their bound until they compact.
-        first_prompts: of conversations that left something, by namespace.
+        first_prompts: of conversations that left something, by namespace, and how often they had
+            been compacted.
         generated: request id -> its generated tokens that were ever fed; computed: what came of
             each position, evicted or not, when that was last computed.
         talks: request id -> what its row has been through; left: what finished requests left, by
@@ -51,7 +52,7 @@ class Books(TurnBooks):
         self.content: dict[int, int] = {}
         self.backed_up: dict[str, list[Entry]] = {}
         self.recomputed: set[str] = set()
-        self.first_prompts: defaultdict[Any, set[tuple[int, ...]]] = defaultdict(set)
+        self.first_prompts: defaultdict[Any, set[tuple[tuple[int, ...], int]]] = defaultdict(set)
         self.generated: dict[str, list[int]] = {}
         self.computed: dict[str, dict[int, int]] = {}
         self.talks: dict[str, Conversation] = {}
@@ -185,7 +186,8 @@ class Books(TurnBooks):
         assert len(kept) == budget + settings.prompt_on_top(talk.prompt_row_tokens)
         if state.held.track_id:
             newest = old[-params.window :]
-            if settings.policy.needs_attention:  # of decode steps only
+            if settings.policy.needs_attention and not settings.policy.needs_queries:
+                # of decode steps only
                 newest = [entry for entry in newest if entry.position >= talk.prefilled_tokens]
             last, count = newest[-1].position, len(newest)
             ring = self.recorder.queries.read(state.held.track_id, last, count)

@@ -80,11 +80,15 @@ class TurnBooks:
         if reuse_of(req) != "budget" or not (is_lost or first < len(prompt)):
             assert first == len(prompt)
             return
-        own = self.first_prompts[namespace_of(req)]
+        own, compactions = self.first_prompts[namespace_of(req)], state.prompt.earlier_compactions
         # The template drops at most a THINK_START and a BLANK from the end of one.
-        ends = [text for text in own if text[:first] == (*prompt[:first],)]
+        ends = [
+            text for text, at in own if text[:first] == (*prompt[:first],) and at == compactions
+        ]
         assert any(len(text) - first <= 2 for text in ends), "no first prompt ends there"
-        self.talks[req.rid] = Conversation(prompt, first, first, sentences_from=first)
+        self.talks[req.rid] = Conversation(
+            prompt, first, first, sentences_from=first, compactions=compactions
+        )
         self.recomputed.add(req.rid)  # until its first compaction
         self.count["lost, counted"] += 1
 
@@ -136,7 +140,12 @@ class TurnBooks:
             longest = len([*takewhile(bool, map(eq, left.sent, prompt[:-1]))])
             shortest = history.first_cut - left.unsent_tokens
             own = left.namespace == namespace_of(req)
-            assert not own or longest <= max(sent, shortest - 1), "a longer history"
+            if own and longest > max(sent, shortest - 1):  # it says where the conversation begins
+                assert not self._is_whole(history, left), "a longer history"
+
+    def _is_whole(self, history: Any, left: Left) -> bool:
+        """Whether the tree has the whole row of what the request left."""
+        return len(self._in_tree(history.key + history.padding, left.apart)) >= len(left.row)
 
     def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
         """A request has finished, whose row had these slots: what it leaves is in the books."""
@@ -177,7 +186,7 @@ class TurnBooks:
         talk.closed = (*talk.closed, *own)
         computed = self.computed[req.rid]
         first = (*talk.prompt[: talk.prompt_tokens],)
-        self.first_prompts[namespace_of(req)].add(first)
+        self.first_prompts[namespace_of(req)].add((first, talk.compactions))
         self.left[newest] = Left(
             *(namespace_of(req), separated(req), tokens, sent, row, dict(computed), talk)
         )

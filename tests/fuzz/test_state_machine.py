@@ -93,7 +93,7 @@ def test_a_row_whose_pages_do_not_fit_is_cut_as_sglang_cuts_it(
 SELF_SET = [
     *(("rkv", {"coverage": 0.7}), ("h2o", {"coverage": 0.7}), ("streaming", {"coverage": 0.7})),
     *(("skipkv", {"fraction": 0.2}), ("rpc", {"fraction": 0.2, "coverage": 0.8})),
-    ("keydiff", {"quotas": True}),
+    *(("keydiff", {"quotas": True}), ("rkv", {"quotas": True})),
 ]
 ASKED = [(name, {}) for name in policy.names() if name != "full"] + SELF_SET
 APART = [
@@ -294,6 +294,37 @@ def test_the_next_turn_has_the_queries_of_a_prompt_s_end(
     else:
         with pytest.raises(AssertionError, match="somebody else's queries"):
             take_turn(second, [9], 12, 6)
+
+
+@pytest.mark.parametrize("quotas", [False, True])
+def test_a_lost_conversation_counts_from_its_first_prompt(quotas: bool) -> None:
+    """Its longest history says where that ends and who wrote what behind it, though the tree has
+    lost those of all turns; and says it to the next request, too."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    parameters = {**PARAMETERS, "window": 4, "quotas": quotas}
+    keys = {**asks(12, "rkv"), "kv_params": parameters, "kv_reuse": "budget"}
+    world = World()
+
+    def take_turn(text: list[int]) -> Any:
+        call = world.arrive(text, 30, **keys)
+        world.run_dry()
+        return call
+
+    first = take_turn([5, 6, 7, 20])
+    second = take_turn([*first.origin_input_ids, *first.output_ids, 9, 9])
+    world.tree_cache.evict(EvictParams(num_tokens=POOL))
+    prompt = [*second.origin_input_ids, *second.output_ids, 9]
+    for third in (take_turn(prompt), take_turn(prompt)):
+        state = third.skipkv
+        assert (state.reuse.continued, state.reuse.miss) == (None, "evicted")
+        assert state.prompt.uncounted_tokens == len(first.origin_input_ids)
+        assert state.prompt.earlier_compactions == second.skipkv.compactions > 2
+        *earlier, own = state.reuse.input_spans
+        assert earlier == [*second.skipkv.reuse.input_spans] and own[1] == len(prompt)
+        assert state.report.compactions > 2
+    assert world.count["lost, counted"] == 2
+    world.drain()
 
 
 @pytest.mark.parametrize("pays", [True, False])

@@ -292,7 +292,7 @@ def test_where_the_first_prompt_of_a_conversation_ends() -> None:
     counted, prompt = replace(plain, recordings=known), array("q", [0, 1, 2, 3, 4, 5, 6, 9, 9])
     assert first_prompt_of(HistoryMatch(plain, 7), prompt) is None
     first = first_prompt_of(HistoryMatch(counted, 7), prompt)
-    assert first == (3, [(4, 5), (6, 7), (7, 9)])
+    assert first == (3, 2, [(4, 5), (6, 7), (7, 9)])
 
 
 def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
@@ -300,7 +300,7 @@ def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
     drawn = Drawn("a", [0, 1, 8, 5, 6, 7], 3, 5, thought=1, opener=1, edge=1)
     known = Recordings((), (), (), (), None, 6, {}, 6, 1)
     counted, prompt = replace(history(drawn), recordings=known), array("q", [0, 1, 6, 7, 9])
-    assert first_prompt_of(HistoryMatch(counted, 6), prompt) == (2, [(2, 5)])
+    assert first_prompt_of(HistoryMatch(counted, 6), prompt) == (2, 1, [(2, 5)])
 
 
 def test_no_private_key_is_a_token_id_or_used_twice() -> None:
