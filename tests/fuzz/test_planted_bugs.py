@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 from planted_bugs import IN_PAGES, RARE, SOONEST, bugs, plant
 
 
 def test_every_bug_can_be_planted() -> None:
-    for _, function, piece, instead in bugs():
+    for name, function, piece, instead in bugs():
         with pytest.MonkeyPatch.context() as patch:
+            sound = inspect.unwrap(function).__code__
             plant(patch, function, piece, instead)
+            assert inspect.unwrap(function).__code__ is not sound, name
 
 
 def test_every_named_bug_exists() -> None:
