@@ -177,6 +177,7 @@ def pressure(
             running[way] = max([running[way], *found])
             retracted[way] += sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
     for way in ways:
+        mean_computed_tokens = statistics.mean(turn.computed_tokens for turn in taken[way])
         yield (
             "conversation_pressure",
             {
@@ -186,10 +187,8 @@ def pressure(
                 "rounds": arguments.pressure_rounds,
                 "turns_per_minute_p50": round(statistics.median(rates[way]), 1),
                 **paired_ratio(rates[way], rates[ways[0]]),
-                "accuracy": round(statistics.mean(turn.right for turn in taken[way]), 4),
-                "computed_tokens": round(
-                    statistics.mean(turn.computed_tokens for turn in taken[way]), 1
-                ),
+                **accuracy_columns(sum(turn.right for turn in taken[way]), len(taken[way])),
+                "computed_tokens": round(mean_computed_tokens, 1),
                 "peak_running": running[way],
                 "retractions": retracted[way],
             },
@@ -208,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[64, 128, 256])
     made.add_argument(
-        "--reuses", nargs="+", choices=REUSES, default=REUSES, help="but of the first token"
+        "--reuses", nargs="+", choices=REUSES, default=REUSES, help="not of first_token"
     )
     made.add_argument("--conversations", type=int, default=200, help="at most, for the accuracy")
     made.add_argument("--turns", type=int, default=8, help="of each conversation, from its start")

@@ -82,7 +82,7 @@ def conversation_pressure() -> str:
 
 
 def gain() -> list[str]:
-    """Case and result of as many conversations as one budget each leaves room for."""
+    """Case and result where all histories fit: a line of the table of gains."""
     rows = recorded("conversation_pressure")
     row = min(
         (row for row in rows if row["kv_reuse"] == "budget"),

@@ -117,6 +117,7 @@ def gains() -> str:
             f"{ratio:.2f} times the tokens/s of SGLang without a budget; {least:.1f} if that one "
             "ran as many requests as fit by arithmetic",
         ],
+        conversation_tables.gain(),
         [
             f"memory for all requests, `kv_budget` {with_budget['kv_budget']} ({same})",
             f"{float(with_budget['ratio_p50']):.3f} {plain}",
@@ -133,7 +134,6 @@ def gains() -> str:
             + plain,
         ],
     ]
-    lines.insert(1, conversation_tables.gain())
     return markdown(["case", "result"], lines)
 
 

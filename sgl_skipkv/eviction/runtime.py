@@ -270,7 +270,8 @@ class Runtime:
         earlier_tokens = state.prompt.tokens - state.prompt.uncounted_tokens
         generated = earlier_tokens + max(len(output_ids) - 1, 0)  # the last token has no KV
         tracker = state.sentences.tracker
-        if tracker.seen_tokens >= earlier_tokens:  # else it ended without a history, and is over
+        # Of an aborted turn the text in front of its output may not have been fed.
+        if tracker.seen_tokens >= earlier_tokens:
             tracker.feed(output_ids[tracker.seen_tokens - earlier_tokens :])
         state.report.summary = summarise(state, generated, output_ids)
         if not row_tokens:

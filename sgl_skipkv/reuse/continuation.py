@@ -106,7 +106,8 @@ def continue_history(
 
 
 def first_prompt_of(found: HistoryMatch, prompt: array[int]) -> FirstPrompt | None:
-    """What a history says about a prompt that cannot continue it; None: it is part of the prompt.
+    """What a history says about a prompt that cannot continue it; None with ``kv_reuse: "keep"``,
+    where all of the prompt stays.
 
     Without it the whole conversation would stay for good, as the prompt of a request that begins
     one.
