@@ -164,7 +164,8 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     n = k.shape[0]
     unit = k.float().transpose(0, 1)
     unit = unit / unit.norm(dim=-1, keepdim=True).clamp_min(_EPS)
-    number = torch.arange(1, n + 1, dtype=torch.int16 if n < 2**15 else torch.int32).to(k.device)
+    integer = torch.int16 if n < 2**15 else torch.int32
+    number = torch.arange(1, n + 1, dtype=integer, device=k.device)
     last = torch.zeros(unit.shape[:2], dtype=number.dtype, device=k.device)
     # Number of each row's last similar column, 0 for none. Blocks of rows bound the memory, and S
     # is symmetric: from the diagonal on, a block says both what its rows and what its columns have.
@@ -224,8 +225,23 @@ def distinct_values(
     squares, nearest = u.square().sum(dim=1), torch.zeros_like(size)
     for start in range(first, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
-        nearest[start:end] = nearest_later(squares[start:], u[start:end] @ u[start:].T)
+        products = exact_product(u[start:end], u[start:])
+        nearest[start:end] = nearest_later(squares[start:], products)
     return (nearest / (len(compared) * heads)).sqrt(), size
+
+
+def exact_product(rows: Tensor, columns: Tensor) -> Tensor:
+    """float32 [R, C], products of float32 vectors [R, D] and [C, D], on a GPU too.
+
+    SGLang lets some models multiply with 10 bits (TF32, ``set_float32_matmul_precision``). Between
+    equal vectors that error is larger than ``SAME_VALUE``.
+    """
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return rows @ columns.T
+    finally:
+        torch.set_float32_matmul_precision(allowed)
 
 
 def nearest_later(squares: Tensor, products: Tensor) -> Tensor:

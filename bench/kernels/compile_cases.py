@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -250,13 +251,14 @@ def sentence_redundancy_cases() -> list[CompileCase]:
 
 
 def sentence_step_cases() -> list[CompileCase]:
-    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one."""
+    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one; one token per track, and several."""
     cases = []
-    for name, width in (("bf16", 3584), ("fp16", 4096), ("fp32", 8192)):
+    sizes = (("bf16", 3584), ("fp16", 4096), ("fp32", 8192))
+    for (name, width), several in product(sizes, (False, True)):
         options = sentence_step._options(width)
         cases.append(
             CompileCase(
-                name=f"{name}-D{width}",
+                name=f"{name}-D{width}" + several * "-several",
                 function=sentence_step._sentence_step_kernel,
                 signature={
                     "hidden": f"*{name}",
@@ -266,8 +268,9 @@ def sentence_step_cases() -> list[CompileCase]:
                     "vectors": f"*{name}",
                     "after_delimiter": "*i1",
                     **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
+                    **({"steps": "i32"} if several else {}),
                 },
-                constexprs={"BLOCK": options["BLOCK"]},
+                constexprs={"BLOCK": options["BLOCK"], **({} if several else {"steps": 1})},
                 aligned=("hidden_stride", "width"),
                 num_warps=options["num_warps"],
             )

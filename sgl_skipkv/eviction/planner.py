@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.recording.recorder import Recorder
+from sgl_skipkv.request.parts import Redundancy
 from sgl_skipkv.request.state import RequestState
 
 
@@ -103,21 +105,34 @@ class Planner:
     def _compared(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]
     ) -> dict[int, Sentences]:
-        """Every closed sentence against those that closed later, of all requests at once."""
-        of = {i: table for i, table in enumerate(tables) if table is not None}
-        if not of:
+        """Every closed sentence that is not known to be evicted, of all requests at once: those in
+        a table against those that closed later, the others as the last compaction found them."""
+        asking = [i for i, table in enumerate(tables) if table is not None]
+        if not asking:
             return {}
-        states = [due[i].state for i in of]
-        compared = self._recorder.sentences.compare(
+        states, sentences = [due[i].state for i in asking], self._recorder.sentences
+        scored = [list(state.sentences.live) for state in states]
+        earlier = [state.sentences.redundancy for state in states]
+        used, places, behind = list[int](), list[list[int]](), sentences.redundancy.numel()
+        for state, own, found in zip(states, scored, earlier, strict=True):
+            place = dict[int, int]()
+            if found is not None:
+                place.update(zip(found.sentences, count(behind)))
+                behind += len(found.sentences)
+            in_table = state.sentences.entries(sentences.capacity)
+            place.update(zip(in_table, count(state.held.track_id * sentences.capacity)))
+            used.append(len(in_table))
+            places.append([place.get(sentence, -1) for sentence in own])
+        compared = sentences.compare(
             [state.held.track_id for state in states],
-            [table.used for table in of.values()],
-            [table.kept for table in of.values()],
-            [
-                [state.span(sentence) for sentence in table.sentences]
-                for state, table in zip(states, of.values(), strict=True)
-            ],
+            used,
+            [[state.span(s) for s in own] for state, own in zip(states, scored, strict=True)],
+            places,
+            [found.values for found in earlier if found is not None],
         )
-        return dict(zip(of, compared, strict=True))
+        for state, own, now in zip(states, scored, compared, strict=True):
+            state.sentences.redundancy = Redundancy(own, now.redundancy)
+        return dict(zip(asking, compared, strict=True))
 
     def _spans(self, due: Sequence[Due]) -> dict[int, Sentences]:
         """Closed sentences that are not known to be evicted, by one copy."""
@@ -211,9 +226,10 @@ def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:
     head = max(prompt, min(params.sink, row_tokens))
     keep = state.keep_tokens(row_tokens)
     # With a prompt that counts and stays, a share of the budget is one of what is left of it.
-    tail = policy.protected_tail(min(state.next_budget(row_tokens), keep - prompt))
-    if policy.protects_open_sentence:  # up to half of what generated tokens may keep
-        tail = max(tail, min(state.sentences.tracker.open_tokens, (keep - prompt) // 2))
+    budget = min(state.next_budget(row_tokens), keep - prompt)
+    tail = policy.protected_tail(budget)
+    if policy.protects_open_sentence:
+        tail = max(tail, min(state.sentences.tracker.open_tokens, budget // 2))
     # Never the last token to choose.
     tail = max(policy.pinned_tail_tokens, min(tail, keep - head - 1))
     return [(0, head), (row_tokens - tail, row_tokens)]

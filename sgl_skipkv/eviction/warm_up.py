@@ -127,5 +127,7 @@ def _step(recorder: Recorder, steerer: Steerer | None, scratch: Tensor) -> None:
     recording = Recording(scratch, scratch)
     recorder.record_queries(recording, 0, q)
     recorder.record_hidden(recording, scratch, hidden)
+    recomputed = replace(recording, tokens=scratch, replay=((0, 0, len(scratch)),))
+    recorder.record_hidden(recomputed, scratch, hidden)
     if steerer is not None:
         steerer.decode(hidden, scratch, scratch)

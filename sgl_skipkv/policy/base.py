@@ -40,7 +40,10 @@ class PolicyParams(Settings):
     )
     sink: int = Field(4, ge=0, le=1024, description="first tokens of the sequence, always kept")
     window: int = Field(
-        8, ge=1, le=1024, description="last tokens, always kept; their queries score, where any do"
+        8,
+        ge=1,
+        le=1024,
+        description="last tokens, always kept; most policies that score by attention take theirs",
     )
     fraction: float = Field(
         1.0,

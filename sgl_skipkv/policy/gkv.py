@@ -6,10 +6,10 @@ tokens before these W, which have no ``I`` yet. ``A = max(decay * A, I)`` is car
 ``I`` for a new one. The score is ``sigma * A - (1 - sigma) * R / max R``, ``R`` the
 ``key_redundancy`` of R-KV, its maximum over the same tokens; nothing is pooled.
 
-Deviations: one set for all layers and heads, so ``I`` and ``R`` are means over KV heads and layers
-before they are divided by their maxima, and one ``A`` is carried instead of one per head; queries
-of a prefill, and those that an earlier compaction has seen, do not count; a recomputation after a
-retraction starts ``A`` anew.
+Deviations: a window of 8 (16 in the paper); one set for all layers and heads, so ``I`` and ``R``
+are means over KV heads and layers before they are divided by their maxima, and one ``A`` is carried
+instead of one per head; queries of a prefill, and those that an earlier compaction has seen, do not
+count; a recomputation after a retraction starts ``A`` anew.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class GKV(JointPolicy):
 
 
 def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Values, all >= 0, over the highest of their request, which is above 0."""
+    """Values, all >= 0, over the highest of their request; 0 where all are."""
     owner = owners(lengths, values.device)
-    highest = values.new_zeros(len(lengths)).scatter_reduce_(0, owner, values, "amax")
+    least = torch.finfo(values.dtype).tiny
+    highest = values.new_full((len(lengths),), least).scatter_reduce_(0, owner, values, "amax")
     return values / highest[owner]

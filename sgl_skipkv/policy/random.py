@@ -2,7 +2,8 @@
 
 Random eviction with a pinned prompt is reported to match the best scored evictors (arXiv
 2609.03430), so a comparison without it says little. The draw depends on the prompt, the number of
-the compaction and ``seed`` alone, so a request keeps the same set in any batch.
+the compaction and ``seed`` alone, so a request keeps the same set in any batch. One draw serves all
+layers and heads, and the last ``window`` tokens stay, as with every policy here.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 ``Z`` as in ``rkv``; every token of a redundant sentence gets ``Z -= lambda_s``, where ``lambda_s``
 is the sentence's highest cosine similarity to a sentence that closed later, if that exceeds ``tau``
-(eqs 1-3 and 6). ``lambda_s > 0.9`` while ``|Z| << 0.1``, so redundant sentences are evicted whole,
-and first.
+(eqs 1-3 and 6). With the default ``tau`` and ``sigma`` ``lambda_s`` is far above ``|Z|``, so
+redundant sentences are evicted first, and whole but for the last one of a compaction.
 
 Deviations: cosine where the paper writes a dot product (as its code does); the maximum over several
 later partners; a sentence of one token is never penalised; the open sentence stays, as far as that
-is no more than half of the budget; the prompt is protected by default (``protect_prompt: false,
-count_prompt: true`` is the paper's setting); each request compacts by its own generated length
-instead of the batch's.
+is no more than half of the budget; the first ``sink`` tokens stay; the prompt is protected by
+default (``protect_prompt: false, count_prompt: true, sink: 0`` is the paper's setting); each
+request compacts by its own generated length instead of the batch's. Only the most recent sentences
+are compared (``max_sentences``), but what was found of one stays.
 """
 
 from __future__ import annotations

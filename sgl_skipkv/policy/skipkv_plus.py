@@ -2,10 +2,12 @@
 
 ``Z - lambda_s + e``, where ``Z - lambda_s`` is the score of ``skipkv``. ``e = ending - r`` for the
 token with ``r`` further tokens between it and the delimiter that closes its sentence, 0 where that
-is negative, for the delimiter itself and in the open sentence. Since ``|Z| << 0.1`` and ``lambda_s
-<= 1``, eviction takes bodies first, those of redundant sentences before the others; then endings
-from their far side, so that the last token before the delimiter of every sentence is the last to
-go. The most recent ``recent`` tokens stay as well, as far as that is no more than half the budget.
+is negative, for the delimiter itself and in the open sentence. ``|Z| << 0.1`` with the default
+``sigma``, so eviction takes bodies first, then endings from their far side, and the last token
+before the delimiter of a sentence is its last to go. ``lambda_s`` is nearly 1: of redundant
+sentences bodies go before all others, and every ending with those that stand one token farther from
+their delimiter. The most recent ``recent`` tokens stay as well, as far as that is no more than half
+the budget.
 
 Why: a reasoning step states its result where it ends ("..., so Ann = 7."), and later steps look up
 the result. Once the redundant sentences are gone, SkipKV goes by ``Z``, the attention of the last

@@ -7,20 +7,23 @@ layers of an 8B model and 4 KV heads per rank in half precision, as long as the 
 than 8,704.
 
 Plain torch on every device: operations grow with the compared layers. A block bounds the memory.
+How many rows a request's blocks have follows from its own length, so neither other requests nor
+their number change a bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.reference import nearest_later
+from sgl_skipkv.kernels.reference import exact_product, nearest_later
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
-#: tokens whose products with all later ones are gathered together
-BLOCK_TOKENS = 512
+#: tokens whose products with all later ones are gathered together, and numbers of one request at
+#: most: a row of 100,000 tokens, as of a conversation that is computed again, has smaller blocks
+BLOCK_TOKENS, BLOCK_NUMBERS = 512, 2**21
 _EPS = 1e-8
 
 
@@ -30,17 +33,21 @@ def numbers_of_ranks(tokens: Sequence[int]) -> list[int]:
     Args:
         tokens: of each request, from its first on.
     """
-    of_blocks = (sum(_rows(n, start) * (n - start) for n in tokens) for start in _blocks(tokens))
+    of_blocks = (
+        sum(rows * (n - start) for n, (start, rows) in zip(tokens, block, strict=True))
+        for block in _blocks(tokens)
+    )
     return [2 * sum(tokens), *of_blocks]
 
 
-def _blocks(tokens: Sequence[int]) -> range:
-    return range(0, max(tokens) - 1, BLOCK_TOKENS)
-
-
-def _rows(tokens: int, start: int) -> int:
-    """How many tokens of the block at ``start`` have a later token."""
-    return min(max(tokens - 1 - start, 0), BLOCK_TOKENS)
+def _blocks(tokens: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Of every block the first token and the number of rows of each request, 0 behind its last."""
+    most = [min(BLOCK_TOKENS, max(BLOCK_NUMBERS // max(n, 1), 1)) for n in tokens]
+    # The last token has no later one.
+    for block in range(max(-(-(n - 1) // rows) for n, rows in zip(tokens, most, strict=True))):
+        starts = [min(block * rows, n) for n, rows in zip(tokens, most, strict=True)]
+        parts = zip(tokens, starts, most, strict=True)
+        yield [(start, min(max(n - 1 - start, 0), rows)) for n, start, rows in parts]
 
 
 def values_of_ranks(
@@ -68,17 +75,17 @@ def values_of_ranks(
     summed = torch.split(ranks.summed(torch.cat(parts)), lengths)
     sizes, squares = list(summed[::2]), summed[1::2]
     nearest = [torch.zeros_like(size) for size in sizes]
-    for start in _blocks(tokens):
+    for spans in _blocks(tokens):
         blocks = [
-            request_values.products(start, _rows(n, start))
-            for request_values, n in zip(values, tokens, strict=True)
+            request_values.products(start, rows)
+            for request_values, (start, rows) in zip(values, spans, strict=True)
         ]
         flat = ranks.summed(torch.cat([block.view(-1) for block in blocks]))
         pieces = torch.split(flat, [block.numel() for block in blocks])
-        for distances, square, block, piece in zip(nearest, squares, blocks, pieces, strict=True):
-            rows, products = block.shape[0], piece.view(block.shape)
+        for i, (start, rows) in enumerate(spans):
+            products = pieces[i].view(blocks[i].shape)
             if rows:
-                distances[start : start + rows] = nearest_later(square[start:], products)
+                nearest[i][start : start + rows] = nearest_later(squares[i][start:], products)
     heads = len(compared) * weights.shape[1] * ranks.size
     return [(square / heads).sqrt() for square in nearest], sizes
 
@@ -113,5 +120,5 @@ class _Values:
         for layer in self._compared:
             values = self._values(layer)[self._first + start :].float()
             units = (values / self._means[layer][:, None]).flatten(1)
-            products = products + units[:rows] @ units.T
+            products = products + exact_product(units[:rows], units)
         return products

@@ -65,8 +65,8 @@ class Recording:
         tracks, positions: int64 [B]; track 0 is never read.
         tokens: int64 [B], indices of a prefill's recorded tokens; None in a decode step: all tokens
             are recorded, and their sentences.
-        replay: (track id, first, stop) of generated tokens that a prefill recomputes after a
-            retraction; they are added to the sentence table one by one, as in decode steps.
+        replay: (track id, first, stop) of tokens of a prefill that count as generated; they are
+            added to the sentence table one after the other, as in decode steps.
     """
 
     tracks: Tensor
@@ -189,5 +189,4 @@ class Recorder:
             return
         for track_id, first, stop in recording.replay:
             track = torch.full((1,), track_id, dtype=torch.int64, device=hidden.device)
-            for token in range(first, stop):
-                self.sentences.step(track, token_ids[token : token + 1], hidden[token : token + 1])
+            self.sentences.step(track, token_ids[first:stop], hidden[first:stop])

@@ -63,7 +63,8 @@ class SentenceTable:
         self.index[track].fill_(entries)
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Add one token per row. tracks, token_ids: int64 [B]; hidden: float [B, D]."""
+        """Add S tokens per track, one after the other. tracks: int64 [B]; token_ids: int64 [B S],
+        track after track; hidden: float [B S, D]."""
         tables = self.tables()
         del tables["redundancy"]  # only compactions use it
         if uses_triton(hidden.device):
@@ -71,15 +72,19 @@ class SentenceTable:
 
             sentence_step(hidden, tracks, token_ids, bits=self.bits, preset=self.preset, **tables)
         else:
-            is_delimiter = (self.bits[token_ids] & self.preset[tracks]) != 0
-            reference.sentence_step(hidden, tracks, is_delimiter, **tables)
+            steps = token_ids.shape[0] // tracks.shape[0]
+            for step in range(steps):
+                of_all = slice(step, None, steps)
+                is_delimiter = (self.bits[token_ids[of_all]] & self.preset[tracks]) != 0
+                reference.sentence_step(hidden[of_all], tracks, is_delimiter, **tables)
 
     def compare(
         self,
         tracks: Sequence[int],
         used: Sequence[int],
-        entries: Sequence[Sequence[int]],
         spans: Sequence[Spans],
+        places: Sequence[Sequence[int]],
+        earlier: Sequence[Tensor],
     ) -> list[Sentences]:
         """Raise each entry's redundancy to its similarity with any later entry of its table.
 
@@ -88,14 +93,15 @@ class SentenceTable:
         Args:
             tracks: of the tables, no track twice.
             used: number of entries of each table.
-            entries: of each table, those that the policy scores, ascending.
-            spans: logical spans of these.
+            spans: logical spans of the sentences that the policy scores, ascending.
+            places: of the redundancy of each of these, in all tables and then ``earlier``, one
+                behind the other; -1: it is not known.
+            earlier: float32 [sentences], what earlier compactions found.
         """
         device, counts = self.vectors.device, [len(of_table) for of_table in spans]
         bounds = [[span[end] for of_table in spans for span in of_table] for end in (0, 1)]
-        table = [i for i, count in enumerate(counts) for _ in range(count)]
-        parts = [*bounds, table, [*chain(*entries)], tracks, used]
-        starts, stops, whose, entry, at, count = device_tensors(parts, device)
+        parts = [*bounds, [*chain(*places)], tracks, used]
+        starts, stops, place, at, count = device_tensors(parts, device)
         if uses_triton(device):
             from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
 
@@ -103,7 +109,9 @@ class SentenceTable:
         else:
             for track, n in zip(tracks, used, strict=True):
                 self._raise(track, n)
-        columns = [starts, stops, self.redundancy[at[whose], entry]]
+        unknown = self.redundancy.new_full((1,), -1.0)
+        known = torch.cat([self.redundancy.view(-1), *earlier, unknown])
+        columns = [starts, stops, known[place]]
         of_table = zip(*(torch.split(column, counts) for column in columns), strict=True)
         return [Sentences(*parts) for parts in of_table]
 

@@ -100,6 +100,23 @@ class Compared(NamedTuple):
     copied: Any
 
 
+class Redundancy(NamedTuple):
+    """What the last compaction found of the sentences that it scored. A full table forgets the
+    oldest sentences; a flag stays for the life of the request.
+
+    Attributes:
+        sentences: their indices.
+        values: float32 [sentences], as in ``Sentences``, on the device.
+    """
+
+    sentences: Sequence[int]
+    values: Tensor
+
+    def with_own_memory(self) -> Redundancy:
+        """The same: until then it has a part of what is of all requests compacted together."""
+        return self._replace(values=self.values.clone())
+
+
 @dataclass
 class SentenceState:
     """The request's sentences, and their entries in the device's sentence table. A recomputation
@@ -110,6 +127,7 @@ class SentenceState:
         seen: how many closed sentences ``live`` takes into account.
         table: sentence index of each entry of the device's table, when ``table_closed`` sentences
             were closed.
+        redundancy: None before the first compaction.
         compared: of the last compaction, until it is read back.
         similar: sentence index -> the most similar later one in any compaction, and their cosine.
     """
@@ -119,6 +137,7 @@ class SentenceState:
     seen: int = 0
     table: list[int] = field(default_factory=list)
     table_closed: int = 0
+    redundancy: Redundancy | None = None
     compared: Compared | None = None
     similar: dict[int, tuple[int, float]] = field(default_factory=dict)
 

@@ -93,6 +93,7 @@ def continue_history(
         seen=closed,
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
+        redundancy=recordings.redundancy,
     )
     earlier = _spans_before(cut, recordings.input_spans)
     state.reuse.input_spans = [*earlier, (cut, prompt.tokens)]
@@ -151,13 +152,14 @@ def history_of(
     if has_evicted or state.settings.steers:
         shared = state.shared_row_tokens
         key = key[:shared] + private_keys(len(key) - shared)
-    recordings = None
+    recordings, redundancy = None, state.sentences.redundancy
     if state.settings.kv_reuse == "budget":
         recordings = Recordings(
             closed=tuple(state.sentences.tracker.closed),
             input_spans=tuple(state.reuse.input_spans),
             live=tuple(state.sentences.live),
             table=tuple(state.sentences.entries(table_capacity)),
+            redundancy=None if redundancy is None else redundancy.with_own_memory(),
             recorded=recorded,
             recorded_tokens=max(
                 len(finished.tokens), 0 if continued is None else continued.recorded_tokens

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sgl_skipkv.offload.host_memory import HostCopy
 from sgl_skipkv.request.last_compaction import LastCompaction
+from sgl_skipkv.request.parts import Redundancy
 
 #: of a history without tokens; of two Python integers in a tuple; of a place in a tuple and its
 #: integer; of a character, with that of the UTF-8 copy that Python keeps once it has made one
@@ -47,6 +48,7 @@ class Recordings:
         input_spans: logical spans of what users and tools wrote behind its first prompt, ascending.
         live: indices of those that are not known to be evicted.
         table: sentence index of each entry of the sentence table.
+        redundancy: of its sentences at its last compaction; None: there was none.
         recorded: query ring and sentence table in host memory; None: its policy uses neither.
         recorded_tokens: logical tokens whose queries may be in the ring: those of its own history
             included that its prompt left out.
@@ -59,6 +61,7 @@ class Recordings:
     input_spans: Sequence[tuple[int, int]]
     live: Sequence[int]
     table: Sequence[int]
+    redundancy: Redundancy | None
     recorded: Mapping[str, HostCopy] | None
     recorded_tokens: int
     statistics: Mapping[str, Tensor]
@@ -147,4 +150,7 @@ class History:
             total += sum(one.nbytes for one in known.statistics.values())
             total += _SPAN_BYTES * (len(known.closed) + len(known.input_spans))
             total += _INDEX_BYTES * (len(known.live) + len(known.table))
+            if known.redundancy is not None:
+                total += _INDEX_BYTES * len(known.redundancy.sentences)
+                total += known.redundancy.values.nbytes
         return total

@@ -172,7 +172,8 @@ def variant(
             found.append((triton_type(value), apart and value.data_ptr() % 16 == 0))
         elif isinstance(value, int) and not one.is_constexpr:
             apart = not one.do_not_specialize
-            found.append((triton_type(value), apart and value == 1, apart and value % 16 == 0))
+            aligned = apart and not one.do_not_specialize_on_alignment and value % 16 == 0
+            found.append((triton_type(value), apart and value == 1, aligned))
         else:
             found.append(str(value) if one.is_constexpr else triton_type(value))
     given.pop("grid"), given.pop("warmup", None)

@@ -108,6 +108,14 @@ def test_a_row_is_read_by_all_before_one_writes_it(kernel: str) -> None:
     assert "ld.global" in loads and "st.global" not in loads and "st.global" in rest
 
 
+def test_a_token_is_stored_by_all_before_the_next_is_added() -> None:
+    """A sum is not loaded by the thread that has stored it."""
+    (case, *_) = [one for one in CASES["sentence_step"]() if one.name.endswith("-several")]
+    code = compiler.compiled(case, 90).asm["ttgir"]
+    names = re.findall(r"tt\.load|tt\.store|\.barrier", code)
+    assert names.count(".barrier") == 2 and names[-1] == ".barrier"
+
+
 def test_a_block_is_read_by_all_before_one_writes_it() -> None:
     """Loads and stores of page-table entries, which are the 4-byte ones, and barriers: evicted
     entries, kept entries, then the stores."""

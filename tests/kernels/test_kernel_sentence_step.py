@@ -139,6 +139,25 @@ def test_a_row_gets_the_same_bits_alone_and_in_a_batch(device: torch.device) -> 
         )
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_several_tokens_of_a_track_are_as_many_steps(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Bit for bit, as a prefill computes them that brings generated tokens back."""
+    torch.manual_seed(1)
+    width, steps, of = 130, 40, classes(device)
+    together, apart = (tables(width, device, dtype=dtype) for _ in range(2))
+    tracks = torch.tensor([5, 0, 2], device=device)
+    ids = torch.randint(0, len(BITS), (3, steps), device=device)
+    hidden = torch.randn(3, steps, width, device=device).to(dtype)
+    sentence_step(hidden.flatten(0, 1), tracks, ids.flatten(), **of, **together)
+    for step in range(steps):
+        sentence_step(hidden[:, step], tracks, ids[:, step].contiguous(), **of, **apart)
+    assert together["index"][2] >= CAPACITY, "sentences have closed, and the table is full"
+    for name in together:
+        assert torch.equal(together[name].nan_to_num(9.0), apart[name].nan_to_num(9.0)), name
+
+
 def test_offsets_beyond_int32(device: torch.device) -> None:
     """In the vectors of a late track, in the sums, and in hidden states that lie far apart."""
     width, rows = 512, 2**21 + 2
@@ -167,6 +186,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for hidden in (torch.zeros(1, 9), torch.zeros(8, 2).t()[:1]):
         with pytest.raises(ValueError, match=r"^hidden: expected contiguous rows of D numbers"):
             sentence_step(hidden, one, one, **classes(cpu), **tables(8, cpu))
+    for hidden, tracks in ((torch.zeros(3, 8), one), (torch.zeros(1, 8), one[:0])):
+        with pytest.raises(ValueError, match=r"^token_ids: expected one per hidden state"):
+            sentence_step(hidden, tracks, one, **classes(cpu), **tables(8, cpu))
     apart = {**tables(8, cpu), "vectors": torch.zeros(TRACKS + 1, 2, 16)[..., ::2]}
     with pytest.raises(ValueError, match=r"^vectors: expected a contiguous tensor"):
         sentence_step(torch.zeros(1, 8), one, one, **classes(cpu), **apart)

@@ -247,7 +247,7 @@ def test_continued_recordings_are_dropped_later() -> None:
     histories.memory.reserve()
     for first in (2, 3):
         copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
-        known = Recordings((), (), (), (), {"queries": copy}, 3, {}, 3, 0)
+        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 3, 0)
         histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
         del copy, known
     used, other = histories._by_use
@@ -276,7 +276,7 @@ def test_recordings_make_room_for_recordings() -> None:
     histories.add(plain)
     for first in (2, 3, 4):
         copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
-        known = Recordings((), (), (), (), {"queries": copy}, 3, {}, 3, 0)
+        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 3, 0)
         histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
         del copy, known
     assert len(histories) == 4 and not histories.memory.fits(2 * mib)
@@ -288,7 +288,7 @@ def test_recordings_make_room_for_recordings() -> None:
 def test_where_the_first_prompt_of_a_conversation_ends() -> None:
     """And who wrote what behind it; with "keep" the whole prompt stays as it is."""
     plain = history(Drawn("a", [0, 1, 2, 3, 4, 5, 6, 7], 3, 6))
-    known = Recordings((), [(4, 5), (6, 8)], (), (), None, 8, {}, 8, 2)
+    known = Recordings((), [(4, 5), (6, 8)], (), (), None, None, 8, {}, 8, 2)
     counted, prompt = replace(plain, recordings=known), array("q", [0, 1, 2, 3, 4, 5, 6, 9, 9])
     assert first_prompt_of(HistoryMatch(plain, 7), prompt) is None
     first = first_prompt_of(HistoryMatch(counted, 7), prompt)
@@ -298,7 +298,7 @@ def test_where_the_first_prompt_of_a_conversation_ends() -> None:
 def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
     """The next prompt has neither the thoughts nor what opened them."""
     drawn = Drawn("a", [0, 1, 8, 5, 6, 7], 3, 5, thought=1, opener=1, edge=1)
-    known = Recordings((), (), (), (), None, 6, {}, 6, 1)
+    known = Recordings((), (), (), (), None, None, 6, {}, 6, 1)
     counted, prompt = replace(history(drawn), recordings=known), array("q", [0, 1, 6, 7, 9])
     assert first_prompt_of(HistoryMatch(counted, 6), prompt) == (2, 1, [(2, 5)])
 

@@ -80,12 +80,19 @@ def test_ranks_keep_what_one_process_keeps(alone) -> None:
         assert first[name] == (kept, failure) and failure is None and len(kept) >= 3, name
 
 
-@pytest.mark.parametrize("block", [1, 7])
-def test_blocks_of_values_change_nothing(block: int, alone) -> None:
+@pytest.mark.parametrize(("tokens", "numbers"), [(1, 2**21), (7, 2**21), (512, 600)])
+def test_blocks_of_values_change_nothing(tokens: int, numbers: int, alone) -> None:
     def small(ranks: Ranks) -> None:
-        values_of_ranks.BLOCK_TOKENS = block
+        values_of_ranks.BLOCK_TOKENS, values_of_ranks.BLOCK_NUMBERS = tokens, numbers
 
     assert on_ranks(2, lives, ["distinct"], small)[1] == on_ranks(2, lives, ["distinct"])[0]
+
+
+def test_a_long_row_is_gathered_in_smaller_blocks() -> None:
+    """As of a conversation that is computed again; every pair once, and the last token is one."""
+    _, *blocks = values_of_ranks.numbers_of_ranks([100_000])
+    assert max(blocks) <= 2**21 and sum(blocks) >= 100_000 * 99_999 // 2
+    assert values_of_ranks.numbers_of_ranks([1, 1153]) == [2308, 512 * 1153, 512 * 641, 128 * 129]
 
 
 def _watched(ranks: Ranks, policies: Sequence[str]) -> int:

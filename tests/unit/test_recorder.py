@@ -117,8 +117,8 @@ def test_reset_forgets_the_last_request() -> None:
 
 
 def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:
-    everything = [*range(len(spans))]
-    return table.compare([1], [len(spans)], [everything], [spans])[0]
+    entries = [*range(table.capacity, table.capacity + len(spans))]  # of track 1
+    return table.compare([1], [len(spans)], [spans], [entries], [])[0]
 
 
 def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,38 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     assert float(table.redundancy[state.held.track_id, 0]) > 0.99
 
 
+@pytest.mark.parametrize("policy", ["skipkv", "skipkv+"])
+def test_a_full_table_forgets_no_flag_and_no_ending(policy: str) -> None:
+    """Sentences that have left it score as if it had room for all, in the next turn too."""
+    kept = []
+    for capacity in (24, 4096):
+        server = SyntheticServer(max_sentences=capacity)
+        call = served(
+            *(server, words(4) * 60),
+            **{"kv_policy": policy, "kv_budget": 80, "kv_params": {"interval": 8}},
+        )
+        call.hidden[PROMPT : PROMPT + 4 * 12] = torch.ones(call.hidden.shape[1])
+        server.run(call, 200)
+        tracked = {*call.state.sentences.live} - {*call.state.sentences.table}
+        assert bool(tracked) == (capacity == 24), "some have left the smaller table"
+        kept.append(call.compactions)
+    assert kept[0] == kept[1] and len(kept[0]) > 12
+
+
+def test_an_open_sentence_has_no_share_of_a_prompt_that_may_go() -> None:
+    """Half of ``kv_budget`` is protected, though a prompt that does not count is kept on top."""
+    server = SyntheticServer()
+    call = served(
+        *(server, [WORD] * 160),
+        **{"prompt": [3] * 300, "kv_budget": 40},
+        kv_params={"protect_prompt": False, "interval": 100},
+    )
+    (before,) = server.compacting(call, 150)
+    stayed = [position in set(call.compactions[0]) for position in before]
+    assert len(call.compactions[0]) == 340 and all(stayed[-20:])
+    assert not all(stayed[-140:])
+
+
 def test_the_open_sentence_stays_up_to_half_the_budget() -> None:
     """A policy without sentences drops some of it."""
     stayed = {}

@@ -181,21 +181,19 @@ def test_scratch_memory_compiles_the_same_and_touches_nothing(
     assert launched == beside and len(beside) > 8
 
 
-def test_recomputed_tokens_take_the_variant_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill's tokens are fed one by one, and every other one lies between multiples of 16."""
+def test_recomputed_tokens_take_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: 16 and others, and behind any token of their pass."""
     recorder = SyntheticServer(check_ledger=False).recorder
     none, hidden = (
         torch.zeros(0, dtype=torch.int64),
-        torch.randn(9, recorder.sentences.total.shape[1]),
+        torch.randn(40, recorder.sentences.total.shape[1]),
     )
     with on_triton():
         launched = launched_variants(monkeypatch)
-        replay = Recording(none, none, tokens=none, replay=((1, 2, 9),))
-        recorder.record_hidden(replay, torch.arange(9), hidden)
-        assert recorder.sentences.length[1] + recorder.sentences.index[1] > 0
-        recorder.record_hidden(
-            Recording(torch.ones(1, dtype=torch.int64), none), torch.arange(1), hidden[:1]
-        )
+        for first, stop in ((2, 9), (5, 21), (0, 2)):
+            replay = Recording(none, none, tokens=none, replay=((1, first, stop),))
+            recorder.record_hidden(replay, torch.arange(40), hidden)
+    assert recorder.sentences.length[1] + recorder.sentences.index[1] > 0
     assert len(launched) == 1
 
 
