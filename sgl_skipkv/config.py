@@ -119,8 +119,8 @@ class ServerConfig(Settings):
     query_window: int = Field(8, ge=1, le=1024)
     # Most recent sentences that are compared per request.
     max_sentences: int = Field(256, ge=8, le=65536)
-    # Requests with recording that can run at once; others wait.
-    max_tracked_requests: int = Field(256, ge=1, le=65536)
+    # Requests with recording that can run at once; others wait. 0: no step records.
+    max_tracked_requests: int = Field(256, ge=0, le=65536)
     # Host memory for the KV of retracted requests, down to a power of two; 0: none.
     retraction_backup_bytes: MemoryBytes = 1 << 30
     # Device memory of one compaction's workspace; larger batches are split.

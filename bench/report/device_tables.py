@@ -113,7 +113,8 @@ def gains() -> str:
     lines = [
         [
             f"KV memory full, outputs of 16K tokens, `kv_budget` {budgeted['kv_budget']} "
-            f"({budgeted['device']}, a 7B model's shapes with random weights, `distinct`)",
+            f"({budgeted['device']}, {int(budgeted['pool_tokens']):,} KV tokens as beside a 7B "
+            "model on 80 GB, its shapes with random weights, `distinct`)",
             f"{ratio:.2f} times the tokens/s of SGLang without a budget; {least:.1f} if that one "
             "ran as many requests as fit by arithmetic",
         ],

@@ -34,6 +34,7 @@ class Binding:
             the model's type.
         compilation: of the kernels, if eviction is not enabled at start.
         scored_layers: numbers of the layers without a window; empty: not known.
+        measure_again: measures the model of an idle server, and says why if that did not work.
     """
 
     config: ServerConfig
@@ -46,6 +47,7 @@ class Binding:
     compilation: KernelCompilation = field(default_factory=KernelCompilation)
     limits: ServerLimits = NO_LIMITS
     scored_layers: Sequence[int] = ()
+    measure_again: Callable[[], str | None] = lambda: None
 
     @property
     def ranks(self) -> Ranks:

@@ -153,7 +153,7 @@ def record_queries(
         return
     place = attention.skipkv_layer
     begins_step = place == 0 and forward_batch.forward_mode.is_decode()
-    if begins_step and (recorder.records_decode or is_capturing()):
+    if begins_step and (recorder.records_decode or (recorder.track_count and is_capturing())):
         # A captured step records every row; untracked and padded rows write to scratch. It must
         # read the graph's own row and position buffers, which are known only here.
         recorder.current = recorder.decode_recording(

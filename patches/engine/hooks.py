@@ -84,6 +84,11 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "a row that is left for a next turn is filed as a whole",
     ),
     after(
+        "managers.scheduler.Scheduler.record_weight_version_change(self, new_version)",
+        "engine.scheduler:note_new_weights",
+        "new weights are measured before a request evicts",
+    ),
+    after(
         "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",
         "engine.backup:forget_flushed",
         "histories live as long as the tree, and backups as long as the weights",

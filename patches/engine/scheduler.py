@@ -24,6 +24,9 @@ from sgl_skipkv.request.settings import (
 
 logger = logging.getLogger(__name__)
 
+#: what a request asks for that wants nothing of the server's defaults
+OPTED_OUT = {"kv_policy": "full", "steering": False}
+
 
 def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
@@ -59,6 +62,8 @@ def _open(
         if binding.runtime is None:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
+        if not keys and _kind_without_eviction(recv_req) is not None:
+            keys = OPTED_OUT  # the server's defaults are for requests that can have them
         settings = resolve_request(keys, binding.config, binding.limits.model_window_tokens)
         if settings is None:
             return
@@ -69,6 +74,10 @@ def _open(
         if settings.changes_kv and refusal is not None:
             binding.metrics.refused("compiling")
             _refuse_for_now(req, f"kv_budget: {refusal}")
+            return
+        if settings.evicts and (unmeasured := _measure_new_weights(binding)) is not None:
+            binding.metrics.refused("unavailable")
+            _refuse_for_now(req, f"kv_budget: the new weights were not measured: {unmeasured}")
             return
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
         if req.skipkv.keeps_prompt_private:
@@ -86,6 +95,24 @@ def _open(
         _refuse_for_now(req, message + "lower retraction_backup_bytes or kv_reuse_bytes (0: none)")
 
 
+def note_new_weights(result: None, scheduler: Any, new_version: str | None) -> None:
+    """AFTER ``Scheduler.record_weight_version_change``, which every update of weights calls."""
+    if (binding := binding_of(scheduler)) is not None and binding.runtime is not None:
+        binding.runtime.is_measured = False
+
+
+def _measure_new_weights(binding: Binding) -> str | None:
+    """Measure them for the first request that evicts; the reason why that did not work.
+
+    Other requests may be running with weights that were changed under them. The measurement waits
+    until a request finds the server idle, when the KV pool is resident again, too.
+    """
+    assert binding.runtime is not None
+    if binding.runtime.is_measured or not binding.scheduler.is_fully_idle():
+        return None
+    return binding.measure_again()
+
+
 def _refuse_for_now(req: Any, message: str) -> None:
     """End a valid request with 503: the client may retry."""
     req.set_finish_with_abort(
@@ -93,23 +120,28 @@ def _refuse_for_now(req: Any, message: str) -> None:
     )
 
 
-def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
-    """Refuse requests whose rows are not token lists, or are reused by another request."""
-    if not settings.changes_kv:
-        return
-    field = "kv_budget" if settings.evicts else "steering"
-    beam_width = recv_req.sampling_params.beam_width or 1
-    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
-    choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
-    if beam_width > 1:
-        raise SettingError(field, "no beam search with it", f"beam_width={beam_width}", choices)
+def _kind_without_eviction(recv_req: Any) -> tuple[str, str] | None:
+    """What is expected and what came, of a request whose row is no list of tokens, or that another
+    request reads."""
+    if (beam_width := recv_req.sampling_params.beam_width or 1) > 1:
+        return "no beam search with it", f"beam_width={beam_width}"
     # A session_id alone labels metrics and cache events; it does not change the prompt.
     if recv_req.session_params is not None:
-        raise SettingError(field, "no session with it", "session_params", choices)
-    captures = recv_req.return_routed_experts or recv_req.return_indexer_topk
-    if settings.evicts and captures:
-        got = "return_routed_experts or return_indexer_topk"
-        raise SettingError(field, "no per-token capture of the row with it", got, choices)
+        return "no session with it", "session_params"
+    if recv_req.return_routed_experts or recv_req.return_indexer_topk:
+        return "no per-token capture of the row with it", "return_routed_experts or _indexer_topk"
+    return None
+
+
+def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
+    """Refuse what was asked for beside a kind of request that cannot have it."""
+    kind = _kind_without_eviction(recv_req)
+    if kind is None or not settings.changes_kv:
+        return
+    field = "kv_budget" if settings.evicts else "steering"
+    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
+    choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
+    raise SettingError(field, *kind, choices)
 
 
 def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:

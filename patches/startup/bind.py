@@ -17,7 +17,7 @@ from sgl_skipkv.eviction.warm_up import warm_up, windows_of
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
-from sgl_skipkv.patches.engine.binding import Binding, binding_of
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import separate_stream, with_index
@@ -174,6 +174,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             has_thoughts=facts.thoughts is not None,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
+        measure_again=partial(_measure_again, scheduler, config),
     )
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if built is not None:
@@ -240,6 +241,19 @@ def _build(
         reasons.append(str(error))
         return None
     return Built(runtime, side.capture, kv_scales_of(runner), refused_policies)
+
+
+def _measure_again(scheduler: Any, config: ServerConfig) -> str | None:
+    """Measure new weights on an idle server; the reason why that did not work."""
+    side, runtime = model_side_of(scheduler.tp_worker.model_runner), runtime_of(scheduler)
+    assert side is not None and runtime is not None
+    try:
+        found = measure_model(scheduler, side, config, runtime.ranks, serving=True)
+    except (SettingError, AttentionMismatch, torch.OutOfMemoryError) as error:
+        return str(error)
+    runtime.take_measurements(found.centres, found.reach)
+    logger.info("sgl_skipkv: new weights measured")
+    return None
 
 
 def _has_no_gate(scheduler: Any) -> bool:

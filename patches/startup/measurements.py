@@ -1,5 +1,6 @@
 """What policies may know of the model: how its queries are rotated, and what one forward pass
-measures before a server is ready: their centres, and how far each head looks."""
+measures before a server is ready, and again behind new weights: their centres, and how far each
+head looks."""
 
 from __future__ import annotations
 
@@ -52,12 +53,21 @@ class Measurements(NamedTuple):
 
 
 def measure_model(
-    scheduler: Any, side: ModelSide, config: ServerConfig, ranks: Ranks = ONE_RANK
+    scheduler: Any,
+    side: ModelSide,
+    config: ServerConfig,
+    ranks: Ranks = ONE_RANK,
+    *,
+    serving: bool = False,
 ) -> Measurements:
     """Prefill a text once and record each head's mean query and its reach, and whether the
     attention is that of what is recorded and cached.
 
     Runs when pools and model exist and no request has come: all memory is free, and is again.
+
+    Args:
+        serving: whether requests have come. None of them has a row now, but the radix tree may hold
+            KV.
 
     Raises:
         SettingError: ``query_text`` is no readable file, or too short.
@@ -80,7 +90,7 @@ def measure_model(
     except NoRotation as error:
         refused = {name: str(error) for name in names() if policy_class(name).needs_rotation}
     check = AttentionCheck(scheduler, side.scale)
-    centres, reach = _seen(scheduler, side, rotation, ids, check)
+    centres, reach = _seen(scheduler, side, rotation, ids, check, serving)
     check.conclude(ranks)
     return Measurements(
         None if rotation is None else QueryCentres.of_means(rotation, centres),
@@ -95,6 +105,7 @@ def _seen(
     rotation: Rotation | None,
     ids: list[int],
     check: AttentionCheck,
+    serving: bool,
 ) -> tuple[list[Means], list[Tensor]]:
     """Of every layer the mean queries, if their rotation is known, and the reach of its heads."""
     runner, head_dim = scheduler.tp_worker.model_runner, side.recorder.shape.head_dim
@@ -119,7 +130,7 @@ def _seen(
     empty = torch.zeros(0, dtype=torch.int64, device=side.recorder.device)
     side.recorder.current = Recording(empty, empty, tokens=empty)  # nothing, but no graph runs
     try:
-        _prefill(scheduler, ids)
+        _prefill(scheduler, ids, serving)
     finally:
         side.recorder.current = None
         for hook in hooks:
@@ -134,8 +145,9 @@ def _seen(
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
-def _prefill(scheduler: Any, ids: list[int]) -> None:
+def _prefill(scheduler: Any, ids: list[int], serving: bool) -> None:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -144,7 +156,8 @@ def _prefill(scheduler: Any, ids: list[int]) -> None:
     params = SamplingParams(max_new_tokens=1, temperature=0)
     params.normalize(None)
     vocab_size = scheduler.model_config.vocab_size
-    req = Req("skipkv query centres", "", array("q", ids), params, vocab_size=vocab_size)
+    name = "skipkv query centres"  # of a namespace of its own, too: nothing of it is cached
+    req = Req(name, "", array("q", ids), params, vocab_size=vocab_size, extra_key=name)
     req.init_next_round_input(tree)
     req.extend_end = len(ids)
     batch = ScheduleBatch.init_new(
@@ -158,10 +171,13 @@ def _prefill(scheduler: Any, ids: list[int]) -> None:
                 ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
             )
     finally:  # a server that nobody asked to evict goes on without us, and misses no slot
-        tree.reset()
-        pages.clear()
-        allocator.clear()
-        pages.req_to_token.zero_()
+        if not serving:
+            tree.reset()
+            pages.clear()
+            allocator.clear()
+            pages.req_to_token.zero_()
+        elif req.kv.holds_kv:
+            release_kv_cache(req, tree, checkpoint=False)
 
 
 def rotation_of(model: Any) -> Rotation:

@@ -51,8 +51,13 @@ class Planner:
         ranks: Ranks = ONE_RANK,
         agreement: Agreement | None = None,
     ) -> None:
-        self._recorder, self._scale, self._centres = recorder, scale, centres
-        self._reach, self._ranks, self._agreement = reach, ranks, agreement
+        self._recorder, self._scale = recorder, scale
+        self._ranks, self._agreement = ranks, agreement
+        self.take_measurements(centres, reach)
+
+    def take_measurements(self, centres: QueryCentres | None, reach: Tensor) -> None:
+        """What is known of the model's queries and heads, as in the constructor."""
+        self._centres, self._reach = centres, reach
 
     def plan(self, due: Sequence[Due]) -> list[Plan]:
         """Choose what stays, of requests whose last compaction is read back, so that ``live`` is

@@ -92,7 +92,7 @@ class Runtime:
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
         self._kv_token_bytes = kv_token_bytes
-        self.backs_up = True
+        self.backs_up = self.is_measured = True
         self.opened_requests = self.open_requests = 0
         if ranks.size > 1:
             self._reserve()
@@ -107,6 +107,11 @@ class Runtime:
         self.recorder.reserve()
         self.host_memory.reserve()
         self.histories.memory.reserve()
+
+    def take_measurements(self, centres: QueryCentres | None, reach: Tensor) -> None:
+        """Score by what was measured of new weights from now on."""
+        self.compactor.planner.take_measurements(centres, reach)
+        self.is_measured = True
 
     def open(self, rid: str, settings: RequestSettings, prompt_ids: Sequence[int]) -> RequestState:
         """Create the state of a request that arrives: it has no row, no KV slot, no track yet.

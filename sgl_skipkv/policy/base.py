@@ -131,6 +131,11 @@ class Policy:
         return self.needs_queries or self.tracks_compactions or self.params.coverage < 1
 
     @property
+    def needs_track(self) -> bool:
+        """Whether anything is recorded for it in decode steps."""
+        return self.records_queries or self.needs_sentences or self.needs_attention
+
+    @property
     def pinned_tail_tokens(self) -> int:
         """Most recent tokens that every compaction keeps: ``window``, or the model's if longer."""
         return max(self.params.window, self.model_window_tokens)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
-from sgl_skipkv.policy import Policy, policy_class, with_params
+from sgl_skipkv.policy import Policy, make_policy, names, policy_class, with_params
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "kv_reuse", "steering")
 
@@ -176,6 +176,7 @@ def resolve_request(
     asks_for_policy = bool({"kv_policy", "kv_params"} & keys.keys())
     if kv_budget is not None:
         _check_budget(kv_budget, policy, server)
+        _check_track(policy, server)
     elif not asks_for_policy:
         policy = _resolve_policy({"kv_policy": "full"}, server, model_window_tokens)
     elif policy.evicts:
@@ -232,6 +233,15 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
         expected = f"an integer in [1, {server.query_window}], the server's query_window"
         choices = "a smaller window, or a server with a larger query_window"
         raise SettingError("kv_params.window", expected, params.window, choices)
+
+
+def _check_track(policy: Policy, server: ServerConfig) -> None:
+    if not policy.evicts or not policy.needs_track or server.max_tracked_requests:
+        return
+    free = [name for name in names() if not make_policy(name).needs_track]
+    expected = f"one of {', '.join(free)}, because this server records nothing"
+    choices = "one of these without coverage and quotas, or a server without max_tracked_requests 0"
+    raise SettingError("kv_policy", expected, policy.name, choices)
 
 
 def check_server_defaults(server: ServerConfig, model_window_tokens: int = 0) -> None:

@@ -82,9 +82,7 @@ class RequestState:
     @property
     def needs_track(self) -> bool:
         """Whether its policy uses recorded queries or sentences."""
-        policy = self.settings.policy
-        records = policy.records_queries or policy.needs_sentences or policy.needs_attention
-        return self.settings.evicts and records
+        return self.settings.evicts and self.settings.policy.needs_track
 
     @property
     def compactions(self) -> int:

@@ -238,6 +238,8 @@ SPECS: dict[str, Spec] = {
     "refused": Spec(
         ("states",), "qwen2", (*UNSUPPORTED, "--enable-streaming-session", "--kv-budget", "64")
     ),
+    # Random weights at start, as a trainer that brings its own later starts a server.
+    "weights later": Spec(("states",), "qwen2", ("--load-format", "dummy")),
     # Two tokenizer workers behind a router, and nobody asked.
     "tokenizer workers": Spec(
         ("states",), "qwen2", ("--tokenizer-worker-num", "2"), options={"trace": False}

@@ -116,7 +116,7 @@ class Layer(nn.Module):
 class World:
     """One server's device side: the buffers of a step, the tables, the hooked layers."""
 
-    def __init__(self, device: torch.device = CPU) -> None:
+    def __init__(self, device: torch.device = CPU, tracks: int = TRACKS) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -125,7 +125,7 @@ class World:
 
         self.recorder = Recorder(
             ModelShape(LAYERS, HEADS, HEAD_DIM, WIDTH),
-            track_count=TRACKS,
+            track_count=tracks,
             query_window=WINDOW,
             max_sentences=5,
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
@@ -207,6 +207,16 @@ def captured(
         assert world.recorder.current is None
         assert tape.kernels == (STEP if request.param == "kernels" else [])
         yield world, World(device), replayed
+
+
+def test_without_tracks_a_captured_step_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.runner_utils import capture_mode
+
+    world, tape = World(tracks=0), Tape()
+    monkeypatch.setattr(capture_mode, "is_capture_mode", True)
+    with on_triton(), as_one_each(tape.launched), tape:
+        world.step()
+    assert tape.kernels == ["_steering_add_kernel"]
 
 
 def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Graph]) -> None:

@@ -212,3 +212,20 @@ def test_a_null_key_is_a_key_not_set(families) -> None:
         params = {"max_new_tokens": 4, **keys}
         answer = server.post("/generate", {"text": "abc", "sampling_params": params})
         assert answer["meta_info"]["skipkv"]["kv_budget"] == (keys.get("kv_budget") or 96)
+
+
+def test_defaults_are_for_requests_that_can_have_them(families) -> None:
+    """Who asks for nothing of ours is served in full; who asks for both is refused."""
+    server = families["qwen3", False]
+    session = server.post("/open_session", {"capacity_of_str_len": 1000})
+    try:
+        body = {"text": "abc", "session_params": {"id": session}}
+        for keys in ({}, {"kv_budget": None}):
+            params = {"max_new_tokens": 200, "ignore_eos": True, **keys}
+            answer = server.post("/generate", {**body, "sampling_params": params})
+            assert answer["meta_info"]["skipkv"]["policy"] == "full"
+            assert answer["meta_info"]["skipkv"]["compactions"] == 0
+        with pytest.raises(HTTPFailure, match="kv_budget: expected no session with it"):
+            server.post("/generate", {**body, "sampling_params": {"kv_budget": 64}})
+    finally:
+        server.post("/close_session", {"session_id": session})

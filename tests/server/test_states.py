@@ -49,7 +49,30 @@ def test_ready_without_a_flag(fleet: Fleet) -> None:
         evicts = policy.policy_class(call["kv_policy"]).evicts
         assert (answer["meta_info"]["skipkv"]["evicted_tokens"] > 0) == evicts, call
     server.assert_clean()
-    fleet.stop("no flags")
+
+
+def test_weights_that_come_later_are_measured(fleet: Fleet, model_folder) -> None:
+    """Each kept set is that of a server that has started with them."""
+    calls = [
+        {"input_ids": prompt_ids(i, 20), "tokens": 120, "kv_policy": name, **more}
+        for i, name in enumerate(["distinct", "distinct", "triattention"])
+        for more in [{"kv_budget": 40, "kv_params": {"interval": 16}, "rid": f"late {i}"}]
+    ]
+    late = fleet.ready("weights later")
+    late.generate_all(calls)
+    update = {"model_path": str(model_folder("qwen2")), "load_format": "auto"}
+    assert late.post("/update_weights_from_disk", update)["success"]
+    late.generate([5, 6, 7], 8)  # without a budget: nothing is measured for it
+    assert "new weights measured" not in late.log
+    found = [late.generate(**{**call, "rid": f"{call['rid']} again"}) for call in calls]
+    assert late.log.count("new weights measured") == 1
+    expected = fleet.ready("no flags").generate_all(calls)
+    for one, other in zip(found, expected, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert one["meta_info"]["skipkv"] == other["meta_info"]["skipkv"]
+    late.assert_clean()
+    for name in ("weights later", "no flags"):
+        fleet.stop(name)
 
 
 def test_several_tokenizer_workers_when_not_asked(fleet: Fleet) -> None:

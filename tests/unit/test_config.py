@@ -50,7 +50,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("query_window", v) for v in (0, 1025, 16.0)),
     *(("query_text", v) for v in (7, True)),
     *(("max_sentences", v) for v in (7, 65537)),
-    *(("max_tracked_requests", v) for v in (0, 65537)),
+    *(("max_tracked_requests", v) for v in (-1, 65537)),
     *(("compaction_work_bytes", -1), ("retraction_backup_bytes", -1)),
     *(("retraction_backup_bytes", 1.5e9), ("check_ledger", "yes")),
     ("check_agreement", "yes"),

@@ -185,7 +185,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
         device=torch.device("cpu"), shape=SimpleNamespace(head_dim=16), current=None
     )
 
-    def prefill(scheduler: Any, ids: list[int]) -> None:
+    def prefill(scheduler: Any, ids: list[int], serving: bool) -> None:
         scheduler.read = len(ids)
         queries, keys, values = torch.randn(3, len(ids), 32)
         slots = torch.arange(len(ids))
@@ -246,7 +246,8 @@ def test_no_mean_of_complex_numbers() -> None:
     assert mean.shape == magnitude.shape == (4, 8) and mean.is_complex()
 
 
-def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any, serving: bool) -> None:
     """The server goes on without eviction, and SGLang would find the slots missing."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -262,7 +263,7 @@ def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any) -> None:
     monkeypatch.setattr(ForwardBatch, "init_new", lambda *args, **kwargs: None)
     free = [pool.available_size() for pool in pools]
     with pytest.raises(torch.OutOfMemoryError):
-        measurements._prefill(world, [*range(3, 43)])
+        measurements._prefill(world, [*range(3, 43)], serving)
     assert [pool.available_size() for pool in pools] == free
 
 

@@ -159,6 +159,23 @@ def test_message_says_what_a_caller_needs(keys: dict[str, Any], parts: list[str]
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
+def test_a_server_without_tracks_serves_what_records_nothing() -> None:
+    server = ServerConfig(max_tracked_requests=0)
+    free = []
+    for name in names():
+        try:
+            resolve_request({"kv_budget": 256, "kv_policy": name}, server)
+            free.append(name)
+        except SettingError as error:
+            assert error.field == "kv_policy" and "this server records nothing" in str(error)
+    assert free == ["distinct", "keydiff", "triattention", "streaming", "random", "full"]
+    for parameter in ({"coverage": 0.9}, {"quotas": True}):
+        with pytest.raises(SettingError, match="kv_policy: expected one of distinct, "):
+            resolve_request({"kv_budget": 256, "kv_params": parameter}, server)
+    with pytest.raises(SettingError, match="kv_policy: expected one of distinct, "):
+        check_server_defaults(ServerConfig(max_tracked_requests=0, kv_policy="rkv"))
+
+
 @pytest.mark.parametrize(
     "keys",
     [
