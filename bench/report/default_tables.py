@@ -15,6 +15,8 @@ from bench.report.accuracy_tables import right as accuracy
 from bench.report.family_tables import PLAIN, RANKED, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)
+#: budgets in percent of the mean trace, of the table of the default's earlier forms
+TIGHT_SHARES = (8, 15)
 #: problems of the rows about budgets that set themselves, and the fixed budgets beside them
 SET_THEMSELVES, FIXED = "20", (20, 25, 30, 35, 40, 50)
 
@@ -48,7 +50,7 @@ def parts() -> str:
 
 
 def beginnings() -> str:
-    """Answers through the real server: the default and its earlier forms."""
+    """Answers through the real server: the default and its earlier forms, at tight budgets."""
     now = [row for row in recorded("accuracy") if row["sampling"] == "greedy"]
     earlier = recorded("beginnings")
     place = ("model", "level", "problems")
@@ -59,7 +61,7 @@ def beginnings() -> str:
     lines = []
     for row in sorted((r for r in now if r["policy"] == "distinct"), key=_by_level_and_budget):
         at = tuple(row[name] for name in place)
-        if at not in places:
+        if at not in places or share_of_trace(row, full[at]) not in TIGHT_SHARES:
             continue
         others = [forms.get((*at, row["kv_budget"], name)) for name in names]
         lines.append(
