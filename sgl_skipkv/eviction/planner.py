@@ -20,7 +20,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.policy.batched_scores import add_token_scores
+from sgl_skipkv.policy.inputs.batched_scores import add_token_scores
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput

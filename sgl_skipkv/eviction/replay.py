@@ -20,7 +20,7 @@ from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import AttentionOver, Policy
-from sgl_skipkv.policy.batched_scores import paged_at
+from sgl_skipkv.policy.inputs.paged_cache import paged_at
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.policy.inputs.score_input import Steps
 from sgl_skipkv.recording.recorder import Recorder

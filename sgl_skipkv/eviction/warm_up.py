@@ -17,8 +17,7 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.select import select_together
-from sgl_skipkv.policy.batched_scores import paged_at
-from sgl_skipkv.policy.inputs.paged_cache import KeyLocation, PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import KeyLocation, PagedCache, paged_at
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.steering.steerer import Steerer
 

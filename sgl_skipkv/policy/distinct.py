@@ -45,12 +45,12 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.reference import distinct_values
 from sgl_skipkv.policy.base import Policy, PolicyParams
-from sgl_skipkv.policy.batched_scores import paged_values
+from sgl_skipkv.policy.inputs.batched_scores import paged_values
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences, known
 from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Places
-from sgl_skipkv.policy.joined_requests import by_request, joined_sentences, known
-from sgl_skipkv.policy.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
+from sgl_skipkv.policy.inputs.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
 
 #: tokens of the budget for each sentence that is not old
 _TOKENS_PER_NEWER = 8

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors, to_device
 from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import known, scores_of_spans
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import known, scores_of_spans
 
 #: whose scores are held at once: fewer take less memory, more take fewer operations
 _LAYERS_TOGETHER = 4

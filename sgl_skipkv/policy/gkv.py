@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import by_request, owners
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
-from sgl_skipkv.policy.joined_requests import by_request, owners
 
 
 class GKVParams(PolicyParams):

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_tokens
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request, joined_tokens
 
 #: of a coordinate of a unit key; 2**63 / 2**36 = 2**27 keys at least can be added
 _ONE = 2.0**36

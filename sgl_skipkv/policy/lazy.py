@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import by_request
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
-from sgl_skipkv.policy.joined_requests import by_request
 from sgl_skipkv.policy.raas import RaaSParams
 
 

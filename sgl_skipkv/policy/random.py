@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import to_device
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import by_request
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request
 
 
 class RandomParams(PolicyParams):

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import by_request, known, with_windows
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
 

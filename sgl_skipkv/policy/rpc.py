@@ -25,9 +25,9 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth
-from sgl_skipkv.policy.batched_scores import pooled_attention
+from sgl_skipkv.policy.inputs.batched_scores import pooled_attention
+from sgl_skipkv.policy.inputs.joined_requests import a_zero, unpadded
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import a_zero, unpadded
 
 
 class RPCParams(PolicyParams):

@@ -35,10 +35,10 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences
 from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.inputs.sentences import Sentences
-from sgl_skipkv.policy.joined_requests import by_request, joined_sentences
 
 #: tokens that every sentence keeps before masses count
 LEAST_TOKENS = 8

@@ -24,9 +24,9 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams
+from sgl_skipkv.policy.inputs.joined_requests import by_request, known
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
-from sgl_skipkv.policy.joined_requests import by_request, known
 from sgl_skipkv.policy.rkv import RKV, RKVParams
 
 

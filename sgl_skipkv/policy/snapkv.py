@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth
+from sgl_skipkv.policy.inputs.joined_requests import by_request, known, with_windows
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request, known, with_windows
 
 
 class SnapKVParams(PolicyParams):

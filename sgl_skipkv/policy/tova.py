@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import Policy
-from sgl_skipkv.policy.batched_scores import recent_attention
+from sgl_skipkv.policy.inputs.batched_scores import recent_attention
+from sgl_skipkv.policy.inputs.joined_requests import by_request
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import by_request
 
 
 class TOVA(Policy):

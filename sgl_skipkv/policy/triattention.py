@@ -38,9 +38,9 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, to_device
 from sgl_skipkv.policy.base import Policy
+from sgl_skipkv.policy.inputs.joined_requests import scores_of_spans
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import scores_of_spans
 
 _OFFSETS = tuple(1 << power for power in range(17))
 _LEAST_DEVIATION = 1e-6

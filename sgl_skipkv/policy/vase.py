@@ -37,9 +37,9 @@ from torch import Tensor
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, to_device
 from sgl_skipkv.kernels.reference import selector_attention
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams, PoolWidth
-from sgl_skipkv.policy.batched_scores import pooled_attention
+from sgl_skipkv.policy.inputs.batched_scores import pooled_attention
+from sgl_skipkv.policy.inputs.joined_requests import a_zero, joined_tokens, owners, unpadded
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import a_zero, joined_tokens, owners, unpadded
 
 #: of a range in fixed point; ranges up to 2**16 of 2**17 tokens can be added
 _ONE = 2.0**30

@@ -19,9 +19,9 @@ from torch import Tensor
 from sgl_skipkv.policy import make_policy, policy_class, vase, with_params
 from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.distinct import Distinct
+from sgl_skipkv.policy.inputs.joined_requests import joined_sentences
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import joined_sentences
 from sgl_skipkv.policy.vase import largest_range
 
 #: which coordinates are one band, what both are multiplied with, and how many are rotated

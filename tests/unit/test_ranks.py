@@ -15,7 +15,8 @@ from synthetic import Call, SyntheticServer, decode_until_due, unlike
 from sgl_skipkv.eviction import compactor, in_parts, planner, replay, scoring
 from sgl_skipkv.eviction.agreement import Agreement, DisagreementError
 from sgl_skipkv.eviction.select import Selection
-from sgl_skipkv.policy import names, policy_class, values_of_ranks
+from sgl_skipkv.policy import names, policy_class
+from sgl_skipkv.policy.inputs import values_of_ranks
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks, RanksError
 from sgl_skipkv.policy.random import Random
 

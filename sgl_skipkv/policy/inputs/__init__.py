@@ -1,1 +1,1 @@
-"""What a policy sees: a request's tokens, and what is known of the model."""
+"""What policies see: tokens of one request or of several, and what is known of the model."""

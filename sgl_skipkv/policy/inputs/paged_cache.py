@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels import on_device
+
+if TYPE_CHECKING:
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 
 @dataclass(frozen=True)
@@ -97,3 +102,34 @@ class KeyLocation:
     ring: Tensor | None
     track_id: int
     last_position: int
+
+
+def paged_at(
+    locations: Sequence[KeyLocation], row_tokens: Sequence[int]
+) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
+    """The first arguments of every kernel that attends with recorded queries, in one copy.
+
+    Args:
+        row_tokens: cached tokens of each request.
+
+    Returns:
+        keys, ring, and int64 [B] of each request's queries: tracks and last positions.
+    """
+    from sgl_skipkv.kernels.paged_keys import PagedKeys
+
+    cache = locations[0].cache
+    rows, offsets, tracks, last = on_device.device_tensors(
+        [
+            [location.row for location in locations],
+            [0, *accumulate(row_tokens)],
+            [location.track_id for location in locations],
+            [location.last_position for location in locations],
+        ],
+        cache.layer.device,
+    )
+    keys = PagedKeys(
+        *(cache.layer, cache.k_ptrs, cache.req_to_token, rows, row_tokens, offsets, cache.k_scales)
+    )
+    ring = locations[0].ring
+    assert ring is not None
+    return keys, ring, tracks, last

@@ -12,22 +12,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.policy.base import Policy
-from sgl_skipkv.policy.inputs.paged_cache import KeyLocation
+from sgl_skipkv.policy.inputs.joined_requests import Span, by_request, known
+from sgl_skipkv.policy.inputs.paged_cache import paged_at
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
-from sgl_skipkv.policy.joined_requests import Span, by_request, known
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
+    from sgl_skipkv.policy.base import Policy
 
-Scored = tuple[Policy, ScoreInput]
+Scored: TypeAlias = "tuple[Policy, ScoreInput]"
 
 
 def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
@@ -135,37 +135,6 @@ def pooled_attention(
 def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
     locations = known(request.location for request in requests)
     return paged_at(locations, [request.positions.shape[0] for request in requests])
-
-
-def paged_at(
-    locations: Sequence[KeyLocation], row_tokens: Sequence[int]
-) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
-    """The first arguments of every kernel that attends with recorded queries, in one copy.
-
-    Args:
-        row_tokens: cached tokens of each request.
-
-    Returns:
-        keys, ring, and int64 [B] of each request's queries: tracks and last positions.
-    """
-    from sgl_skipkv.kernels.paged_keys import PagedKeys
-
-    cache = locations[0].cache
-    rows, offsets, tracks, last = device_tensors(
-        [
-            [location.row for location in locations],
-            [0, *accumulate(row_tokens)],
-            [location.track_id for location in locations],
-            [location.last_position for location in locations],
-        ],
-        cache.layer.device,
-    )
-    keys = PagedKeys(
-        *(cache.layer, cache.k_ptrs, cache.req_to_token, rows, row_tokens, offsets, cache.k_scales)
-    )
-    ring = locations[0].ring
-    assert ring is not None
-    return keys, ring, tracks, last
 
 
 def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple[PagedKeys, Tensor]:
