@@ -13,7 +13,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
-from sgl_skipkv.policy.inputs.paged_cache import PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache, picked
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
@@ -138,10 +138,7 @@ def due_of(
         """float [row tokens, Hkv, d], in row order; float8 is dequantised to float32."""
         layer = scored[place]
         stored = buffer(layer + kv_pool.start_layer)
-        if scale is None:
-            return stored[slots()]
-        picked = stored.view(kv_pool.store_dtype)[slots()].view(stored.dtype)
-        return picked.float() * scale(layer)
+        return picked(stored, slots(), None if scale is None else scale(layer))
 
     of_keys, of_values = _scales(req_to_token_pool)
     keys = partial(of_layer, kv_pool.get_key_buffer, of_keys)

@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
-from sgl_skipkv.policy.inputs.joined_requests import by_request
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_statistics, last_positions
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 
 _NEVER = -1e30
@@ -62,12 +62,7 @@ class Crystal(JointPolicy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``log credit + (now - tau) log decay`` of every token of all requests."""
-        last, credit = (
-            torch.cat([request.statistics[name] for request in requests])
-            for name in ("last_look", "credit")
-        )
-        now = torch.cat(
-            [request.positions[-1:].expand(request.positions.shape) for request in requests]
-        )
+        last, credit = joined_statistics(requests, "last_look", "credit")
+        now = last_positions(requests)
         scores = credit.log() + (now - last) * math.log(self.params.decay)
         return by_request(torch.where(credit == 0, _NEVER, scores), requests)

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
-from sgl_skipkv.policy.inputs.joined_requests import by_request, owners
+from sgl_skipkv.policy.inputs.joined_requests import (
+    by_request,
+    joined_statistics,
+    owners,
+    with_windows,
+)
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 
 
@@ -62,7 +67,7 @@ class GKV(JointPolicy):
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
         sigma, lengths = self.params.sigma, [request.positions.shape[0] for request in requests]
-        attended = torch.cat([request.statistics["attended"] for request in requests])
+        (attended,) = joined_statistics(requests, "attended")
         redundancy = self._before_window([*map(self._redundancy, requests)])
         repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
@@ -81,8 +86,8 @@ class GKV(JointPolicy):
 
     def _before_window(self, rows: Sequence[Tensor]) -> Tensor:
         """[n of all rows], each with 0 for its window."""
-        zeros = rows[0].new_zeros(self.params.window)
-        return torch.cat([piece for row in rows for piece in (row[: -len(zeros)], zeros)])
+        window = self.params.window
+        return with_windows([row[:-window] for row in rows], window)
 
 
 def _of_highest(values: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
-from sgl_skipkv.policy.inputs.joined_requests import by_request
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_statistics, last_positions
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.raas import RaaSParams
 
@@ -53,13 +53,8 @@ class Lazy(JointPolicy):
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """``H1 + H2`` of every token of all requests, in [0, 2]."""
-        last, longest = (
-            torch.cat([request.statistics[name] for request in requests])
-            for name in ("last_active", "longest_gap")
-        )
-        now = torch.cat(
-            [request.positions[-1:].expand(request.positions.shape) for request in requests]
-        )
+        last, longest = joined_statistics(requests, "last_active", "longest_gap")
+        now = last_positions(requests)
         likely = 2.0 * torch.sigmoid((last - now) / longest.clamp_min(1.0))
         frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
         scores = likely + frequent * (longest > 0)

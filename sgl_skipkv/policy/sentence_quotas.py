@@ -35,7 +35,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import Policy
-from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences, joined_statistics
 from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.inputs.sentences import Sentences
@@ -84,12 +84,8 @@ class SentenceQuotas(Policy):
         segment, segments = _segments(positions, owner, sentences, len(requests))
         segment = torch.where(inside, segment, segments - 1)  # which no candidate has
         recent, credit = (
-            _shares(
-                torch.cat([request.statistics[name] for request in requests]) * inside,
-                owner,
-                starts,
-            )
-            for name in ("recent", "credit")
+            _shares(values * inside, owner, starts)
+            for values in joined_statistics(requests, "recent", "credit")
         )
         share = (1.0 - CREDIT_SHARE) * recent + CREDIT_SHARE * credit
         mass = _sums(share, segment, segments)[segment] / _ONE

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.policy.inputs.paged_cache import PagedCache
+from sgl_skipkv.policy.inputs.paged_cache import PagedCache, picked
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
 
@@ -41,6 +41,18 @@ def owners(lengths: Sequence[int], device: torch.device) -> Tensor:
     requests, counts = device_tensors([range(len(lengths)), lengths], device)
     owner: Tensor = requests.repeat_interleave(counts, output_size=sum(lengths))
     return owner
+
+
+def joined_statistics(requests: Sequence[ScoreInput], *names: str) -> list[Tensor]:
+    """float32 [tokens of all requests] of each name."""
+    return [torch.cat([request.statistics[name] for request in requests]) for name in names]
+
+
+def last_positions(requests: Sequence[ScoreInput]) -> Tensor:
+    """int64 [tokens of all requests], the last position of the request that each token is of."""
+    return torch.cat(
+        [request.positions[-1:].expand(request.positions.shape) for request in requests]
+    )
 
 
 def with_windows(parts: Sequence[Tensor], window: int) -> Tensor:
@@ -86,19 +98,14 @@ class CachedTokens:
     def keys(self, layer: int) -> Tensor:
         """float [*slots, Hkv, d]; float8 keys are dequantised to float32."""
         scales = self.cache.k_scales
-        return self._picked(self.cache.k_layers[layer], None if scales is None else scales[layer])
+        scale = None if scales is None else scales[layer]
+        return picked(self.cache.k_layers[layer], self.slots, scale)
 
     def values(self, layer: int) -> Tensor:
         """As ``keys``, of values."""
         scales = self.cache.v_scales
-        return self._picked(self.cache.v_layers[layer], None if scales is None else scales[layer])
-
-    def _picked(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        if stored.itemsize > 1:
-            picked = stored[self.slots]
-        else:  # which torch cannot index on every device
-            picked = stored.view(torch.uint8)[self.slots].view(stored.dtype).float()
-        return picked if scale is None else picked.float() * scale
+        scale = None if scales is None else scales[layer]
+        return picked(self.cache.v_layers[layer], self.slots, scale)
 
 
 def joined_tokens(

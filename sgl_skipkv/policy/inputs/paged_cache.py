@@ -104,6 +104,20 @@ class KeyLocation:
     last_position: int
 
 
+def picked(stored: Tensor, slots: Tensor, scale: Tensor | float | None) -> Tensor:
+    """float [*slots, Hkv, d] of one layer's keys or values; float8 is dequantised to float32.
+
+    Args:
+        stored: float [all slots, Hkv, d].
+        scale: what the cached numbers are to be multiplied with; None: 1.
+    """
+    if stored.itemsize > 1:
+        found = stored[slots]
+    else:  # which torch cannot index on every device
+        found = stored.view(torch.uint8)[slots].view(stored.dtype).float()
+    return found if scale is None else found.float() * scale
+
+
 def paged_at(
     locations: Sequence[KeyLocation], row_tokens: Sequence[int]
 ) -> tuple[PagedKeys, Tensor, Tensor, Tensor]:
