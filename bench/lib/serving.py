@@ -15,9 +15,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from bench.lib.sweep import Problem, Sweep
+from sgl_skipkv.cli.prompts import prompt_text
 from sgl_skipkv.cli.report_estimates import kv_bytes_per_token
 from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, exit_on_sigterm
-from sgl_skipkv.cli.tune.prompts import prompt_text
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "examples" / "reasoner"

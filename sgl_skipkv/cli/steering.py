@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from sgl_skipkv.cli.files import is_utf8, read_lines
+from sgl_skipkv.cli.files import read_lines
+from sgl_skipkv.cli.prompts import named, prompt_text
 from sgl_skipkv.cli.tables import Column, print_json, table_of
-from sgl_skipkv.config import SettingError, Unabridged
+from sgl_skipkv.config import SettingError
 from sgl_skipkv.recording.sentences import PRESETS
 
 
@@ -24,7 +25,7 @@ def add_steering(commands: Any, tables: argparse.ArgumentParser) -> None:
     extract.set_defaults(run=extract_steering)
     extract.add_argument("--model-path", required=True, help="folder or name")
     source = extract.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=Path, help="JSONL, prompt or problem per line")
+    source.add_argument("--prompts", type=Path, help="JSONL, prompt, problem or messages per line")
     source.add_argument("--traces", type=Path, help="JSONL, prompt (as sent) and output per line")
     extract.add_argument("-o", "--out", type=Path, required=True, help="safetensors file to write")
     extract.add_argument("--layer", default="auto", help="number, or auto: best separation")
@@ -69,11 +70,8 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
     else:
         prompts = []
         for line in read_lines("prompts", arguments.prompts):
-            prompt = line.record.get("prompt") or line.record.get("problem")
-            if not prompt or not is_utf8(prompt):
-                expected, got = "prompt or problem, as text", Unabridged(line.place)
-                raise SettingError("prompts", expected, got, '{"prompt": "..."}')
-            prompts.append(prompt)
+            with named(line):
+                prompts.append(prompt_text(run.tokenizer, line.record))
         statistics = run.from_prompts(prompts, arguments.max_new_tokens)
     nonexecution, execution = statistics.count.tolist()
     layers = run.report()

@@ -99,10 +99,13 @@ class Extraction:
     def from_prompts(self, prompts: Sequence[str], max_new_tokens: int) -> ClassStatistics:
         """Generate missing traces, capture missing hidden states, return the sums.
 
+        Args:
+            prompts: as sent to the model.
+
         Raises:
             SettingError: the work folder belongs to other traces, or a prompt is too long.
         """
-        ids = [self._prompt_ids(prompt) for prompt in prompts]
+        ids = [self._ids(prompt) for prompt in prompts]
         longest = _longest("prompts", ids, self._limit_tokens - 1)
         self._begin({"prompts": ids, "max_new_tokens": max_new_tokens})
         outputs = self._read_outputs()
@@ -252,13 +255,6 @@ class Extraction:
             # Several delimiters may end a thought: the last one precedes the next thought.
             position = prompt + (start if self.take == "before" else stop) - 1
             yield position, int(is_execution)
-
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        if self.tokenizer.chat_template:
-            prompt = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-        return self._ids(prompt)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -138,7 +138,6 @@ def test_a_stopped_generation_goes_on(
     monkeypatch.setattr(server, "post", post)
     texts = [trace["prompt"] for trace in traces]
     run = Extraction(str(MODELS[0]), tmp_path / "work")
-    monkeypatch.setattr(run, "_prompt_ids", lambda text: run.tokenizer.encode(text))
     monkeypatch.setattr(run, "_server", lambda most_tokens: contextlib.nullcontext(server))
     monkeypatch.setattr(run, "_captured", server.log_path.parent / "captured")
     statistics = run.from_prompts(texts, max_new_tokens=200)
@@ -176,7 +175,7 @@ def test_the_shipped_vectors_belong_to_their_models(folder: Path) -> None:
         (["--prompts", "none.jsonl"], "prompts: expected readable JSONL"),
         (["--traces", "numbers.jsonl"], "traces: expected objects with prompt, output"),
         (["--prompts", "prompts.jsonl", "--keywords", "Hmm"], "keywords: expected words that are"),
-        (["--prompts", "unnamed.jsonl"], "prompts: expected prompt or problem"),
+        (["--prompts", "unnamed.jsonl"], "prompts: expected a prompt in every line"),
         (["--prompts", "prompts.jsonl", "--layer", "4"], "layer: expected auto or a number in [0"),
         (["--prompts", "prompts.jsonl", "--layer", "best"], "layer: expected auto or a number"),
         (["--prompts", "prompts.jsonl", "-o", "no/v.safetensors"], "out: expected a file in a fol"),

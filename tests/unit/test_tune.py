@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sgl_skipkv.cli.prompts import Prompt
 from sgl_skipkv.cli.server_process import Endpoint, HTTPFailure
 from sgl_skipkv.cli.tune import figure, grading
 from sgl_skipkv.cli.tune.compare import Comparison, Row, acceptable, equal_tokens, recommended
 from sgl_skipkv.cli.tune.intervals import paired_interval, quantile, wilson
-from sgl_skipkv.cli.tune.prompts import Prompt
 from sgl_skipkv.cli.tune.runs import FULL, Output, Run, Runner, Setting
 from sgl_skipkv.cli.tune.show import Report, sentences, table
 

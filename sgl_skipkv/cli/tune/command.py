@@ -21,6 +21,7 @@ from sgl_skipkv import policy
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.no_answer import why_no_answer
 from sgl_skipkv.cli.progress import progress, step
+from sgl_skipkv.cli.prompts import Prompt, read_prompts
 from sgl_skipkv.cli.server_process import (
     Endpoint,
     HTTPFailure,
@@ -37,7 +38,6 @@ from sgl_skipkv.cli.tune.budgets import (
 )
 from sgl_skipkv.cli.tune.compare import Comparison
 from sgl_skipkv.cli.tune.figure import check_figure, draw
-from sgl_skipkv.cli.tune.prompts import Prompt, read_prompts
 from sgl_skipkv.cli.tune.runs import FULL, Run, Runner, Setting
 from sgl_skipkv.cli.tune.show import Report, sentences, table
 from sgl_skipkv.config import ServerConfig, SettingError

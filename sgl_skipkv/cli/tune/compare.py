@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
+from sgl_skipkv.cli.prompts import Prompt
 from sgl_skipkv.cli.tune.grading import is_right
 from sgl_skipkv.cli.tune.intervals import paired_interval, quantile, wilson
-from sgl_skipkv.cli.tune.prompts import Prompt
 from sgl_skipkv.cli.tune.runs import Run
 
 #: the chance of a recommendation that loses more than it says

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sgl_skipkv.cli.prompts import Prompt
 from sgl_skipkv.cli.server_process import Endpoint
-from sgl_skipkv.cli.tune.prompts import Prompt
 from sgl_skipkv.config import SettingError
 
 #: for one answer: a long one on a slow machine takes hours

@@ -9,7 +9,7 @@ import pytest
 from json_lines import written
 from transformers import AutoTokenizer
 
-from sgl_skipkv.cli.tune.prompts import prompt_text, read_prompts
+from sgl_skipkv.cli.prompts import prompt_text, read_prompts
 from sgl_skipkv.config import SettingError
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"

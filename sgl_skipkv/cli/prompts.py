@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,16 @@ def prompt_text(tokenizer: Any, record: Mapping[str, Any], suffix: str = "") -> 
         choices = "text without halves of surrogate pairs, here and in --suffix"
         raise SettingError("prompts", "text that UTF-8 can encode", text, choices)
     return text
+
+
+@contextmanager
+def named(line: Line) -> Iterator[None]:
+    """A wrong value found within it is reported with its file and line."""
+    try:
+        yield
+    except SettingError as error:
+        got = Unabridged(f"{line.place}: {brief(error.got)}")
+        raise SettingError(error.field, error.expected, got, error.choices) from error
 
 
 def _are_messages(value: object) -> bool:
@@ -124,11 +135,9 @@ def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def _prompts(tokenizer: Any, lines: Iterable[Line], suffix: str) -> Iterable[Prompt]:
     for line in lines:
-        try:
-            yield _prompt(tokenizer, line.record, suffix)
-        except SettingError as error:
-            got = Unabridged(f"{line.place}: {brief(error.got)}")
-            raise SettingError(error.field, error.expected, got, error.choices) from error
+        with named(line):
+            prompt = _prompt(tokenizer, line.record, suffix)
+        yield prompt
 
 
 def _prompt(tokenizer: Any, record: Mapping[str, Any], suffix: str) -> Prompt:
