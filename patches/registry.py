@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import sglang
-from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_skipkv.eviction.error_boundary import attempt
@@ -89,11 +88,6 @@ def function_of(hook: Hook) -> Callable[..., Any]:
     """Ours, imported. Its module may not import beside an SGLang that is not tested."""
     function: Callable[..., Any] = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
     return function
-
-
-def load() -> None:
-    """Let SGLang load its plugins, as it does when a server starts."""
-    load_plugins()
 
 
 def problems() -> list[str]:

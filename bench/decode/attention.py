@@ -171,7 +171,7 @@ class TorchDecode(DecodeAttention):
 BACKENDS = {one.name: one for one in (FlashInferDecode, SGLangTritonDecode, TorchDecode)}
 
 
-def backend_for(device: torch.device, name: str | None = None) -> type[DecodeAttention] | None:
+def backend_for(device: torch.device, name: str | None) -> type[DecodeAttention] | None:
     """The named one; else what is installed for a GPU, if anything is, and torch for a CPU."""
     if name is not None:
         return BACKENDS[name]

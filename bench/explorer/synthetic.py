@@ -30,7 +30,7 @@ def sentences(tokenizer: Any, tokens: int, seed: int = 0) -> list[list[int]]:
 
 
 def write_trace(
-    path: Path, tokenizer: Any, tokens: int, *, kv_budget: int = 1024, interval: int = 128
+    path: Path, tokenizer: Any, tokens: int, *, kv_budget: int, interval: int = 128
 ) -> None:
     """Append a request per kind of eviction: single tokens at random, which is the most work for a
     page, whole sentences, and the oldest tokens."""

@@ -63,7 +63,7 @@ class Cache:
     """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, *, clustered: bool = False
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, *, clustered: bool
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         width = shape.tokens + shape.interval

@@ -42,6 +42,8 @@ from sgl_skipkv.request.settings import RequestSettings, resolve_request
 from sgl_skipkv.request.state import RequestState
 
 ROW = 1
+#: of a trace with its prompt, at most
+_POSITIONS = 8192
 #: the two bundled models
 FAMILIES_MODEL, REASONER_MODEL = FOLDER, FOLDER.with_name("reasoner")
 
@@ -74,14 +76,14 @@ class ForcedModel:
         folder: a bundled one, or what ``bench.public.model`` writes.
     """
 
-    def __init__(self, folder: Path, most_tokens: int = 8192) -> None:
+    def __init__(self, folder: Path) -> None:
         self.model = load_model(folder)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         shape = self.model.shape
         self.shape = ModelShape(shape.layers, shape.query_heads, shape.head_dim, shape.hidden)
         texts = ((i, self.tokenizer.decode([i])) for i in range(shape.vocab))
         self.delimiters = Delimiters(texts, shape.vocab)
-        self.cos, self.sin = rope_table(shape, most_tokens, torch.device("cpu"))
+        self.cos, self.sin = rope_table(shape, _POSITIONS, torch.device("cpu"))
 
     @cached_property
     def measured(self) -> tuple[QueryCentres, Tensor]:

@@ -72,7 +72,7 @@ class Fact:
     amount: int
     value: int
 
-    def sentence(self, *, aside: bool = False) -> str:
+    def sentence(self, *, aside: bool) -> str:
         """The fact as the prompt states it; `aside` puts another item than the asked one first."""
         opening, item = (f"As for {self.item}, ", "") if aside else ("", f" {self.item}")
         match self.kind:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import sglang
+from sglang.srt.plugins import load_plugins
 
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.hook import Hook, body_hash
@@ -48,7 +49,7 @@ def hook_states() -> tuple[list[HookState], list[str]]:
     tested = registry.tested_version_for(version)
     known: dict[str, dict[str, str]] = json.loads(FILE.read_text())
     now = body_hashes(version)
-    registry.load()
+    load_plugins()
     problems = registry.problems()
     states = []
     for hook in registry.of_version(registry.HOOKS, version):

@@ -57,7 +57,7 @@ def show_trace(arguments: Namespace, console: Console) -> int:
     return 0
 
 
-def finished_request(trace: Path, rid: str | None = None) -> FinishedRequest:
+def finished_request(trace: Path, rid: str | None) -> FinishedRequest:
     """The last request of a trace that has finished, or the last one with this id.
 
     Raises:

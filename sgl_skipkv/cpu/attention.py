@@ -134,7 +134,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             first = 0 if window is None else max(length - 1 - window, 0)
             keys, values = _gathered(k_cache, v_cache, req_to_token[row, first:length])
             attended = _attended(
-                query[i][:, None], keys, values, options["scaling"], sinks=self._sinks
+                query[i][:, None], keys, values, options["scaling"], None, self._sinks
             )
             output[i] = attended.flatten(0, 1)
         return output
@@ -168,8 +168,8 @@ def _attended(
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
-    seen: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    seen: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """float [Hkv, query heads per KV head * T, d], query heads one after the other.
 

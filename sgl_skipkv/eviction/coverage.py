@@ -20,7 +20,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.replay import attention_of_ranks
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, started_copy
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.demand import UNKNOWN, Demand
 
@@ -29,7 +29,7 @@ _UNITS = 2**32
 
 
 def measure_demand(
-    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
+    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks
 ) -> None:
     """Set the requests' demands, which the CPU reads a few steps later. If one of several ranks
     fails, they are ``UNKNOWN`` on all of them."""

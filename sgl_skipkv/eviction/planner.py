@@ -22,7 +22,7 @@ from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.inputs.batched_scores import add_token_scores
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.recording.recorder import Recorder
@@ -47,9 +47,9 @@ class Planner:
         *,
         scale: float,
         reach: Tensor,
-        centres: QueryCentres | None = None,
-        ranks: Ranks = ONE_RANK,
-        agreement: Agreement | None = None,
+        centres: QueryCentres | None,
+        ranks: Ranks,
+        agreement: Agreement | None,
     ) -> None:
         self._recorder, self._scale = recorder, scale
         self._ranks, self._agreement = ranks, agreement

@@ -21,13 +21,13 @@ from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import AttentionOver, Policy
 from sgl_skipkv.policy.inputs.paged_cache import paged_at
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import Steps
 from sgl_skipkv.recording.recorder import Recorder
 
 
 def replay_steps(
-    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks = ONE_RANK
+    requests: Sequence[Due], recorder: Recorder, *, scale: float, ranks: Ranks
 ) -> None:
     """Bring the requests' statistics up to date; those with the same policy share the launches.
 
@@ -155,7 +155,7 @@ def replayed_attention(
     steps: Sequence[int],
     recorder: Recorder,
     scale: float,
-    over: AttentionOver = "mean",
+    over: AttentionOver,
 ) -> Tensor:
     """float32 [most steps, tokens of all requests], the attention of ``Steps``.
 

@@ -138,9 +138,7 @@ class Distinct(Policy):
         return numbers_of_ranks([tokens - self.span(prompt, tokens)[0] for prompt, tokens in rows])
 
     def scores(self, inputs: ScoreInput) -> Tensor:
-        """Of every cached token; the newest and those of a protected prompt score 0."""
-        if inputs.ranks.size > 1:
-            return self._scores_of_ranks([inputs])[0]
+        """Of every token, of one rank; the newest and those of a protected prompt score 0."""
         sentences, (first, _) = inputs.sentences, self.candidates(inputs)
         assert sentences is not None
         layers = [*map(inputs.values, range(inputs.layers))]

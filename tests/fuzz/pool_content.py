@@ -43,8 +43,8 @@ def tag_after(
     tags: Sequence[int],
     position: int,
     token: int,
+    apart: Apart,
     factor: float = 0.0,
-    apart: Apart = (None, None),
 ) -> int:
     """The content of a token that sees this row, and is steered with that factor.
 
@@ -55,14 +55,12 @@ def tag_after(
     return hash((token, position, *seen) if not factor else (token, position, factor, *seen))
 
 
-def full_tags(
-    tokens: Sequence[int], apart: Apart = (None, None), known: Sequence[Entry] = ()
-) -> list[int]:
+def full_tags(tokens: Sequence[int], apart: Apart, known: Sequence[Entry] = ()) -> list[int]:
     """The content of every token of a text; ``known`` is the row of its beginning, which nothing
     is evicted from unless that says so."""
     tags = [entry.tag for entry in known]
     for position in range(known[-1].position + 1 if known else 0, len(tokens)):
-        tags.append(tag_after(tags, position, tokens[position], apart=apart))
+        tags.append(tag_after(tags, position, tokens[position], apart))
     return tags
 
 

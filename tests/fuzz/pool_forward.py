@@ -120,7 +120,7 @@ class Forward(Books):
                 factor = next(factors)
                 self._check_fed(req, first + offset, token, factor)
                 tags = [entry.tag for entry in row]
-                tag = tag_after(tags, first + offset, token, factor, separated(req))
+                tag = tag_after(tags, first + offset, token, separated(req), factor)
                 row.append(Entry(first + offset, tag))
                 self.computed.setdefault(req.rid, {})[first + offset] = tag
                 written.append(row[-1])

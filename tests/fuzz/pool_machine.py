@@ -291,9 +291,7 @@ def own_draws() -> Iterator[None]:
         providers.CONSTANTS_CACHE.cache.clear()
 
 
-def run_machine(
-    examples: int, *, steps: int, seed: int, kind: type[PoolMachine] = PoolMachine
-) -> Counter[str]:
+def run_machine(examples: int, *, steps: int, seed: int, kind: type[PoolMachine]) -> Counter[str]:
     """Drive so many lives; what happened in them. The same seed draws the same lives.
 
     Raises:
