@@ -74,7 +74,11 @@ def budget(row: Row) -> str:
     return row["kv_budget"] or "none"
 
 
-def paired_ratio(name: str, what: str, rows: list[Row]) -> str:
+def ratio_with_interval(row: Row) -> str:
+    return f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]"
+
+
+def ratio_table(name: str, what: str, rows: list[Row]) -> str:
     """Median ratio of paired rounds with its interval."""
     lines = [
         [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]] for row in rows

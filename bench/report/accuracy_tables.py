@@ -33,7 +33,7 @@ def demo() -> str:
     return table(header, lines, rows, "demo")
 
 
-def right(row: Row) -> str:
+def accuracy(row: Row) -> str:
     """Accuracy in percent, with its interval."""
     low, high = (100 * float(row[f"wilson_{side}"]) for side in ("low", "high"))
     return f"{100 * float(row['accuracy']):.1f} [{low:.0f}, {high:.0f}]"
@@ -60,10 +60,10 @@ def comparison(
         here = [row for row in rows if row["level"] == level]
         full = next(row for row in here if row["policy"] == "full")
         lines.append([level, f"FullKV ({float(full['output_tokens']):,.0f} tokens)"])
-        lines[-1] += [right(full), *[""] * (len(shares) - 1)]
+        lines[-1] += [accuracy(full), *[""] * (len(shares) - 1)]
         for policy in compared() if policies is None else policies:
             cells = {
-                share_of_trace(row, full): right(row) for row in here if row["policy"] == policy
+                share_of_trace(row, full): accuracy(row) for row in here if row["policy"] == policy
             }
             if cells:
                 lines.append([level, f"`{policy}`", *(cells.get(share, "-") for share in shares)])
@@ -79,10 +79,10 @@ def ablation(label: Callable[[Row], str | None], first: str) -> str:
     shares = sorted({share_of_cache(row, full) for _, row in chosen})
     lines = []
     for name in dict.fromkeys(name for name, _ in chosen):
-        cells = {share_of_cache(row, full): right(row) for other, row in chosen if other == name}
+        cells = {share_of_cache(row, full): accuracy(row) for other, row in chosen if other == name}
         lines.append([name, *(cells.get(share, "-") for share in shares)])
     header = [first, *(f"budget {share}%" for share in shares)]
-    lines.append(["FullKV", right(full), *[""] * (len(shares) - 1)])
+    lines.append(["FullKV", accuracy(full), *[""] * (len(shares) - 1)])
     return table(header, lines, [row for _, row in chosen], "ablations")
 
 
@@ -159,7 +159,7 @@ def batch_size() -> str:
         [
             f"`{row['policy']}`",
             row["batch"],
-            right(row),
+            accuracy(row),
             row["compactions"],
             f"{row['same_kept_sets_as_alone']} of {row['problems']}",
             f"{row['same_outputs_as_alone']} of {row['problems']}",
@@ -197,7 +197,7 @@ def peer() -> str:
             f"`{row['policy']}`",
             budget(row),
             row["requests_at_once"],
-            right(row),
+            accuracy(row),
             row["output_tokens"],
             row["tokens_per_s"],
         ]

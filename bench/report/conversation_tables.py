@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, table
+from bench.lib.table_text import Row, ratio_with_interval, table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")
@@ -51,7 +51,7 @@ def conversation_first_token() -> str:
         [
             *way(row),
             row["first_token_ms_p50"],
-            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            ratio_with_interval(row),
             f"{float(row['computed_tokens_p50']):,.0f}",
         ]
         for row in rows
@@ -70,7 +70,7 @@ def conversation_pressure() -> str:
             row["conversations"],
             *way(row),
             row["turns_per_minute_p50"],
-            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            ratio_with_interval(row),
             f"{100 * float(row['accuracy']):.1f}",
             f"{float(row['computed_tokens']):,.0f}",
             row["peak_running"],

@@ -10,8 +10,7 @@ from bench.lib.record import recorded
 from bench.lib.table_text import Row, parameters, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES
-from bench.report.accuracy_tables import LEVELS, share_of_trace
-from bench.report.accuracy_tables import right as accuracy
+from bench.report.accuracy_tables import LEVELS, accuracy, share_of_trace
 from bench.report.family_tables import PLAIN, RANKED, cells, right, share_right
 
 HEAD_SHARES = (15, 25, 35, 50)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, markdown, table
+from bench.lib.table_text import Row, budget, markdown, ratio_with_interval, table
 from bench.report import conversation_tables
 
 
@@ -155,7 +155,7 @@ def serve_ample() -> str:
         [
             *(names[row["plugin"]], budget(row), row["calls"]),
             f"{float(row['tokens_per_s_p50']):,.0f}",
-            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            ratio_with_interval(row),
         ]
         for row in rows
     ]

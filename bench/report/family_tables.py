@@ -11,8 +11,7 @@ from bench.lib.record import recorded
 from bench.lib.table_text import Row, table
 from bench.reasoner.families.base import SIZES
 from bench.reasoner.families.registry import FAMILIES, HELDOUT
-from bench.report.accuracy_tables import right as accuracy
-from bench.report.accuracy_tables import share_of_trace
+from bench.report.accuracy_tables import accuracy, share_of_trace
 
 SHARES = (8, 15, 25, 35)
 #: of the tables of single cells: the default, and the best of the others

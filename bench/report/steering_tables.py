@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, paired_ratio, table
-from bench.report.accuracy_tables import right, share_of_trace
+from bench.lib.table_text import Row, ratio_table, table
+from bench.report.accuracy_tables import accuracy, share_of_trace
 
 
 def steering_cells(model: str, *, budgeted: bool) -> list[Row]:
@@ -24,7 +24,7 @@ def how_steered(row: Row) -> str:
 def steering_numbers(row: Row, full: Row) -> list[str]:
     tokens, before = float(row["output_tokens"]), float(full["output_tokens"])
     return [
-        right(row),
+        accuracy(row),
         f"{tokens:,.0f} ({100 * (tokens / before - 1):+.0f}%)",
         f"{100 * float(row['nonexecution_share']):.1f}%",
         f"{100 * float(row['similar_share']):.1f}%",
@@ -84,4 +84,4 @@ def without_checks() -> str:
 
 def steering_cost() -> str:
     what = "throughput, every request steered, over the same requests not steered"
-    return paired_ratio("steering_cost", what, recorded("steering_cost"))
+    return ratio_table("steering_cost", what, recorded("steering_cost"))

@@ -7,7 +7,15 @@ from itertools import zip_longest
 from math import inf
 
 from bench.lib.record import recorded
-from bench.lib.table_text import PLAIN, Row, budget, markdown, paired_ratio, table
+from bench.lib.table_text import (
+    PLAIN,
+    Row,
+    budget,
+    markdown,
+    ratio_table,
+    ratio_with_interval,
+    table,
+)
 
 #: generated tokens of the papers' largest table
 LONGEST = 16384
@@ -22,7 +30,7 @@ def on_cpu(name: str) -> list[Row]:
 
 def off_cost() -> str:
     what = "throughput with the plugin and no budget, over SGLang without it"
-    return paired_ratio("off_cost", what, on_cpu("off_cost")[-1:])
+    return ratio_table("off_cost", what, on_cpu("off_cost")[-1:])
 
 
 def serve_latency() -> str:
@@ -42,7 +50,7 @@ def serve_pressure() -> str:
         [
             budget(row),
             f"{float(row['tokens_per_s_p50']):,.0f}",
-            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            ratio_with_interval(row),
             f"{row['peak_running']} of {row['calls']}",
             row["fits_by_arithmetic"],
             row["retractions"],
@@ -58,7 +66,7 @@ def compaction_cost() -> str:
         [
             f"`{row['policy']}`",
             row["ms_p50"],
-            f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]",
+            ratio_with_interval(row),
         ]
         for row in rows
     ]

@@ -20,7 +20,7 @@ from sgl_skipkv.request.state import RequestState
 def budgeted_adder_class(base: type, scheduler: Any) -> type | None:
     """AFTER ``Scheduler.get_prefill_adder_class``: the subclass that knows budgets."""
     runtime = runtime_of(scheduler)
-    if runtime is None or runtime.opened_requests == 0:
+    if runtime is None or not runtime.has_opened:
         return None  # no budgeted request so far: SGLang's own class
     return mixed_in(_BudgetedAdder, base)
 

@@ -47,6 +47,7 @@ class Runtime:
         histories: rows that finished requests left (``kv_reuse``).
         thoughts: the tokens around thoughts; None: ``</think>`` is not one token.
         backs_up: whether requests are backed up at all in this moment.
+        has_opened: whether a request has been opened so far.
         open_requests: that hold a row of the page table; 0 when the server is idle.
         ranks: of the server; this is the runtime of one of them.
         metrics: that this process exports.
@@ -93,7 +94,7 @@ class Runtime:
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
         self._kv_token_bytes = kv_token_bytes
         self.backs_up = self.is_measured = True
-        self.opened_requests = self.open_requests = 0
+        self.has_opened, self.open_requests = False, 0
         if ranks.size > 1:
             self._reserve()
 
@@ -128,7 +129,7 @@ class Runtime:
             kv=KVState(tracked_tokens=len(prompt_ids)),
             sentences=self._no_sentences(settings),
         )
-        self.opened_requests += 1
+        self.has_opened = True
         self.metrics.opened(state)
         self.take_prompt(state, prompt_ids)
         if settings.evicts:

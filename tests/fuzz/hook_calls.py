@@ -184,7 +184,7 @@ class HookCalls(HookObjects):
     def _adder(self, *chunks: int | None) -> Any:
         from sglang.srt.managers.scheduler import Scheduler
 
-        self.world.runtime.opened_requests += 1  # somebody has asked: the adder is ours
+        self.world.runtime.has_opened = True  # somebody has asked: the adder is ours
         cls = Scheduler.get_prefill_adder_class(self.world)
         assert issubclass(cls, admission._BudgetedAdder)
         return cls(

@@ -174,7 +174,7 @@ def test_a_request_that_ends_at_its_prefill() -> None:
 def test_a_request_that_never_got_a_row_holds_nothing() -> None:
     server = SyntheticServer()
     call = served(server, prefill=False)
-    assert server.runtime.open_requests == 0 and server.runtime.opened_requests == 1
+    assert server.runtime.open_requests == 0 and server.runtime.has_opened
     server.runtime.close(call.state, 0, [], "abort")
     assert call.state.report.summary is not None and call.state.report.summary["kv_tokens"] == 0
     server.assert_idle()
