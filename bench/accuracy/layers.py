@@ -12,7 +12,6 @@ tokens that are gone.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from bench.lib.record import append_row
-from bench.lib.serving import BUNDLED
+from bench.lib.serving import BUNDLED, prompts_of
+from sgl_skipkv.cli.files import read_lines
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.rkv import RKVParams
@@ -125,12 +125,11 @@ def main() -> None:
 def traces(arguments: argparse.Namespace, model: Any) -> list[tuple[int, list[int]]]:
     """Prompt length and all tokens of each trace: from a file, or greedy from the model."""
     if arguments.traces:
-        records = [json.loads(line) for line in arguments.traces.read_text().splitlines()]
+        records = [line.record for line in read_lines("traces", arguments.traces)]
         pairs = [(r["prompt_ids"], r["output_ids"]) for r in records[: arguments.problems]]
         return [(len(prompt), prompt + output) for prompt, output in pairs]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_path)
-    problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
-    prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
+    prompts = prompts_of(BUNDLED / "heldout.jsonl", "hard", arguments.problems)
     model.set_attn_implementation("sdpa")
     greedy = list(greedy_traces(model, tokenizer, prompts))
     model.set_attn_implementation("remembering")

@@ -20,7 +20,6 @@ without a wrong token. Rows on record are not made again.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from functools import cache
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.accuracy.layers import greedy_traces
 from bench.lib.record import append_row, recorded
-from bench.lib.serving import BUNDLED
+from bench.lib.serving import BUNDLED, prompts_of
 from bench.reasoner.check_families import FOLDER as FAMILIES_FOLDER
 from bench.reasoner.check_families import choices, encode
 from bench.reasoner.export import load_model
@@ -192,8 +191,7 @@ def main() -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
-    problems = [json.loads(x) for x in (BUNDLED / "heldout.jsonl").read_text().splitlines()]
-    prompts = [p["prompt"] for p in problems if p["level"] == "hard"][: arguments.problems]
+    prompts = prompts_of(BUNDLED / "heldout.jsonl", "hard", arguments.problems)
     traces = list(greedy_traces(model, tokenizer, prompts))
     for which, tokens, delimiter, recent in track(MASKS, "masks"):
         old = wrong = 0

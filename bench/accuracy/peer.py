@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.lib.accuracy import accuracy_columns
 from bench.lib.record import append_row
-from bench.lib.serving import add_arguments, read_problems, servers
+from bench.lib.serving import add_arguments, prompts_of, read_problems, servers
 from bench.lib.sweep import Cell, Problem
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.tune.grading import is_right
@@ -69,8 +69,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=[77, 154])
     arguments = parser.parse_args()
     ((level, problems),) = read_problems(arguments).items()
-    records = map(json.loads, arguments.problem_file.read_text().splitlines())
-    prompts = [r["prompt"] for r in records if r.get("level") == level][: len(problems)]
+    prompts = prompts_of(arguments.problem_file, level, len(problems))
 
     jobs = [("none", None), *((press, b) for b in arguments.budgets for press in PRESSES)]
     request = {

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from bench.lib.sweep import GREEDY, Poster
 from bench.reasoner.conversations import ANSWER, CALL
 from bench.reasoner.vocabulary import OPEN_REPLY, TURN_END, message_text, token_id
+from sgl_skipkv.cli.files import read_lines
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -143,5 +144,4 @@ def computed_tokens(info: Mapping[str, Any]) -> int:
 
 def read_conversations(path: Path, count: int) -> list[Conversation]:
     """The first ``count`` held-out conversations of a file."""
-    lines = path.read_text().splitlines()[:count]
-    return [json.loads(line)["turns"] for line in lines]
+    return [line.record["turns"] for line in read_lines("conversations", path)[:count]]

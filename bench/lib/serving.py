@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from bench.lib.sweep import Problem, Sweep
+from sgl_skipkv.cli.files import read_lines
 from sgl_skipkv.cli.prompts import prompt_text
 from sgl_skipkv.cli.report_estimates import kv_bytes_per_token
 from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, exit_on_sigterm
@@ -54,8 +54,7 @@ def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     """
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_path)
     levels: dict[str, list[Problem]] = defaultdict(list)
-    for number, line in enumerate(arguments.problem_file.read_text().splitlines()):
-        record = json.loads(line)
+    for number, (_, record) in enumerate(read_lines("problem-file", arguments.problem_file)):
         level = str(record.get("level", arguments.problem_file.stem))
         if "family" in record:
             level = f"{record['family']}-{level}"
@@ -67,6 +66,12 @@ def read_problems(arguments: argparse.Namespace) -> dict[str, list[Problem]]:
     if missing := set(chosen) - set(levels):
         raise ValueError(f"--levels: expected some of {sorted(levels)}, got {sorted(missing)}")
     return {level: levels[level] for level in chosen}
+
+
+def prompts_of(path: Path, level: str, count: int) -> list[str]:
+    """Prompts of the first problems of a level, as the file has them."""
+    records = (line.record for line in read_lines("problem-file", path))
+    return [record["prompt"] for record in records if record.get("level") == level][:count]
 
 
 def is_bundled(model_path: str) -> bool:

@@ -17,6 +17,7 @@ from servers import Server
 from transformers import AutoTokenizer
 
 import sgl_skipkv
+from bench.lib.trace import read_trace
 
 pytestmark = pytest.mark.server
 
@@ -121,8 +122,8 @@ def nothing_cached(server: Server) -> None:
 def finished(server: Server, before: int = 0) -> list[dict[str, Any]]:
     """Of every request that the plugin has seen end, the summary; the first ones are left out."""
     server.wait_idle()
-    lines = map(json.loads, server.trace_path.read_text().splitlines())
-    return [line for line in lines if line["event"] == "finish"][before:]
+    events = read_trace(server.trace_path)
+    return [event for event in events if event["event"] == "finish"][before:]
 
 
 def assert_second(summary: dict[str, Any], turn: Turn, mode: str) -> None:

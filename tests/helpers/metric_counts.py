@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.config import METRIC_PREFIX
 
@@ -26,8 +26,7 @@ COUNTED = {
 def counts_of_trace(paths: Iterable[Path]) -> Counts:
     """Of every event of these files; the trace tells an error from no other abort."""
     counts: Counts = Counter()
-    for line in (line for path in paths for line in path.read_text().splitlines()):
-        event = json.loads(line)
+    for event in (event for path in paths for event in read_trace(path)):
         if event["event"] == "compact":
             counts["compactions_total", event["policy"]] += 1
             counts["evicted_tokens_total", event["policy"]] += event["before"] - event["after"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import random
 import time
@@ -26,6 +25,7 @@ from load_server import SETTINGS, LoadServer, report_outcomes, report_trace
 from servers import HTTPFailure
 from tiny_models import LETTERS, LINE_ENDS
 
+from bench.lib.trace import read_trace
 from sgl_skipkv import policy
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.config import ServerConfig
@@ -287,8 +287,8 @@ def report_canaries(
     """Known answers, in the storm and behind it."""
     recomputed = set()
     if server.evicts:
-        lines = map(json.loads, server.trace_path.read_text().splitlines())
-        recomputed = {line["rid"] for line in lines if line["event"] == "recompute"}
+        events = read_trace(server.trace_path)
+        recomputed = {event["rid"] for event in events if event["event"] == "recompute"}
     for name, budgeted in (("with a budget", True), ("without a budget", False)):
         pairs = [pair for pair in storm.canaries if bool(pair[1].call.keys) == budgeted]
         exact = [pair for pair in pairs if pair[1].answer["meta_info"]["id"] not in recomputed]

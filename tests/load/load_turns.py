@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter, defaultdict
@@ -23,6 +22,7 @@ from servers import HTTPFailure, Server
 from tiny_models import prompt_ids
 from turns import LOGPROB_TOLERANCE, Turn
 
+from bench.lib.trace import read_trace
 from sgl_skipkv import policy
 from sgl_skipkv.cli.progress import progress, track
 
@@ -107,8 +107,7 @@ class Crowd:
         """All conversations to their ends; every turn has its events then."""
         asyncio.run(self._run())
         events = defaultdict[str, list[Event]](list)
-        for line in self.server.trace_path.read_text().splitlines():
-            event = json.loads(line)
+        for event in read_trace(self.server.trace_path):
             events[event["rid"]].append(event)
         for turn in self.turns:
             turn.events = events[turn.rid]

@@ -11,7 +11,6 @@ cost. Ends with 1 if something does not hold.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -38,6 +37,7 @@ from row_table import show
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 
+from bench.lib.trace import read_trace
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names
 
@@ -83,8 +83,7 @@ def requests_of(policy: str, count: int) -> list[Row]:
 def events_of(path: Path) -> Events:
     """By request, in order."""
     found: Events = {}
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
+    for event in read_trace(path):
         found.setdefault(event["rid"], []).append(event)
     return found
 
@@ -144,7 +143,7 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
     return rows
 
 
-def matches(some: Sequence[list[int]], others: Sequence[list[int]]) -> int:
+def matches(some: Sequence[object], others: Sequence[object]) -> int:
     return sum(one == other for one, other in zip(some, others, strict=True))
 
 
@@ -165,12 +164,12 @@ def restores(model: Path, folder: Path) -> list[Row]:
             server.generate_all(requests)
             server.assert_clean()
             first, second = (trace_of(server.trace_path, rank) for rank in (0, 1))
-        lines = first.read_text().splitlines()
-        count = sum(json.loads(line)["event"] == "restore" for line in lines)
-        equal = matches(lines, second.read_text().splitlines())  # type: ignore[arg-type]
+        events = read_trace(first)
+        count = sum(event["event"] == "restore" for event in events)
+        equal = matches(events, read_trace(second))
         rows.append(run_row(run, "restores", count, ">= 20", count >= 20))
-        rows.append(run_row(run, "lines of the trace", len(lines), "", True))
-        rows.append(run_row(run, "equal on ranks", equal, "all", equal == len(lines)))
+        rows.append(run_row(run, "lines of the trace", len(events), "", True))
+        rows.append(run_row(run, "equal on ranks", equal, "all", equal == len(events)))
     return rows
 
 

@@ -6,7 +6,6 @@ well. ``tests/load/ranks.py`` does the same at length, with more models, and aga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids
 from turns import LOGPROB_TOLERANCE, Turn
 
+from bench.lib.trace import read_trace
 from sgl_skipkv.policy import names
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -59,8 +59,7 @@ def answers(server: Server) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def traced(server: Server, rank: int) -> list[dict[str, Any]]:
-    lines = trace_of(server.trace_path, rank).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_trace(trace_of(server.trace_path, rank))
 
 
 def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers, oracle) -> None:
