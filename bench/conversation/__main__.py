@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import tempfile
 import time
@@ -39,6 +38,7 @@ from bench.conversation.dialogue import (
 from bench.lib.accuracy import accuracy_columns
 from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row, recorded
+from bench.lib.server_log import retractions, running_requests
 from bench.reasoner.vocabulary import build_tokenizer
 from sgl_skipkv import policy
 from sgl_skipkv.cli.progress import track
@@ -173,9 +173,8 @@ def pressure(
             rates[way].append(60 * len(turns) / (time.perf_counter() - start))
             taken[way] += turns
             log = server.log[logged:]
-            found = map(int, re.findall(r"Decode batch, #running-req: (\d+)", log))
-            running[way] = max([running[way], *found])
-            retracted[way] += sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log)))
+            running[way] = max([running[way], *running_requests(log)])
+            retracted[way] += retractions(log)
     for way in ways:
         mean_computed_tokens = statistics.mean(turn.computed_tokens for turn in taken[way])
         yield (

@@ -17,7 +17,7 @@ from bench.lib.sweep import Problem, Sweep
 from sgl_skipkv.cli.files import read_lines
 from sgl_skipkv.cli.prompts import prompt_text
 from sgl_skipkv.cli.report_estimates import kv_bytes_per_token
-from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, exit_on_sigterm
+from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, exit_on_sigterm, server_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "examples" / "reasoner"
@@ -120,11 +120,10 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[Endpoint]]:
     if arguments.url:
         yield [Endpoint(url) for url in arguments.url]
         return
-    given = dict(flag.split("=", 1) for flag in arguments.server_flags)
-    flags = {"max-running-requests": str(arguments.parallel), **given}
+    flags = ["--max-running-requests", str(arguments.parallel)]
     if is_bundled(arguments.model_path):
-        flags = {"max-total-tokens": str(2048 * arguments.parallel), **flags}
-    command = [part for name, value in flags.items() for part in (f"--{name}", value)]
+        flags += ["--max-total-tokens", str(2048 * arguments.parallel)]
+    flags += server_flags(arguments.server_flags)
     exit_on_sigterm()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -133,7 +132,7 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[Endpoint]]:
                 ServerProcess(
                     arguments.model_path,
                     folder / str(number),
-                    [*command, "--random-seed", str(number)],
+                    [*flags, "--random-seed", str(number)],
                 )
             )
             for number in range(arguments.servers)

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -38,11 +37,12 @@ from typing import Any
 
 from bench.lib.pairs import START_S, paired_ratio
 from bench.lib.record import append_row
+from bench.lib.server_log import retractions, running_requests
 from bench.lib.serving import BUNDLED
 from bench.serving import latency, off_cost
 from bench.serving.steady import steady
 from sgl_skipkv.cli.progress import track
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, server_flags
 
 MEASUREMENTS = ("pressure", "latency", "compaction", "off")
 #: need a pool, or a memory, of another size than those
@@ -75,20 +75,14 @@ def round_of(
         list(pool.map(call, prompts))
     rate = arguments.calls * arguments.tokens / (time.perf_counter() - start)
     log = server.log[logged:]
-    running = max(int(n) for n in re.findall(r"Decode batch, #running-req: (\d+)", log))
-    retracted = sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log))
-    return rate, running, retracted
+    return rate, max(running_requests(log)), retractions(log)
 
 
 def _pool_flags(arguments: argparse.Namespace) -> list[str]:
     """Of a server with a pool and as many requests as the command line names."""
     flags = ["--max-total-tokens", str(arguments.pool_tokens), "--decode-log-interval", "5"]
-    return [
-        *flags,
-        "--max-running-requests",
-        str(arguments.calls),
-        *latency.server_flags(arguments),
-    ]
+    flags += ["--max-running-requests", str(arguments.calls)]
+    return flags + server_flags(arguments.server_flags)
 
 
 def _columns(

@@ -23,7 +23,7 @@ import requests
 
 from bench.lib.pairs import START_S
 from bench.lib.trace import read_trace
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, server_flags
 
 #: what the neighbours of the streaming request do
 NEIGHBOURS = ("no budget", "compact together")
@@ -124,10 +124,6 @@ def cost_and_step(gaps: Sequence[float], at: int) -> tuple[float, float]:
     return sum(around) - len(around) * step, step
 
 
-def server_flags(arguments: argparse.Namespace) -> list[str]:
-    return [f"--{flag}" for flag in arguments.server_flags]
-
-
 def eviction_flags(folder: Path, arguments: argparse.Namespace, **settings: Any) -> list[str]:
     """Of a server on which eviction is enabled at start, with these settings in a file."""
     tracked = {"max_tracked_requests": arguments.tracked_requests}
@@ -147,7 +143,7 @@ def _traced_server(
         flags = eviction_flags(folder, arguments, trace=str(trace))
         flags += ["--max-running-requests", str(calls)]
         flags += ["--max-total-tokens", str(calls * (2 * arguments.tokens + 4096))]
-        flags += server_flags(arguments)
+        flags += server_flags(arguments.server_flags)
         with ServerProcess(arguments.model_path, folder / "server", flags, captures=True) as server:
             yield server.wait_ready(START_S), trace
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib.pairs import START_S, load, measure, parser_of
-from sgl_skipkv.cli.server_process import ServerProcess
+from sgl_skipkv.cli.server_process import ServerProcess, server_flags
 
 
 def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,7 +28,7 @@ def arguments_of(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure and append the row."""
-    flags = ["--max-total-tokens", "16384", *(f"--{flag}" for flag in arguments.server_flags)]
+    flags = ["--max-total-tokens", "16384", *server_flags(arguments.server_flags)]
     model = Path(arguments.model_path).resolve()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         servers = {

@@ -24,8 +24,9 @@ from threading import Event
 from typing import Any, NamedTuple
 
 from bench.lib.pairs import START_S
+from bench.lib.server_log import retractions
 from bench.serving import latency
-from sgl_skipkv.cli.server_process import Endpoint, ServerProcess
+from sgl_skipkv.cli.server_process import Endpoint, ServerProcess, server_flags
 
 #: requests in flight over those that fit: some always wait
 CROWD = 1.2
@@ -107,7 +108,7 @@ def measured_log(
 
 def steady(arguments: argparse.Namespace, kv_budget: int | None) -> dict[str, Any]:
     """The row of one way, on a server of its own."""
-    flags, environment = latency.server_flags(arguments), {"SGLANG_PLUGINS": "none"}
+    flags, environment = server_flags(arguments.server_flags), {"SGLANG_PLUGINS": "none"}
     with tempfile.TemporaryDirectory() as name:
         if kv_budget is not None:
             flags, environment = [*flags, *latency.eviction_flags(Path(name), arguments)], {}
@@ -133,5 +134,5 @@ def steady(arguments: argparse.Namespace, kv_budget: int | None) -> dict[str, An
         "warm_up_s": arguments.warm_up_s,
         "seconds": arguments.seconds,
         "log_lines": len(lines),
-        "retractions": sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log)),
+        "retractions": retractions(log),
     }

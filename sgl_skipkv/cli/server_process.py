@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -211,6 +211,11 @@ def _read(response: requests.Response) -> Any:
         return response.json()
     except requests.JSONDecodeError:
         return response.text
+
+
+def server_flags(given: Iterable[str]) -> list[str]:
+    """What ``--server-flags`` were given, NAME or NAME=VALUE, as the server takes them."""
+    return [part for flag in given for part in f"--{flag}".split("=", 1)]
 
 
 def pool_flags(parallel: int, most_tokens: int) -> list[str]:

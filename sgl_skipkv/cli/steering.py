@@ -53,7 +53,7 @@ def extract_steering(arguments: argparse.Namespace, console: Console) -> None:
         preset=arguments.delimiters,
         thoughts=arguments.thoughts,
         take=arguments.take,
-        server_flags=[f"--{flag}" for flag in arguments.server_flags],
+        server_flags=arguments.server_flags,
     )
     # Check the output options before a run of hours.
     layer = arguments.layer

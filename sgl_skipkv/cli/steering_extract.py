@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from sgl_skipkv.cli.files import load_tokenizer
 from sgl_skipkv.cli.progress import track
-from sgl_skipkv.cli.server_process import ServerProcess, pool_flags
+from sgl_skipkv.cli.server_process import ServerProcess, pool_flags, server_flags
 from sgl_skipkv.config import Preset, SettingError
 from sgl_skipkv.kernels.reference import KEYWORD, THINK_END
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters, SentenceTracker, newline_tokens
@@ -217,8 +217,8 @@ class Extraction:
         config.write_text(json.dumps(settings))
         # Tokens of a cached prefix are not computed, so they have no hidden states to capture.
         flags = ["--skipkv-config", str(config.resolve()), "--disable-radix-cache"]
-        flags += pool_flags(_PARALLEL, most_tokens)
-        return ServerProcess(self.model_path, self.work / "server", [*flags, *self._server_flags])
+        flags += pool_flags(_PARALLEL, most_tokens) + server_flags(self._server_flags)
+        return ServerProcess(self.model_path, self.work / "server", flags)
 
     def _generate(self, server: ServerProcess, max_new_tokens: int, trace: dict[str, Any]) -> None:
         ids = trace["prompt_ids"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from servers import Server
 from tiny_models import prompt_ids
+
+from bench.lib.server_log import running_requests
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +28,7 @@ def peak_running(server: Server, work: list[dict[str, Any]]) -> int:
     for answer in server.generate_all(work):
         assert len(answer["output_ids"]) == work[0]["tokens"]
     server.wait_idle()
-    return max(int(n) for n in re.findall(r"Decode batch, #running-req: (\d+)", server.log[at:]))
+    return max(running_requests(server.log[at:]))
 
 
 @pytest.mark.slow

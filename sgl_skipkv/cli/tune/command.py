@@ -28,6 +28,7 @@ from sgl_skipkv.cli.server_process import (
     ServerProcess,
     exit_on_sigterm,
     pool_flags,
+    server_flags,
 )
 from sgl_skipkv.cli.tables import print_json
 from sgl_skipkv.cli.tune.budgets import (
@@ -217,7 +218,7 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
         *pool_flags(parallel, longest),
         *("--max-running-requests", str(parallel)),
         *("--kv-policy", arguments.policies[0]),  # eviction enabled at start, for CUDA graphs
-        *(part for flag in arguments.server_flags for part in f"--{flag}".split("=", 1)),
+        *server_flags(arguments.server_flags),
     ]
     exit_on_sigterm()
     step("starting a server")
