@@ -24,7 +24,7 @@ from bench.explorer.synthetic import write_trace
 from bench.lib.record import append_row
 from sgl_skipkv.cli.progress import track
 from sgl_skipkv.cli.view import write_page
-from sgl_skipkv.explorer.page import bytes_beside_data
+from sgl_skipkv.explorer.page import page_of
 from sgl_skipkv.explorer.text import pieces
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
@@ -100,7 +100,7 @@ def main() -> int:
     if (why := why_not()) is not None:
         parser.error(why)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    rows = []
+    rows, empty_bytes = [], len(page_of({"requests": []}).encode())
     with tempfile.TemporaryDirectory() as folder, browser() as running:
         for tokens in track(arguments.tokens, "pages"):
             trace, page = Path(folder) / f"{tokens}.jsonl", Path(folder) / f"{tokens}.html"
@@ -111,8 +111,8 @@ def main() -> int:
                     {
                         "tokens": tokens,
                         "side_by_side": len(numbers.split(",")),
-                        "page_bytes": bytes_beside_data(),
-                        "data_bytes": page.stat().st_size - bytes_beside_data(),
+                        "page_bytes": empty_bytes,
+                        "data_bytes": page.stat().st_size - empty_bytes,
                         **measured(running, page, numbers),
                         "chromium": running.version,
                     }

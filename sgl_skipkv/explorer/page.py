@@ -53,11 +53,6 @@ def page_of(data: Mapping[str, Any], *, live: bool = False) -> str:
     return html.replace(_DATA, f'<script id="data" type="application/json">{text}</script>', 1)
 
 
-def bytes_beside_data() -> int:
-    """Size of the page without a request."""
-    return len(page_of({"requests": []}).encode())
-
-
 def _assembled() -> tuple[str, dict[str, list[str]]]:
     """The page with its parts in place, and the digests of its styles and scripts."""
     digests: dict[str, list[str]] = {"style": [], "script": []}

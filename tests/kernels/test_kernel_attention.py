@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import kernel_bytes
 import pytest
 import torch
 from paged_world import (
@@ -30,7 +31,6 @@ from triton_tools import (
     forbid_launches,
 )
 
-from bench.kernels import workspace
 from sgl_skipkv.kernels import reference, step_attention, window_attention
 
 device = device_fixture(window_attention, step_attention)
@@ -413,7 +413,7 @@ def test_a_long_request_gets_fewer_scratches(
         monkeypatch.setattr(window_attention, "_SCRATCH_BYTES", room)
         with Allocations() as taken:
             found = batch.found(programs=3)
-        stated.append(workspace.window_attention(tokens, **shape))
+        stated.append(kernel_bytes.window_attention(tokens, **shape))
         assert taken.total_bytes == stated[-1] + 4 * sum(map(len, found))
         assert all(map(torch.equal, found, expected))
     assert module_bytes > 2 * one and stated[1] - stated[2] == one and stated[2] == stated[3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kernel_bytes
 import pytest
 import torch
 from paged_world import (
@@ -28,7 +29,6 @@ from triton_tools import (
     forbid_launches,
 )
 
-from bench.kernels import workspace
 from sgl_skipkv.kernels import key_redundancy as module
 from sgl_skipkv.kernels import last_similar, reference
 
@@ -191,5 +191,5 @@ def test_the_stated_workspace_is_what_it_takes(device: torch.device) -> None:
     limits = torch.tensor(thresholds, device=device)
     with Allocations() as taken:
         redundancy = module.key_redundancy(world.paged, limits)
-    stated = workspace.key_redundancy(tokens, layers=2, kv_heads=2, head_dim=16)
+    stated = kernel_bytes.key_redundancy(tokens, layers=2, kv_heads=2, head_dim=16)
     assert taken.total_bytes == stated + redundancy.nbytes

@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_bytes
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from pool_machine import PARAMETERS
 from pool_world import World
 
-from bench.kernels import workspace
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.patches.startup import bind
@@ -51,11 +51,11 @@ def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
     """Redundancy; importance on an H100."""
     assert len(split_to_fit(row_tokens, WORK_BYTES, heads=QWEN_HEADS)) == 1
     shape = {"layers": 28, "kv_heads": 4}
-    taken = workspace.key_redundancy(row_tokens, **shape, head_dim=128)
+    taken = kernel_bytes.key_redundancy(row_tokens, **shape, head_dim=128)
     allowed = (16 * QWEN_HEADS + 128) * sum(row_tokens)
     assert 0.9 < taken / allowed < 1.0
     scratches = {"window": 8, "programs": 2 * 132}
-    assert workspace.window_attention(row_tokens, **scratches, **shape) < WORK_BYTES
+    assert kernel_bytes.window_attention(row_tokens, **scratches, **shape) < WORK_BYTES
 
 
 @pytest.mark.parametrize("after_capture", [False, True])
