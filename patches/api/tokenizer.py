@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_skipkv.patches.api.gate import check_ids, collect_keys, counting_refusals, gate_of
+from sgl_skipkv.patches.request_kind import request_kind
 
 
 def move_keys(
@@ -38,6 +39,8 @@ def _move_keys(
         obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:
         return
+    if not keys and request_kind(obj, rest.get("beam_width")) is not None:
+        return  # it runs in full
     gate.check(keys, len(input_ids or ()))
     if keys:
         # As SGLang merges them: the request's custom_params replace the preferred ones.

@@ -86,7 +86,13 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     after(
         "managers.scheduler.Scheduler.record_weight_version_change(self, new_version)",
         "engine.scheduler:note_new_weights",
-        "new weights are measured before a request evicts",
+        "new weights are measured by the next request that evicts and finds the server idle",
+    ),
+    after(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "end_weight_update(self, recv_req)",
+        "engine.scheduler:note_updated_weights",
+        "a trainer may write weights from outside",
     ),
     after(
         "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",

@@ -12,8 +12,9 @@ import torch
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
-from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
+from sgl_skipkv.patches.request_kind import RequestKind, request_kind
 from sgl_skipkv.request.settings import (
     RequestSettings,
     misspelt_keys,
@@ -23,9 +24,6 @@ from sgl_skipkv.request.settings import (
 )
 
 logger = logging.getLogger(__name__)
-
-#: what a request asks for that wants nothing of the server's defaults
-OPTED_OUT = {"kv_policy": "full", "steering": False}
 
 
 def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,13 +60,15 @@ def _open(
         if binding.runtime is None:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
-        if not keys and _kind_without_eviction(recv_req) is not None:
-            keys = OPTED_OUT  # the server's defaults are for requests that can have them
+        kind = request_kind(recv_req, recv_req.sampling_params.beam_width)
+        if kind is not None and not keys:
+            keys = kind.opted_out
         settings = resolve_request(keys, binding.config, binding.limits.model_window_tokens)
         if settings is None:
             return
         settings.check_prompt(len(req.origin_input_ids))
-        _check_request_kind(settings, recv_req)
+        if kind is not None:
+            _refuse_beside(kind, settings)
         binding.limits.check(settings)
         refusal = binding.compilation.refusal  # read once: a thread clears it
         if settings.changes_kv and refusal is not None:
@@ -96,19 +96,34 @@ def _open(
 
 
 def note_new_weights(result: None, scheduler: Any, new_version: str | None) -> None:
-    """AFTER ``Scheduler.record_weight_version_change``, which every update of weights calls."""
-    if (binding := binding_of(scheduler)) is not None and binding.runtime is not None:
-        binding.runtime.is_measured = False
+    """AFTER ``Scheduler.record_weight_version_change``, which updates of weights call."""
+    _forget_measurements(scheduler)
+
+
+def note_updated_weights(result: Any, updater: Any, recv_req: Any) -> None:
+    """AFTER ``SchedulerWeightUpdaterManager.end_weight_update``: weights that were written from
+    outside, and such as are packed only now."""
+    if updater.scheduler is not None:
+        _forget_measurements(updater.scheduler)
+
+
+def _forget_measurements(scheduler: Any) -> None:
+    if (runtime := runtime_of(scheduler)) is not None:
+        runtime.is_measured = False
 
 
 def _measure_new_weights(binding: Binding) -> str | None:
     """Measure them for the first request that evicts; the reason why that did not work.
 
     Other requests may be running with weights that were changed under them. The measurement waits
-    until a request finds the server idle, when the KV pool is resident again, too.
+    until a request finds the server idle, with all of its weights and its KV pool.
     """
-    assert binding.runtime is not None
-    if binding.runtime.is_measured or not binding.scheduler.is_fully_idle():
+    scheduler, runtime = binding.scheduler, binding.runtime
+    assert runtime is not None
+    if runtime.is_measured or not scheduler.is_fully_idle():
+        return None
+    updater = scheduler.weight_updater
+    if updater._session is not None or updater.offload_tags or scheduler._engine_paused:
         return None
     return binding.measure_again()
 
@@ -120,28 +135,15 @@ def _refuse_for_now(req: Any, message: str) -> None:
     )
 
 
-def _kind_without_eviction(recv_req: Any) -> tuple[str, str] | None:
-    """What is expected and what came, of a request whose row is no list of tokens, or that another
-    request reads."""
-    if (beam_width := recv_req.sampling_params.beam_width or 1) > 1:
-        return "no beam search with it", f"beam_width={beam_width}"
-    # A session_id alone labels metrics and cache events; it does not change the prompt.
-    if recv_req.session_params is not None:
-        return "no session with it", "session_params"
-    if recv_req.return_routed_experts or recv_req.return_indexer_topk:
-        return "no per-token capture of the row with it", "return_routed_experts or _indexer_topk"
-    return None
-
-
-def _check_request_kind(settings: RequestSettings, recv_req: Any) -> None:
+def _refuse_beside(kind: RequestKind, settings: RequestSettings) -> None:
     """Refuse what was asked for beside a kind of request that cannot have it."""
-    kind = _kind_without_eviction(recv_req)
-    if kind is None or not settings.changes_kv:
+    steers = settings.steers and not kind.steers
+    if not settings.evicts and not steers:
         return
     field = "kv_budget" if settings.evicts else "steering"
-    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
+    off = [(settings.evicts, 'kv_policy "full"'), (steers, "steering false")]
     choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
-    raise SettingError(field, *kind, choices)
+    raise SettingError(field, kind.expected, kind.got, choices)
 
 
 def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:

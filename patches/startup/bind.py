@@ -41,6 +41,7 @@ from sgl_skipkv.patches.startup.parallel import (
     reasons_of_ranks,
 )
 from sgl_skipkv.patches.startup.replicas import trace_path
+from sgl_skipkv.policy.inputs.ranks import RanksError
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
@@ -249,7 +250,11 @@ def _measure_again(scheduler: Any, config: ServerConfig) -> str | None:
     assert side is not None and runtime is not None
     try:
         found = measure_model(scheduler, side, config, runtime.ranks, serving=True)
-    except (SettingError, AttentionMismatch, torch.OutOfMemoryError) as error:
+    except torch.OutOfMemoryError as error:
+        if runtime.ranks.size > 1:  # the others wait for this one in the model's own gathers
+            raise RanksError("new weights could not be measured on all ranks") from error
+        return str(error)
+    except (SettingError, AttentionMismatch) as error:
         return str(error)
     runtime.take_measurements(found.centres, found.reach)
     logger.info("sgl_skipkv: new weights measured")

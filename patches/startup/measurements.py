@@ -27,7 +27,7 @@ from sgl_skipkv.policy.inputs.query_centres import (
     means,
 )
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
-from sgl_skipkv.recording.recorder import Recording
+from sgl_skipkv.recording.recorder import Recorder, Recording
 
 #: of a table in half precision against the formula
 _TABLE_TOLERANCE = 0.02
@@ -127,12 +127,9 @@ def _seen(
     for layer in layers:
         hooks.append(layer.register_forward_pre_hook(check.before, with_kwargs=True))
         hooks.append(layer.register_forward_hook(check.after, with_kwargs=True))
-    empty = torch.zeros(0, dtype=torch.int64, device=side.recorder.device)
-    side.recorder.current = Recording(empty, empty, tokens=empty)  # nothing, but no graph runs
     try:
-        _prefill(scheduler, ids, serving)
+        _prefill(scheduler, ids, side.recorder, serving)
     finally:
-        side.recorder.current = None
         for hook in hooks:
             hook.remove()
     order = [layer.layer_id for layer in scored]
@@ -145,7 +142,7 @@ def _seen(
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 
 
-def _prefill(scheduler: Any, ids: list[int], serving: bool) -> None:
+def _prefill(scheduler: Any, ids: list[int], recorder: Recorder, serving: bool) -> None:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.common import release_kv_cache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -167,10 +164,13 @@ def _prefill(scheduler: Any, ids: list[int], serving: bool) -> None:
         batch.prepare_for_extend()
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         with torch.inference_mode():
-            runner.forward(
-                ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-            )
+            inputs = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+            empty = torch.zeros(0, dtype=torch.int64, device=recorder.device)
+            # Nothing is recorded, but no graph runs: in a replay no hook of a layer is called.
+            recorder.current = Recording(empty, empty, tokens=empty)
+            runner.forward(inputs)
     finally:  # a server that nobody asked to evict goes on without us, and misses no slot
+        recorder.current = None
         if not serving:
             tree.reset()
             pages.clear()

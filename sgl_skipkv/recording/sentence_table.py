@@ -49,7 +49,6 @@ class SentenceTable:
         """Clear the track for another request."""
         self.preset[track].fill_(preset_bit)  # an assignment would wait for the device
         self.open_next(track, 0)
-        self.redundancy[track].fill_(-1.0)
 
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
@@ -61,6 +60,7 @@ class SentenceTable:
         for table in (self.total, self.length, self.after_delimiter):
             table[track].zero_()
         self.index[track].fill_(entries)
+        self.redundancy[track, entries:].fill_(-1.0)
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add S tokens per track, one after the other. tracks: int64 [B]; token_ids: int64 [B S],

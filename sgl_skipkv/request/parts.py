@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -111,6 +112,11 @@ class Redundancy(NamedTuple):
 
     sentences: Sequence[int]
     values: Tensor
+
+    def up_to(self, closed: int) -> Redundancy:
+        """Of the first so many sentences."""
+        known = bisect_left(self.sentences, closed)
+        return Redundancy(self.sentences[:known], self.values[:known])
 
     def with_own_memory(self) -> Redundancy:
         """The same: until then it has a part of what is of all requests compacted together."""

@@ -86,14 +86,14 @@ def continue_history(
     state.kv.statistics, state.kv.recorded_tokens = dict(recordings.statistics), cut
     generated = cut - history.prompt_tokens
     tracker.resume([span for span in recordings.closed if span[1] <= generated], generated)
-    closed = len(tracker.closed)
+    closed, known = len(tracker.closed), recordings.redundancy
     state.sentences = SentenceState(
         tracker,
         live=[sentence for sentence in recordings.live if sentence < closed],
         seen=closed,
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
-        redundancy=recordings.redundancy,
+        redundancy=None if known is None else known.up_to(closed),
     )
     earlier = _spans_before(cut, recordings.input_spans)
     state.reuse.input_spans = [*earlier, (cut, prompt.tokens)]

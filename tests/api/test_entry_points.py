@@ -322,6 +322,29 @@ def test_whose_ids_are_checked() -> None:
                 tokenizer.move_keys(manager, call, "", ids)
 
 
+@pytest.mark.parametrize(
+    ("params", "of_request"),
+    [
+        ({"beam_width": 2}, {}),
+        ({}, {"session_params": {"id": "a"}}),
+        ({}, {"return_routed_experts": True}),
+        ({}, {"return_indexer_topk": True}),
+    ],
+)
+def test_defaults_are_not_for_every_kind_of_request(params: Any, of_request: Any) -> None:
+    """A prompt for which a counted budget has no room is refused to others alone."""
+    gate = Gate(ServerConfig(kv_budget=64, count_prompt=True), Readiness((), enabled=True))
+    manager = SimpleNamespace(skipkv=gate, preferred_sampling_params=None)
+    manager.model_config = SimpleNamespace(vocab_size=7)
+    call = SimpleNamespace(sampling_params=params, **of_request)
+    tokenizer.move_keys(manager, call, "", [5] * 100)
+    assert call.sampling_params == params
+    for keys, more in (({}, {}), ({**params, "kv_budget": 60}, of_request)):
+        other = SimpleNamespace(sampling_params=keys, **more)
+        with pytest.raises(ValueError, match="kv_budget: expected an integer in"):
+            tokenizer.move_keys(manager, other, "", [5] * 100)
+
+
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:
     answers = generated(server, {"temperature": 1.0, "n": 3, **KEYS_SENT})
     assert len({answer["text"] for answer in answers}) == 3

@@ -219,13 +219,13 @@ def test_defaults_are_for_requests_that_can_have_them(families) -> None:
     server = families["qwen3", False]
     session = server.post("/open_session", {"capacity_of_str_len": 1000})
     try:
-        body = {"text": "abc", "session_params": {"id": session}}
+        in_session = {"text": "abc", "session_params": {"id": session}}
         for keys in ({}, {"kv_budget": None}):
             params = {"max_new_tokens": 200, "ignore_eos": True, **keys}
-            answer = server.post("/generate", {**body, "sampling_params": params})
-            assert answer["meta_info"]["skipkv"]["policy"] == "full"
-            assert answer["meta_info"]["skipkv"]["compactions"] == 0
+            answer = server.post("/generate", {**in_session, "sampling_params": params})
+            info = answer["meta_info"]["skipkv"]
+            assert info["policy"] == "full" and info["compactions"] == 0
         with pytest.raises(HTTPFailure, match="kv_budget: expected no session with it"):
-            server.post("/generate", {**body, "sampling_params": {"kv_budget": 64}})
+            server.post("/generate", {**in_session, "sampling_params": {"kv_budget": 64}})
     finally:
         server.post("/close_session", {"session_id": session})

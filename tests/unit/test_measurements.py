@@ -185,7 +185,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
         device=torch.device("cpu"), shape=SimpleNamespace(head_dim=16), current=None
     )
 
-    def prefill(scheduler: Any, ids: list[int], serving: bool) -> None:
+    def prefill(scheduler: Any, ids: list[int], recorder: Any, serving: bool) -> None:
         scheduler.read = len(ids)
         queries, keys, values = torch.randn(3, len(ids), 32)
         slots = torch.arange(len(ids))
@@ -248,23 +248,32 @@ def test_no_mean_of_complex_numbers() -> None:
 
 @pytest.mark.parametrize("serving", [False, True])
 def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any, serving: bool) -> None:
-    """The server goes on without eviction, and SGLang would find the slots missing."""
+    """The server goes on without eviction, and SGLang would find the slots missing. No graph would
+    have run, also where our hooks have seen the batch: a graph calls no hook of a layer."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    def fails(*args: Any) -> None:
+    world, eager = World(), []
+    recorder = world.runtime.recorder
+
+    def fails(inputs: Any) -> None:
+        eager.append(recorder.current is not None)
         raise torch.OutOfMemoryError
 
-    world = World()
+    def init_new(*args: Any, **kwargs: Any) -> None:
+        recorder.current = None  # as ``prepare_forward`` does for a batch without our requests
+
     pools = world.token_to_kv_pool_allocator, world.req_to_token_pool
-    for holder in (world, world.req_to_token_pool):
-        holder.skipkv = None  # as it is while the server starts
+    if not serving:
+        for holder in (world, world.req_to_token_pool):
+            holder.skipkv = None  # as it is while the server starts
     runner = SimpleNamespace(forward=fails)
     monkeypatch.setattr(world, "tp_worker", SimpleNamespace(model_runner=runner), raising=False)
-    monkeypatch.setattr(ForwardBatch, "init_new", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ForwardBatch, "init_new", init_new)
     free = [pool.available_size() for pool in pools]
     with pytest.raises(torch.OutOfMemoryError):
-        measurements._prefill(world, [*range(3, 43)], serving)
+        measurements._prefill(world, [*range(3, 43)], recorder, serving)
     assert [pool.available_size() for pool in pools] == free
+    assert eager == [True] and recorder.current is None
 
 
 def test_a_request_without_centres_is_refused() -> None:

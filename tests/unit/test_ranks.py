@@ -81,7 +81,7 @@ def test_ranks_keep_what_one_process_keeps(alone) -> None:
         assert first[name] == (kept, failure) and failure is None and len(kept) >= 3, name
 
 
-@pytest.mark.parametrize(("tokens", "numbers"), [(1, 2**21), (7, 2**21), (512, 600)])
+@pytest.mark.parametrize(("tokens", "numbers"), [(1, 2**23), (7, 2**23), (512, 600)])
 def test_blocks_of_values_change_nothing(tokens: int, numbers: int, alone) -> None:
     def small(ranks: Ranks) -> None:
         values_of_ranks.BLOCK_TOKENS, values_of_ranks.BLOCK_NUMBERS = tokens, numbers
@@ -92,7 +92,7 @@ def test_blocks_of_values_change_nothing(tokens: int, numbers: int, alone) -> No
 def test_a_long_row_is_gathered_in_smaller_blocks() -> None:
     """As of a conversation that is computed again; every pair once, and the last token is one."""
     _, *blocks = values_of_ranks.numbers_of_ranks([100_000])
-    assert max(blocks) <= 2**21 and sum(blocks) >= 100_000 * 99_999 // 2
+    assert max(blocks) <= 2**23 and sum(blocks) >= 100_000 * 99_999 // 2
     assert values_of_ranks.numbers_of_ranks([1, 1153]) == [2308, 512 * 1153, 512 * 641, 128 * 129]
 
 

@@ -23,7 +23,7 @@ from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 #: tokens whose products with all later ones are gathered together, and numbers of one request at
 #: most: a row of 100,000 tokens, as of a conversation that is computed again, has smaller blocks
-BLOCK_TOKENS, BLOCK_NUMBERS = 512, 2**21
+BLOCK_TOKENS, BLOCK_NUMBERS = 512, 2**23
 _EPS = 1e-8
 
 
