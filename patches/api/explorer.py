@@ -30,11 +30,13 @@ def add_explorer(app: Any, paths: Mapping[str, str], tokenizer: Any) -> None:
 
     SGLang's middleware asks for its API key here as for every route: for that of an administrator
     where one is set, because the text is of all clients. FastAPI runs functions that are not
-    asynchronous in threads, so no request waits while a file is read.
+    asynchronous in threads, so no request waits while a file is read. Without a tokenizer
+    (``--skip-tokenizer-init``) the page shows token ids.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    trace = LiveTrace(paths, partial(pieces, tokenizer))
+    decode = None if tokenizer is None else partial(pieces, tokenizer)
+    trace = LiveTrace(paths, decode)
 
     def page(request: Request) -> HTMLResponse:
         refuse_other_sites(request)

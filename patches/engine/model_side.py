@@ -20,6 +20,7 @@ from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
+from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters, newline_tokens
@@ -76,7 +77,8 @@ def build_model_side(
         head_dim=layers[0].head_dim,
         hidden_size=runner.model_config.hidden_size,
     )
-    delimiters = Delimiters(newline_tokens(scheduler.tokenizer), runner.model_config.vocab_size)
+    newlines = newline_tokens(tokenizer_of(scheduler))
+    delimiters = Delimiters(newlines, runner.model_config.vocab_size)
     steerer = capture = None
     if vector is not None:
         _refuse_offloaded_layers(FIELD)
@@ -138,7 +140,7 @@ def _build_steerer(
     layers = decoder_layers(runner.model)
     vector.check_model(runner.model_config.hidden_size, len(layers))
     preset, keywords = vector.origin.delimiters, vector.origin.keywords.split(",")
-    classes = TokenClasses(scheduler.tokenizer, delimiters, preset, keywords)
+    classes = TokenClasses(tokenizer_of(scheduler), delimiters, preset, keywords)
     steerer = Steerer(vector, classes, gamma, device=torch.device(runner.device))
     attach_steering(layers, steerer)
     return steerer

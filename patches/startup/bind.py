@@ -23,15 +23,12 @@ from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kernel_compilation import separate_stream, with_index
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
+from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.limits import ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
-from sgl_skipkv.patches.startup.capabilities import (
-    missing_capabilities,
-    missing_for_reuse,
-    vocabulary,
-)
+from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure_model
 from sgl_skipkv.patches.startup.parallel import (
@@ -94,7 +91,7 @@ def _can_record(scheduler: Any) -> bool:
     """
     from sglang.srt.configs.model_config import AttentionArch
 
-    if missing_capabilities(scheduler, settings_only=True) or vocabulary(scheduler) is not None:
+    if missing_capabilities(scheduler, settings_only=True) or missing_vocabulary(scheduler):
         return False
     layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
     shapes = {(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in layers}
@@ -188,7 +185,7 @@ def _facts(scheduler: Any) -> ModelFacts:
     runner = scheduler.tp_worker.model_runner
     layers = attention_layers(runner.model)
     window_tokens = model_window_tokens(layers, runner.sliding_window_size)
-    thoughts = ThoughtTokens.of(scheduler.tokenizer)
+    thoughts = ThoughtTokens.of(tokenizer_of(scheduler))
     return ModelFacts(layers, window_tokens, missing_for_reuse(scheduler), thoughts)
 
 

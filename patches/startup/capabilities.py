@@ -15,6 +15,7 @@ import torch
 
 from sgl_skipkv.patches.engine.model_side import model_side_of
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
+from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
     counting_attention,
     full_attention,
@@ -90,13 +91,6 @@ def _graphs(scheduler: Any) -> str | None:
         "(any sgl_skipkv flag enables it, such as --kv-policy distinct; or capture no graphs: "
         "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
     )
-
-
-def vocabulary(scheduler: Any) -> str | None:
-    if scheduler.tokenizer is None:
-        return "--skip-tokenizer-init"
-    kind = type(scheduler.tokenizer).__name__  # SGLang's own class of tiktoken files
-    return None if hasattr(scheduler.tokenizer, "get_vocab") else f"{kind} without get_vocab"
 
 
 def _tensor_parallel(scheduler: Any) -> str | None:
@@ -256,11 +250,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         "nothing is generated",
         lambda s: None if s.is_generation else "not a generation model",
     ),
-    (
-        "no tokenizer",
-        "sentence delimiters are compiled from its vocabulary",
-        vocabulary,
-    ),
 )
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -292,6 +281,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         "yes",
         "ranks combine their scores if eviction is enabled at start",
         _tensor_parallel,
+    ),
+    Capability(
+        "--skip-tokenizer-init",
+        "yes",
+        "sentence ends come from a tokenizer that the plugin loads itself",
+        missing_vocabulary,
     ),
     Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.forward import attention_layers, with_rotary_part
 from sgl_skipkv.patches.engine.model_side import ModelSide
+from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
 from sgl_skipkv.policy import names, policy_class
@@ -80,7 +81,7 @@ def measure_model(
         choices = "a text like those that the model will write"
         raise SettingError("query_text", expected, f"{error}", choices) from error
     room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = scheduler.tokenizer.encode(text)[: min(MOST_TOKENS, room)]
+    ids = tokenizer_of(scheduler).encode(text)[: min(MOST_TOKENS, room)]
     if len(ids) <= FIRST_QUERY:
         expected = f"more than {FIRST_QUERY} tokens that this server has room for"
         raise SettingError("query_text", expected, len(ids), "a longer text, or a larger pool")

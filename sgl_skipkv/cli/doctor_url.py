@@ -47,9 +47,9 @@ def probes(model: str) -> list[Probe]:
     ollama = {"model": model, "messages": chat["messages"], "stream": False}
     top, metadata = "top level", "metadata"
     return [
-        Probe(
+        Probe(  # a server with --skip-tokenizer-init takes no text
             *("/generate", "sampling_params"),
-            {"text": "1", "sampling_params": {"max_new_tokens": 1, **_KEY}},
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, **_KEY}},
         ),
         *(
             Probe(path, place, {**body, **key})

@@ -23,10 +23,10 @@ class LiveTrace:
 
     Args:
         paths: source -> trace file; one alone has the source "".
-        decode: the text of each token of an output.
+        decode: the text of each token of an output; None: the page shows ids.
     """
 
-    def __init__(self, paths: Mapping[str, str], decode: Decode) -> None:
+    def __init__(self, paths: Mapping[str, str], decode: Decode | None) -> None:
         self._tails = {source: TraceTail(path) for source, path in paths.items()}
         self._book, self._decode = Book(LIMIT_REQUESTS), decode
         self._lock = threading.Lock()

@@ -108,6 +108,13 @@ SPECS: dict[str, Spec] = {
     ),
     # As most people start one, without a flag of this package: buffers come with the first request.
     "no flags": Spec(("states",), "qwen2", options={"trace": False}),
+    # Token ids in and out, as frameworks for reinforcement learning start one.
+    "no tokenizer": Spec(
+        ("states",),
+        "qwen2",
+        ("--skip-tokenizer-init", "--kv-budget", "48", "--skipkv-explorer"),
+        {"kv_params": {"interval": 16}},
+    ),
     # Two replicas with a default budget. They may share the one core of a small machine.
     "replicas": Spec(
         ("replicas",),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.plugins import load_plugins
@@ -15,7 +17,7 @@ from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels import on_device
-from sgl_skipkv.patches.engine import forward, model_side, retraction
+from sgl_skipkv.patches.engine import forward, model_side, retraction, vocabulary
 from sgl_skipkv.patches.startup import capabilities, flags, pool_kinds
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
@@ -107,13 +109,49 @@ def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more:
 
 def test_a_tokenizer_without_a_vocabulary_is_refused() -> None:
     """As SGLang's own class of tiktoken files is: our code would end the scheduler with it."""
-    check = row_named("no tokenizer").check
+    check = row_named("--skip-tokenizer-init").check
     for tokenizer, reason in (
-        (None, "--skip-tokenizer-init"),
         (object(), "object without get_vocab"),
         (SimpleNamespace(get_vocab=dict), None),
     ):
         assert check(SimpleNamespace(tokenizer=tokenizer)) == reason
+
+
+def serving_tokenizer_at(monkeypatch: pytest.MonkeyPatch, path: Path) -> Any:
+    """A scheduler of ``--skip-tokenizer-init``, whose ``--tokenizer-path`` this is."""
+    how = {"tokenizer_mode": "auto", "tokenizer_backend": "huggingface"}
+    serving = SimpleNamespace(tokenizer_path=str(path), **how)
+    model = SimpleNamespace(trust_remote_code=False, revision=None)
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
+    monkeypatch.setattr(runtime_context, "get_model", lambda: model)
+    return SimpleNamespace(tokenizer=None)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+def test_a_skipped_tokenizer_is_loaded(
+    family: str, model_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a model's that reads images, which SGLang takes from its processor."""
+    scheduler = serving_tokenizer_at(monkeypatch, model_folder(family))
+    assert row_named("--skip-tokenizer-init").check(scheduler) is None
+    loaded = vocabulary.tokenizer_of(scheduler)
+    assert all(loaded.get_vocab()[piece] == i for i, piece in enumerate(tiny_models.PIECES))
+    assert vocabulary.tokenizer_of(scheduler) is loaded and scheduler.tokenizer is None
+    assert vocabulary.tokenizer_of(SimpleNamespace(tokenizer="SGLang's")) == "SGLang's"
+
+
+def test_a_skipped_tokenizer_that_cannot_be_loaded_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the reason, and whatever loading it raises: nobody may have asked to evict."""
+    check = row_named("--skip-tokenizer-init").check
+    said = "--skip-tokenizer-init, and no tokenizer could be loaded: "
+    (tmp_path / "config.json").write_text("{}")
+    reason = check(serving_tokenizer_at(monkeypatch, tmp_path))
+    assert reason.startswith(f"{said}{tmp_path}: ") and len(reason.splitlines()) == 1
+    assert check(serving_tokenizer_at(monkeypatch, tmp_path / "none.json")).startswith(said)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert check(serving_tokenizer_at(monkeypatch, tmp_path)).startswith(said)
 
 
 def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

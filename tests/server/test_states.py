@@ -16,7 +16,7 @@ from fleet import Fleet
 from hostile_bodies import OLLAMA, OPENAI, PATHS, plain_body
 from hostile_client import refusal
 from servers import HTTPFailure
-from tiny_models import prompt_ids
+from tiny_models import VOCAB_SIZE, prompt_ids
 
 from sgl_skipkv import policy
 from sgl_skipkv.cli.main import main
@@ -71,8 +71,39 @@ def test_weights_that_come_later_are_measured(fleet: Fleet, model_folder) -> Non
         assert one["output_ids"] == other["output_ids"]
         assert one["meta_info"]["skipkv"] == other["meta_info"]["skipkv"]
     late.assert_clean()
-    for name in ("weights later", "no flags"):
-        fleet.stop(name)
+    fleet.stop("weights later")
+
+
+def test_without_a_tokenizer_in_sglang(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--skip-tokenizer-init``: the plugin reads the vocabulary itself, so requests of token ids
+    keep what they keep where SGLang has a tokenizer, whole sentences included."""
+    servers = fleet.all_ready("no flags", "no tokenizer")
+    without = servers["no tokenizer"]
+    keys = {"kv_budget": 48, "kv_params": {"interval": 16}, "tokens": 100}
+    calls = [
+        {"input_ids": prompt_ids(i, 20), "kv_policy": name, **keys}
+        for i, name in enumerate(("distinct", "skipkv", "triattention"))
+    ]
+    answers, expected = (one.generate_all(calls) for one in (without, servers["no flags"]))
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer["output_ids"] == other["output_ids"] and "text" not in answer
+        assert answer["meta_info"]["skipkv"] == other["meta_info"]["skipkv"]
+        assert answer["meta_info"]["skipkv"]["evicted_tokens"] > 0
+    assert answers[1]["meta_info"]["skipkv"]["sentences"] > 0
+    by_default = without.generate(calls[0]["input_ids"], 100, stop_token_ids=[VOCAB_SIZE - 1])
+    assert by_default["output_ids"] == answers[0]["output_ids"]
+    for stream in (False, True):
+        body = {"input_ids": [3, 4], "sampling_params": {"kv_budget": 0}, "stream": stream}
+        assert "kv_budget: expected" in refusal(without, "/generate", body)
+    (shown, *_) = without.get("/skipkv/trace?since=0")["requests"]
+    assert shown["text"] is None and without.get("/skipkv")
+    for server in servers.values():
+        server.assert_clean()
+    # In APIs that need a tokenizer SGLang itself fails, with a traceback in its log.
+    assert main(["doctor", "--url", without.url]) == 0
+    assert "budgets arrive in /generate (sampling_params)" in capsys.readouterr().out
+    assert without.generate([3, 4, 5], 8)
+    fleet.stop(*servers)
 
 
 def test_several_tokenizer_workers_when_not_asked(fleet: Fleet) -> None:
