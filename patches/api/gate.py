@@ -25,7 +25,7 @@ _UNCOUNTED: Final = Refusals()
 
 @dataclass(frozen=True)
 class Gate:
-    """In the main process: the operator's settings and the state that the schedulers reported.
+    """Where requests arrive: the operator's settings and the state that the schedulers reported.
 
     Attributes:
         refusals: counts what is refused here.
@@ -57,8 +57,8 @@ class Gate:
 
 
 def gate_of(manager: Any) -> Gate:
-    """The gate of a tokenizer manager; without the schedulers' report it refuses every key."""
-    reason = "the schedulers report to no worker of --tokenizer-worker-num"
+    """The gate of a tokenizer manager; before the schedulers' report it refuses every key."""
+    reason = "the schedulers have not reported their state"
     unknown = Readiness((reason,), enabled=False)
     gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
     return gate

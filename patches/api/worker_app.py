@@ -1,8 +1,7 @@
 """SGLang's HTTP app in the worker processes of ``--tokenizer-worker-num``.
 
-Those processes import only the app, so they would load no plugin, and our keys, which such a server
-does not support, would be dropped instead of refused. SGLang imports this module instead
-(``SGLANG_HTTP_SERVER_APP_PATH``).
+Those processes import only the app, so they would load no plugin, and our keys would be dropped.
+SGLang imports this module instead (``SGLANG_HTTP_SERVER_APP_PATH``).
 """
 
 from __future__ import annotations

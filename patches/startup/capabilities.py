@@ -105,6 +105,19 @@ def _tensor_parallel(scheduler: Any) -> str | None:
     )
 
 
+def _tokenizer_workers(scheduler: Any) -> str | None:
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_serving
+
+    workers = get_serving().tokenizer_worker_num
+    if workers == 1 or hasattr(envs, "SGLANG_HTTP_SERVER_APP_PATH"):
+        return None
+    return (
+        f"several tokenizer workers (tokenizer_worker_num={workers}), which load no plugin before "
+        "SGLang 0.5.23"
+    )
+
+
 #: setting -> the tested versions of SGLang that do not have it yet, nor what it enables
 _WITHOUT = {"exec.kernel.enable_nvidia_megakernel": ("0.5.22",)}
 
@@ -188,11 +201,6 @@ _COUNTS: Rows = (
     ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
     ("decode context parallel", "a request's keys lie on several ranks", "parallel.dcp_size"),
-    (
-        "several tokenizer workers",
-        "workers do not receive the schedulers' report",
-        "serving.tokenizer_worker_num",
-    ),
 )
 #: name, why, attribute of the scheduler
 _SWITCHES: Rows = (
@@ -290,6 +298,12 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
+    Capability(
+        "several tokenizer workers",
+        "yes",
+        "each is told the schedulers' state; needs SGLang 0.5.23",
+        _tokenizer_workers,
+    ),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "keys are scored as cached; not run: it does not start on a CPU"),

@@ -37,6 +37,11 @@ STARTUP_HOOKS: tuple[Hook, ...] = (
         "startup.open_gate:open_gate",
         "refuse to start, or accept requests with our keys",
     ),
+    after(
+        "managers.tokenizer_manager.TokenizerManager.set_startup_time(self, startup_time)",
+        "startup.open_gate:open_worker",
+        "the workers of --tokenizer-worker-num accept requests with our keys",
+    ),
 )
 """Also installed where eviction is not supported."""
 

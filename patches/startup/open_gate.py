@@ -1,15 +1,20 @@
-"""Startup of the main process: refuse to start, or accept requests with our keys."""
+"""Startup of the main process: refuse to start, or accept requests with our keys.
+
+With ``--tokenizer-worker-num`` the main process has a router only, and its workers accept requests.
+All that they get from it are SGLang's own start times, so the state travels with these.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import sglang
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.explorer import add_explorer
@@ -26,6 +31,7 @@ _NO_REPORT = (
     "the scheduler did not report its state (--use-ray is not supported, and --dp-size needs "
     "SGLang 0.5.23)"
 )
+_STATE = "skipkv"  # among the start times of a router
 # Tokenizer managers of refused starts. If one were garbage-collected before the process ends, its
 # ZeroMQ context would wait for ever for sockets that were collected with it.
 _kept_alive: list[Any] = []
@@ -43,15 +49,29 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         limits = NO_LIMITS if report is None else ServerLimits(**report["limits"])
     readiness = Readiness(tuple(dict.fromkeys(reasons)), config.enabled)
     wrong = readiness.message() if readiness.state == "refused" else None
-    # A router's workers tokenize. They get no report of the schedulers, so they refuse our keys.
     is_router = isinstance(manager, MultiTokenizerRouter)
-    if wrong is None and not is_router:
-        wrong = _wrong_preferred(manager)
+    if wrong is None:
+        wrong = _wrong_of_router(config) if is_router else _wrong_preferred(manager)
     if wrong is not None:
         _kept_alive.append(manager)
         raise SystemExit(wrong)
     if is_router:
-        return
+        manager.startup_time[_STATE] = {"reasons": readiness.reasons, "limits": asdict(limits)}
+    else:
+        _accept_requests(manager, readiness, limits)
+
+
+def open_worker(result: None, manager: Any, startup_time: dict[str, Any]) -> None:
+    """AFTER ``TokenizerManager.set_startup_time``: a worker learns what its router was told."""
+    state = startup_time.pop(_STATE, None)
+    if state is not None:
+        enabled = config_of(manager.server_args).enabled
+        limits = ServerLimits(**state["limits"])
+        _accept_requests(manager, Readiness(state["reasons"], enabled), limits)
+
+
+def _accept_requests(manager: Any, readiness: Readiness, limits: ServerLimits) -> None:
+    config = config_of(manager.server_args)
     labels = manager.metrics_collector.labels if manager.enable_metrics else None
     manager.skipkv = Gate(config, readiness, limits, Refusals(labels))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
@@ -61,10 +81,20 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
             add_explorer(server.app, paths, manager.tokenizer)
 
 
-def _wrong_preferred(manager: Any) -> str | None:
+def _wrong_of_router(config: ServerConfig) -> str | None:
+    """What its workers would get wrong. They know no keys, not even an administrator's."""
+    from sglang.srt.runtime_context import get_serving
+
+    if config.explorer and get_serving().admin_api_key:
+        expected = "no --admin-api-key, which SGLang's tokenizer workers do not ask for"
+        return f"sgl_skipkv: {SettingError('explorer', expected, True, 'one of the two')}"
+    return _wrong_preferred(get_serving())
+
+
+def _wrong_preferred(holder: Any) -> str | None:
     """Refuse keys in ``--preferred-sampling-params``: SGLang merges those after our checks."""
     try:
-        _, keys = collect_keys(manager.preferred_sampling_params or {})
+        _, keys = collect_keys(holder.preferred_sampling_params or {})
         for name in keys:
             expected = f"no {name}, whose server default is a setting of sgl_skipkv"
             choices = "--kv-budget, --kv-policy, --steering or --skipkv-config"

@@ -18,16 +18,19 @@ import tiktoken
 from fleet import STEERING_GAMMA
 from servers import HTTPFailure, Server
 from sglang.lang.backend.base_backend import BaseBackend
+from sglang.srt import runtime_context
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 import sgl_skipkv
 from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.config import METRIC_PREFIX, ServerConfig
+from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api import openai as openai_api
 from sgl_skipkv.patches.api import routes, tokenizer
 from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.limits import NO_LIMITS
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.patches.startup.open_gate import open_gate
+from sgl_skipkv.patches.startup.open_gate import open_gate, open_worker
 from sgl_skipkv.request.settings import KEYS
 
 pytestmark = pytest.mark.server
@@ -304,6 +307,35 @@ def test_preferred_parameters_of_the_operator() -> None:
     manager.preferred_sampling_params = {"custom_params": {"kv_bugdet": 64}}
     with pytest.raises(SystemExit, match="kv_bugdet: expected a key of a request"):
         open_gate(None, manager, started)
+
+
+def test_a_router_speaks_for_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They learn the state that it was told. What they would get wrong ends its start: keys among
+    the operator's parameters, and an explorer whose key they would not ask for."""
+    serving = SimpleNamespace(preferred_sampling_params={}, admin_api_key="secret")
+    monkeypatch.setattr(runtime_context, "get_serving", lambda: serving)
+    monkeypatch.setattr(registry, "problems", list)
+    router = object.__new__(MultiTokenizerRouter)
+    router.server_args, router.startup_time = SimpleNamespace(_skipkv={}), {"load_weight": 1.0}
+    report = {"reasons": ["why"], "limits": {"has_thoughts": True}}
+    started = SimpleNamespace(scheduler_infos=[{"skipkv": report}])
+    open_gate(None, router, started)
+    worker = SimpleNamespace(server_args=router.server_args, enable_metrics=False)
+    open_worker(None, worker, router.startup_time)
+    assert worker.skipkv.readiness == Readiness(("why",), enabled=False)
+    assert worker.skipkv.limits.has_thoughts and router.startup_time == {"load_weight": 1.0}
+    alone = SimpleNamespace()
+    open_worker(None, alone, router.startup_time)
+    assert not vars(alone)  # a manager without a router hears of the schedulers itself
+
+    report["reasons"] = []
+    router.server_args = SimpleNamespace(_skipkv={"explorer": True, "trace": "trace.jsonl"})
+    with pytest.raises(SystemExit, match="explorer: expected no --admin-api-key") as ended:
+        open_gate(None, router, started)
+    assert "secret" not in str(ended.value)
+    serving.admin_api_key, serving.preferred_sampling_params = None, {"kv_budget": 64}
+    with pytest.raises(SystemExit, match="preferred_sampling_params: expected no kv_budget"):
+        open_gate(None, router, started)
 
 
 def test_whose_ids_are_checked() -> None:

@@ -247,9 +247,16 @@ SPECS: dict[str, Spec] = {
     ),
     # Random weights at start, as a trainer that brings its own later starts a server.
     "weights later": Spec(("states",), "qwen2", ("--load-format", "dummy")),
-    # Two tokenizer workers behind a router, and nobody asked.
+    # Two tokenizer workers behind a router, with a default budget. A worker that imports for longer
+    # than the limit is ended and started again.
     "tokenizer workers": Spec(
-        ("states",), "qwen2", ("--tokenizer-worker-num", "2"), options={"trace": False}
+        ("states",),
+        "qwen2",
+        (
+            *("--tokenizer-worker-num", "2", "--enable-metrics", "--skipkv-explorer"),
+            *("--kv-budget", "48", "--kv-policy", "streaming", "--kv-interval", "8"),
+        ),
+        options={"env": {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}},
     ),
     # No kv_reuse, and the operator asked for it.
     "reuse refused": Spec(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from sglang.srt import runtime_context
+from sglang.srt import environ, runtime_context
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
@@ -152,6 +152,19 @@ def test_a_skipped_tokenizer_that_cannot_be_loaded_is_refused(
     assert check(serving_tokenizer_at(monkeypatch, tmp_path / "none.json")).startswith(said)
     (tmp_path / "tokenizer.json").write_text("[]")
     assert check(serving_tokenizer_at(monkeypatch, tmp_path)).startswith(said)
+
+
+def test_tokenizer_workers_need_an_sglang_whose_workers_load_plugins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = row_named("several tokenizer workers").check
+    for knows, workers, refused in ((True, 2, False), (False, 1, False), (False, 2, True)):
+        names = {"SGLANG_HTTP_SERVER_APP_PATH": None} if knows else {}
+        monkeypatch.setattr(environ, "envs", SimpleNamespace(**names))
+        on_a_server(monkeypatch, "serving.tokenizer_worker_num", workers)
+        said = "several tokenizer workers (tokenizer_worker_num=2), which load no plugin"
+        assert (check(None) or "").startswith(said) == refused
+        assert refused or check(None) is None
 
 
 def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,14 +106,35 @@ def test_without_a_tokenizer_in_sglang(fleet: Fleet, capsys: pytest.CaptureFixtu
     fleet.stop(*servers)
 
 
-def test_several_tokenizer_workers_when_not_asked(fleet: Fleet) -> None:
-    """Eviction is unavailable there, and the server starts and serves without it. Its workers load
-    the plugin: they know our keys, and refuse them."""
+def test_several_tokenizer_workers(fleet: Fleet) -> None:
+    """Each was told the schedulers' state: budgets, refusals, the explorer and metrics are those of
+    one server, whoever answers."""
     server = fleet.ready("tokenizer workers")
-    assert len(server.generate([3, 4, 5], 8)["output_ids"]) == 8
-    for path in ("/generate", *OPENAI, *OLLAMA, "/v1/messages"):
-        with pytest.raises(HTTPFailure, match=r"400.*kv_budget: .* --tokenizer-worker-num"):
-            server.post(path, plain_body(path, {"kv_budget": 64}))
+    calls = [{"input_ids": prompt_ids(i, 20), "tokens": 80} for i in range(12)]
+    own = {"kv_budget": 40, "kv_policy": "skipkv", "kv_params": {"interval": 16}}
+    for keys, named in (({}, ("streaming", 48)), (own, ("skipkv", 40))):
+        answers = server.generate_all([{**call, **keys} for call in calls])
+        summaries = [answer["meta_info"]["skipkv"] for answer in answers]
+        assert {(one["policy"], one["kv_budget"]) for one in summaries} == {named}
+        assert all(one["evicted_tokens"] > 0 for one in summaries)
+    chat = "/v1/chat/completions"
+    body = {**plain_body(chat, own), "max_tokens": 80, "ignore_eos": True, "temperature": 0}
+    answered = server.post(chat, {**body, "return_meta_info": True})["choices"][0]
+    assert answered["meta_info"]["skipkv"]["kv_budget"] == 40
+    paths = ("/generate", *OPENAI, *OLLAMA, "/v1/messages")
+    for path in paths:
+        for _ in range(3):
+            with pytest.raises(HTTPFailure, match=r"400.*kv_budget: expected"):
+                server.post(path, plain_body(path, {"kv_budget": 0}))
+    refused = Scrape(server.get("/metrics")).by(f"{METRIC_PREFIX}refusals_total", "reason")
+    assert refused["kv_budget"] == 3 * len(paths)
+    for _ in range(4):
+        shown = {one["rid"]: one for one in server.get("/skipkv/trace?since=0")["requests"]}
+        assert all(shown[answer["meta_info"]["id"]]["text"] for answer in answers)
+        info = server.get("/server_info")
+        assert info["skipkv"]["reasons"] == [] and "skipkv" not in info["startup_time"]
+    assert main(["doctor", "--url", server.url]) == 0
+    server.assert_clean()
     fleet.stop("tokenizer workers")
 
 
