@@ -1,7 +1,8 @@
 """The capability matrix: the features of SGLang 0.5.23 that eviction works with.
 
 A row's ``check`` looks at the resolved runtime (pool class, allocator, layers), because SGLang
-resolves, defaults and overrides flags. Rows marked "per request" are refused at each request.
+resolves, defaults and overrides flags. Rows marked "per request" are refused at each request; those
+marked "not run" should work, by reading.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Capability:
     """One row: a feature of the server, whether eviction works with it, and why."""
 
     name: str
-    supported: Literal["yes", "no", "per request"]
+    supported: Literal["yes", "not run", "per request", "no"]
     why: str
     check: Check | None = None
 
@@ -88,7 +89,8 @@ def _graphs(scheduler: Any) -> str | None:
         return None
     return (
         "CUDA graphs were captured without recording, because eviction was not enabled at start "
-        "(any sgl_skipkv flag enables it, such as --kv-policy distinct; or capture no graphs: "
+        "(any sgl_skipkv flag enables it, such as --kv-policy distinct, and for an Engine "
+        "SGL_SKIPKV_CONFIG in its environment; or capture no graphs: "
         "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
     )
 
@@ -101,7 +103,8 @@ def _tensor_parallel(scheduler: Any) -> str | None:
         return None
     return (
         f"tensor parallel (tp_size={size}), whose memory is taken at start, where eviction was not "
-        "enabled (any sgl_skipkv flag enables it, such as --kv-policy distinct)"
+        "enabled (any sgl_skipkv flag enables it, such as --kv-policy distinct, and for an Engine "
+        "SGL_SKIPKV_CONFIG in its environment)"
     )
 
 
@@ -306,10 +309,16 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
-    Capability("LoRA", "yes", "keys are scored as cached; not run: it does not start on a CPU"),
+    Capability("LoRA", "not run", "keys are scored as cached; it does not start on a CPU"),
+    Capability("quantised weights", "not run", "what is recorded has the type of the KV cache"),
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),
+    Capability(
+        "captures of experts, indexer",
+        "per request",
+        "they read the row token by token; 400 together with kv_budget",
+    ),
     Capability(
         "triattention, expected",
         "per request",

@@ -25,7 +25,10 @@ LEAST_WIDTH: Final = 110
 CHOICES: Final = "the environment of your server, or pip install 'sgl-skipkv[sglang]'"
 _PACKAGES: Final = ("sgl-skipkv", "sglang", "torch", "triton", "transformers", "flashinfer-python")
 _HOOK_COLOURS: Final = {"ok": "", "changed": "yellow", "wrong": "red"}
-_CAPABILITY_COLOURS: Final = {"yes": "green", "no": "red", "per request": "yellow"}
+_CAPABILITY_COLOURS: Final = {
+    **{"yes": "green", "no": "red"},
+    **dict.fromkeys(("not run", "per request"), "yellow"),
+}
 
 
 def add_doctor(commands: Any, tables: argparse.ArgumentParser) -> None:
