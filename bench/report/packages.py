@@ -43,6 +43,7 @@ PACKAGES = {
     "patches/hook": "one hook into SGLang",
     "patches/readiness": "ready, unavailable\nor refused",
     "patches/limits": "what one server cannot do\nfor a request",
+    "patches/request_kind": "requests that keep\nout of the defaults",
     "patches/hooks": "tables of every hooked\nfunction",
     "patches/engine": "hooks into the scheduler,\nmemory, forward pass",
     "patches/api": "hooks into every API",

@@ -67,7 +67,8 @@ def test_a_batch_of_requests(device: torch.device, width: int, dtype: torch.dtyp
     raised = 0
     for track, count in zip(tracks, counts, strict=True):
         before = truth.redundancy[track].clone()
-        [compared] = truth.compare([track], [count], [range(count)], [[(0, 1)] * count])
+        entries = range(track * truth.capacity, track * truth.capacity + count)
+        [compared] = truth.compare([track], [count], [[(0, 1)] * count], [entries], [])
         expected = compared.redundancy
         goal = exact(truth.vectors[track, :count], before[:count])
         assert_as_close(found[track, :count], expected, goal)

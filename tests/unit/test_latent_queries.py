@@ -66,9 +66,9 @@ def test_a_prefill_that_asks_no_latents_is_refused(monkeypatch: pytest.MonkeyPat
     scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     side: Any = SimpleNamespace(recorder=recorder_of_latents(), scale=1.0)
     check: Any = SimpleNamespace(before=None, after=None)
-    monkeypatch.setattr(measurements, "_prefill", lambda scheduler, ids: None)
+    monkeypatch.setattr(measurements, "_prefill", lambda *arguments: None)
     with pytest.raises(AttentionMismatch, match="--flashinfer-mla-disable-ragged"):
-        measurements._seen(scheduler, side, None, [1, 2], check)
+        measurements._seen(scheduler, side, None, [1, 2], check, False)
     hooks = [*model[0]["attn_mqa"]._forward_pre_hooks]
     assert hooks == []
 
