@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.kernels.compile_cases import CASES, CompileCase
+from bench.kernels.compile_case import CompileCase
+from bench.kernels.compile_cases import CASES
 from bench.lib.record import append_row
 from sgl_skipkv.cli.progress import track
 

@@ -1,4 +1,5 @@
 """The variants of every kernel that its launcher uses most: types, constants and launch options.
+Those of a compaction's kernels are here, those of a step's in ``compile_step_cases.py``.
 
 ``bench/kernels/compile.py`` compiles them for several architectures on any machine, and a test
 keeps them free of register spills. Constants and options are the launchers' own.
@@ -6,88 +7,37 @@ keeps them free of register spills. Constants and options are the launchers' own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bench.kernels.compile_case import COMPILED, PAGED, CompileCase, paged_constants
+from bench.kernels.compile_step_cases import (
+    ring_write_cases,
+    sentence_step_cases,
+    steering_add_cases,
+)
 from sgl_skipkv.kernels import (
     distinct_values,
     key_redundancy,
     kv_move,
     last_similar,
-    ring_write,
     row_compaction,
     selection,
     sentence_redundancy,
     sentence_scores,
-    sentence_step,
-    steering_add,
     step_attention,
     window_attention,
 )
 from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
-from sgl_skipkv.kernels.paged_keys import PagedKeys
-
-#: dtype of keys and head size
-COMPILED = (
-    *((dtype, head_dim) for dtype in TRITON_NAMES for head_dim in (128, 64)),
-    (torch.bfloat16, 256),
-    *((torch.float8_e4m3fn, head_dim) for head_dim in (128, 64)),
-    (torch.float8_e5m2, 128),
-)
-#: Triton's types of what ``PagedKeys.arguments`` passes
-_PAGED = {
-    **dict.fromkeys(("k_ptrs", "rows", "offsets"), "*i64"),
-    "req_to_token": "*i32",
-    "page_stride": "i32",
-}
-
-
-@dataclass(frozen=True)
-class CompileCase:
-    """One variant of one kernel.
-
-    Attributes:
-        name: of the variant, unique among those of its module, such as ``bf16-d128``.
-        function: the ``triton.jit`` function that is launched.
-        signature: type of each run-time argument by name, in Triton's words: ``*bf16``, ``*i64``,
-            ``*i1`` (bool), ``*u8``, ``i32``, ``i64``, ``fp32``.
-        constexprs: value of each ``tl.constexpr`` argument by name. An argument for which a launch
-            passes the integer 1 (a stride, say) or None belongs here as well: Triton makes it a
-            constant.
-        aligned: integer arguments that are multiples of 16 in a launch. Pointers always count as
-            aligned to 16 bytes, as whole torch tensors are.
-        num_warps, num_stages: as the launcher passes them; Triton's own defaults are 4 and 3.
-        options: what else the launcher passes to Triton, such as ``enable_fp_fusion``.
-        max_registers: of a thread, by architecture (80, 90, 100), where the launcher sets a limit.
-    """
-
-    name: str
-    function: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    aligned: tuple[str, ...] = field(default=())
-    num_warps: int = 4
-    num_stages: int = 3
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_registers: Mapping[int, int] = field(default_factory=dict)
-
-
-def _constants(dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """``PagedKeys.constants`` of a model of 28 layers and 4 KV heads, R1-Qwen-7B with d 128."""
-    layer = torch.empty(0, 4, head_dim, dtype=dtype, device="meta")
-    none, pointers = torch.empty(0, device="meta"), torch.empty(28, device="meta")
-    return PagedKeys(layer, pointers, none, none, (), torch.empty(1, device="meta")).constants
 
 
 def key_redundancy_cases() -> list[CompileCase]:
     """Every type of keys and size of heads, and the mean over the heads of R1-Qwen-7B."""
     cases = []
     signature = {
-        **_PAGED,
+        **PAGED,
         **dict.fromkeys(("inverse_norms", "unit_sums"), "*fp32"),
         "sums": "*i64",
         **dict.fromkeys(("columns", "tasks"), "i32"),
@@ -95,7 +45,7 @@ def key_redundancy_cases() -> list[CompileCase]:
     bounded = {**signature, "inverse_norm_bounds": "*fp32", "bounds_stride": "i32"}
     both = {"last_similar": "*i32", "normalisers": "*fp32"}
     for dtype, head_dim in COMPILED:
-        constants = _constants(dtype, head_dim)
+        constants = paged_constants(dtype, head_dim)
         blocks, (many, few) = key_redundancy._blocks(dtype)
         tag = f"{KEY_NAMES[dtype]}-d{head_dim}"
         norms, sums = ({**constants, "BLOCK": block} for block in blocks)
@@ -130,13 +80,13 @@ def key_redundancy_cases() -> list[CompileCase]:
 def distinct_values_cases() -> list[CompileCase]:
     """Every type of values and size of heads."""
     cases = []
-    means = _PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
+    means = PAGED | {"firsts": "*i64", "inverse_means": "*fp32", "tasks": "i32"}
     varying = dict.fromkeys(("blocks", "compared_from", "compared_to"), "i32")
     sizes = dict.fromkeys(("inverse_means", "weights", "sizes", "squares"), "*fp32")
     sizes |= {"distances": "*fp32", "firsts": "*i64"}
     nearest = dict.fromkeys(("inverse_means", "squares", "distances"), "*fp32")
     nearest |= {"later_blocks": "i32", "firsts": "*i64"}
-    signatures = [means, _PAGED | sizes | varying, _PAGED | nearest | varying]
+    signatures = [means, PAGED | sizes | varying, PAGED | nearest | varying]
     for signature in signatures:
         signature["v_ptrs"] = signature.pop("k_ptrs")
     functions = (
@@ -144,7 +94,7 @@ def distinct_values_cases() -> list[CompileCase]:
         distinct_values._nearest_later_kernel,
     )
     for dtype, head_dim in COMPILED:
-        constants, tag = _constants(dtype, head_dim), f"{KEY_NAMES[dtype]}-d{head_dim}"
+        constants, tag = paged_constants(dtype, head_dim), f"{KEY_NAMES[dtype]}-d{head_dim}"
         first = distinct_values._options(dtype)
         second = {**first, "BLOCK": distinct_values._sizes_block(dtype, head_dim)}
         last = {"SAME": 2.0**-12, **distinct_values._nearest_options(dtype, head_dim)}
@@ -159,29 +109,6 @@ def distinct_values_cases() -> list[CompileCase]:
                 CompileCase(f"{tag}-{name}", function, signature, constants | own, **launch)
             )
     return cases
-
-
-def ring_write_cases() -> list[CompileCase]:
-    """Query and ring of one dtype, as in a server."""
-    return [
-        CompileCase(
-            name=name,
-            function=ring_write._ring_write_kernel,
-            signature={
-                "q": f"*{name}",
-                "tracks": "*i64",
-                "positions": "*i64",
-                "ring": f"*{name}",
-                "q_stride": "i32",
-                "window": "i32",
-                "width": "i32",
-            },
-            constexprs={"BLOCK": ring_write._BLOCK},
-            aligned=("q_stride", "width"),
-            num_warps=ring_write._WARPS,
-        )
-        for name in TRITON_NAMES.values()
-    ]
 
 
 def kv_move_cases() -> list[CompileCase]:
@@ -250,39 +177,11 @@ def sentence_redundancy_cases() -> list[CompileCase]:
     ]
 
 
-def sentence_step_cases() -> list[CompileCase]:
-    """Hidden sizes of R1-Qwen-7B, R1-Llama-8B and a wide one; one token per track, and several."""
-    cases = []
-    sizes = (("bf16", 3584), ("fp16", 4096), ("fp32", 8192))
-    for (name, width), several in product(sizes, (False, True)):
-        options = sentence_step._options(width)
-        cases.append(
-            CompileCase(
-                name=f"{name}-D{width}" + several * "-several",
-                function=sentence_step._sentence_step_kernel,
-                signature={
-                    "hidden": f"*{name}",
-                    **dict.fromkeys(("tracks", "token_ids", "index"), "*i64"),
-                    **dict.fromkeys(("bits", "preset"), "*u8"),
-                    **dict.fromkeys(("total", "length"), "*fp32"),
-                    "vectors": f"*{name}",
-                    "after_delimiter": "*i1",
-                    **dict.fromkeys(("hidden_stride", "width", "capacity"), "i32"),
-                    **({"steps": "i32"} if several else {}),
-                },
-                constexprs={"BLOCK": options["BLOCK"], **({} if several else {"steps": 1})},
-                aligned=("hidden_stride", "width"),
-                num_warps=options["num_warps"],
-            )
-        )
-    return cases
-
-
 def last_similar_cases() -> list[CompileCase]:
     """Every type of keys and size of heads."""
     cases = []
     signature = {
-        **_PAGED,
+        **PAGED,
         **dict.fromkeys(("inverse_norms", "inverse_norm_bounds", "thresholds"), "*fp32"),
         "last_similar": "*i32",
         **dict.fromkeys(last_similar._VARYING, "i32"),
@@ -290,7 +189,7 @@ def last_similar_cases() -> list[CompileCase]:
     for dtype, head_dim in COMPILED:
         options = last_similar._options(dtype, head_dim)
         warps, stages = options.pop("num_warps"), options.pop("num_stages")
-        constexprs = {**_constants(dtype, head_dim), **options}
+        constexprs = {**paged_constants(dtype, head_dim), **options}
         how: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         how["max_registers"] = last_similar._max_registers(dtype)
         name = f"{KEY_NAMES[dtype]}-d{head_dim}"
@@ -298,36 +197,6 @@ def last_similar_cases() -> list[CompileCase]:
             CompileCase(name, last_similar._last_similar_kernel, signature, constexprs, **how)
         )
     return cases
-
-
-def steering_add_cases() -> list[CompileCase]:
-    """A residual of each dtype."""
-    return [
-        CompileCase(
-            name=name,
-            function=steering_add._steering_add_kernel,
-            signature={
-                "residual": f"*{name}",
-                "vector": "*fp32",
-                "rows": "*i64",
-                "token_ids": "*i64",
-                "bits": "*u8",
-                "steered": "*i1",
-                "alpha_0": "*fp32",
-                "nonexecution": "*i32",
-                "keyword_seen": "*i1",
-                "thinking": "*i1",
-                "gamma": "fp32",
-                "residual_stride": "i32",
-                "width": "i32",
-            },
-            constexprs={"BLOCK": steering_add._BLOCK},
-            aligned=("residual_stride", "width"),
-            num_warps=steering_add._WARPS,
-            options=steering_add._OPTIONS,
-        )
-        for name in TRITON_NAMES.values()
-    ]
 
 
 def window_attention_cases() -> list[CompileCase]:
@@ -338,7 +207,7 @@ def window_attention_cases() -> list[CompileCase]:
     for dtype, head_dim in COMPILED:
         wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
         signature = {
-            **_PAGED,
+            **PAGED,
             "queries": f"*{TRITON_NAMES[wide]}",
             **dict.fromkeys(("query_tracks", "last_positions"), "*i64"),
             **dict.fromkeys((*strides, "scratch_tokens", "columns", "tasks"), "i32"),
@@ -351,7 +220,7 @@ def window_attention_cases() -> list[CompileCase]:
         for group, window in groups[head_dim]:
             options = window_attention._options(wide, head_dim, window, window, group)
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**_constants(dtype, head_dim), **scales, **options}
+            constexprs = {**paged_constants(dtype, head_dim), **scales, **options}
             name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}"
             kernel = window_attention._importance_kernel
             cases.append(CompileCase(name, kernel, signature, constexprs, strides, warps, stages))
@@ -404,7 +273,7 @@ def step_attention_cases() -> list[CompileCase]:
     for dtype, head_dim in COMPILED:
         wide = dtype if dtype in TRITON_NAMES else torch.bfloat16
         both = {
-            **_PAGED,
+            **PAGED,
             "queries": f"*{TRITON_NAMES[wide]}",
             **dict.fromkeys(("query_tracks", "last_positions", "step_counts", "firsts"), "*i64"),
             **dict.fromkeys((*strides, "causal", "tiles"), "i32"),
@@ -419,7 +288,7 @@ def step_attention_cases() -> list[CompileCase]:
         for group in {128: (7, 4), 64: (5,), 256: (8,)}[head_dim]:
             options = step_attention._options(wide, head_dim, 8, group)
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            constexprs = {**_constants(dtype, head_dim), **scales, **options}
+            constexprs = {**paged_constants(dtype, head_dim), **scales, **options}
             name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}"
             kernel = step_attention._normaliser_kernel
             launch = (both, constexprs, strides, warps, stages)

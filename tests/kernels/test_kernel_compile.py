@@ -12,7 +12,8 @@ import pytest
 from triton_tools import KERNELS, compile_report
 
 from bench.kernels import compile as compiler
-from bench.kernels.compile_cases import CASES, COMPILED
+from bench.kernels.compile_case import COMPILED
+from bench.kernels.compile_cases import CASES
 from bench.lib.record import recorded as rows_on_record
 
 pytestmark = pytest.mark.slow  # three minutes, where Triton has not compiled them before
