@@ -24,12 +24,20 @@ from sgl_skipkv.request.state import RequestState
 
 
 class TableEntries(NamedTuple):
-    """A request's entries in the device's sentence table: how many are in use, the indices of those
-    that are kept, and the sentence index of each of these."""
+    """A request's entries in the device's sentence table.
 
-    used: int
+    Attributes:
+        known: sentence index of each entry in use.
+        kept: which entries are kept.
+    """
+
+    known: list[int]
     kept: list[int]
-    sentences: list[int]
+
+    @property
+    def sentences(self) -> list[int]:
+        """Sentence index of each entry that is kept."""
+        return [self.known[entry] for entry in self.kept]
 
 
 class Plan(NamedTuple):

@@ -118,19 +118,18 @@ class Planner:
         states, sentences = [due[i].state for i in asking], self._recorder.sentences
         scored = [list(state.sentences.live) for state in states]
         earlier = [state.sentences.redundancy for state in states]
-        used, places, behind = list[int](), list[list[int]](), sentences.redundancy.numel()
-        for state, own, found in zip(states, scored, earlier, strict=True):
+        known = [table.known for table in tables if table is not None]
+        places, behind = list[list[int]](), sentences.redundancy.numel()
+        for state, own, found, in_table in zip(states, scored, earlier, known, strict=True):
             place = dict[int, int]()
             if found is not None:
                 place.update(zip(found.sentences, count(behind)))
                 behind += len(found.sentences)
-            in_table = state.sentences.entries(sentences.capacity)
             place.update(zip(in_table, count(state.held.track_id * sentences.capacity)))
-            used.append(len(in_table))
             places.append([place.get(sentence, -1) for sentence in own])
         compared = sentences.compare(
             [state.held.track_id for state in states],
-            used,
+            [len(in_table) for in_table in known],
             [[state.span(s) for s in own] for state, own in zip(states, scored, strict=True)],
             places,
             [found.values for found in earlier if found is not None],
@@ -205,7 +204,7 @@ class Planner:
         # A quarter of the table stays free for the sentences of the next interval.
         most = capacity - capacity // 4
         entries = [i for i, sentence in enumerate(known) if sentence in live][-most:]
-        return TableEntries(len(known), entries, [known[i] for i in entries])
+        return TableEntries(known, entries)
 
 
 def _plan(

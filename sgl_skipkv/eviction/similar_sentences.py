@@ -36,15 +36,14 @@ def note_similar(plans: Sequence[Plan], recorder: Recorder) -> None:
         torch.OutOfMemoryError: nothing that a compaction reads has changed.
     """
     for plan in plans:
-        if plan.table is None or plan.table.used < 2:
+        if plan.table is None or len(plan.table.known) < 2:
             continue
-        state, used = plan.state, plan.table.used
+        state, used = plan.state, len(plan.table.known)
         vectors = recorder.sentences.vectors[state.held.track_id, :used]
         unit = F.normalize(vectors.float(), dim=-1, eps=_EPS)
         best = [_best_later(unit, first) for first in range(0, used, _ROWS)]
         copy, copied = started_copy(torch.cat(best, dim=1))
-        entries = state.sentences.entries(recorder.max_sentences)
-        state.sentences.compared = Compared(entries, copy, copied)
+        state.sentences.compared = Compared(plan.table.known, copy, copied)
 
 
 def _best_later(unit: Tensor, first: int) -> Tensor:
