@@ -14,7 +14,8 @@
 # make public-model   a small public model from PyPI, in .public/, for python -m bench.public.forced
 # make canary SGLANG=0.5.23   what holds with that SGLang, in a fresh environment (under 5 minutes)
 # make dist    builds the wheel and the sdist and tries both, beside a plain SGLang (about 5 minutes)
-PYTHON ?= python3
+# SGLang's packages have wheels for these; uv takes one that is there, else it downloads one
+PYTHON ?= >=3.11,<3.13
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,12 +30,12 @@ setup:
 	$(MAKE) $(READY)
 
 $(READY): pyproject.toml .ci/constraints.txt | $(UV)
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+	$(UV) venv --quiet --allow-existing --python '$(PYTHON)' $(VENV)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint .ci/constraints.txt --editable '.[sglang,bench,dev]'
 	touch $@
 
 .uv/bin/uv:
-	$(PYTHON) -m venv .uv
+	python3 -m venv .uv
 	.uv/bin/pip install --quiet uv
 
 demo: $(READY)
@@ -86,7 +87,7 @@ public-model: $(READY) | $(UV)
 	$(BIN)/python -m bench.public.model
 
 canary: | $(UV)
-	$(PYTHON) tests/release/canary.py $(or $(SGLANG),$(error SGLANG: expected a version, as in make canary SGLANG=0.5.23)) --uv $(UV) --workers $(WORKERS)
+	$(UV) run --quiet --no-project --python '$(PYTHON)' tests/release/canary.py $(or $(SGLANG),$(error SGLANG: expected a version, as in make canary SGLANG=0.5.23)) --uv $(UV) --workers $(WORKERS)
 
 dist: | $(UV)
-	$(PYTHON) tests/release/dist.py --uv $(UV)
+	$(UV) run --quiet --no-project --python '$(PYTHON)' tests/release/dist.py --uv $(UV)

@@ -110,7 +110,12 @@ class ServerConfig(Settings):
     steering_max: float = Field(10.0, ge=0, le=1000)
     # Internal: folder for hidden states of `skipkv steering extract`.
     steering_capture: str | None = None
-    trace: str | None = Field(None, description="append one JSON line per compaction to this file")
+    trace: str | None = Field(
+        None,
+        description=(
+            "append one JSON line per compaction, restore, recomputation and finish to this file"
+        ),
+    )
     explorer: bool = Field(False, description="serve the trace, with its text, at /skipkv")
     query_text: str | None = Field(
         None, description="text file on which the model's heads are measured at start"

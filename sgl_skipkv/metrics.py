@@ -100,7 +100,7 @@ SCHEDULER_METRICS: Final = (
         _POLICY,
     ),
     Metric(
-        *("evicted_sentences_total", "counter", "How many sentences go whole?"),
+        *("evicted_sentences_total", "counter", "How many sentences are evicted as a whole?"),
         "Sentences without a KV token left, counted when their request ends.",
         _POLICY,
     ),

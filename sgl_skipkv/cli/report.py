@@ -25,20 +25,45 @@ def add_report(commands: Any, tables: argparse.ArgumentParser) -> None:
     padding.set_defaults(run=report_padding)
     padding.add_argument("file", type=Path, help=".json list of token counts, or .jsonl of prompts")
     padding.add_argument("--tokenizer", help="for .jsonl: folder or name")
-    padding.add_argument("--field", default="problem", help="for .jsonl: field with the prompt")
-    padding.add_argument("--batch", type=int, default=10, help="prompts per batch")
-    padding.add_argument("--kv-budget", type=int, nargs="+", default=[768, 1024, 1260, 1536])
+    padding.add_argument(
+        "--field", default="problem", help="for .jsonl: field with the prompt; default: %(default)s"
+    )
+    padding.add_argument(
+        "--batch", type=int, default=10, help="prompts per batch; default: %(default)s"
+    )
+    padding.add_argument(
+        "--kv-budget",
+        type=int,
+        nargs="+",
+        default=[768, 1024, 1260, 1536],
+        help="KV tokens of a request, its prompt included; default: 768 1024 1260 1536",
+    )
     capacity = kinds.add_parser(
         "capacity", parents=[tables], help="how many requests fit a KV pool"
     )
     capacity.set_defaults(run=report_capacity)
     capacity.add_argument("--model", type=Path, required=True, help="config.json or its folder")
     capacity.add_argument("--kv-memory-gib", type=float, required=True, help="size of the KV pool")
-    capacity.add_argument("--kv-budget", type=int, nargs="+", required=True)
-    capacity.add_argument("--interval", type=int, default=128)
-    capacity.add_argument("--prompt-tokens", type=int, default=0, help="per request, not shared")
-    capacity.add_argument("--output-tokens", type=int, default=16384, help="without a budget")
-    capacity.add_argument("--kv-value-bytes", type=int, default=2, choices=(1, 2, 4))
+    capacity.add_argument("--kv-budget", type=int, nargs="+", required=True, help="of a request")
+    capacity.add_argument(
+        "--interval",
+        type=int,
+        default=128,
+        help="tokens between two compactions; default: %(default)s",
+    )
+    capacity.add_argument(
+        "--prompt-tokens", type=int, default=0, help="per request, not shared; default: %(default)s"
+    )
+    capacity.add_argument(
+        "--output-tokens", type=int, default=16384, help="without a budget; default: %(default)s"
+    )
+    capacity.add_argument(
+        "--kv-value-bytes",
+        type=int,
+        default=2,
+        choices=(1, 2, 4),
+        help="of one number in the KV cache; default: %(default)s",
+    )
 
 
 def report_padding(arguments: argparse.Namespace, console: Console) -> None:

@@ -33,9 +33,21 @@ def add_steering(commands: Any, tables: argparse.ArgumentParser) -> None:
     extract.add_argument(
         "--delimiters", default="math", choices=PRESETS, help="tokens that close a sentence"
     )
-    extract.add_argument("--thoughts", default="paragraph", choices=("paragraph", "line"))
-    extract.add_argument("--take", default="before", choices=("before", "after"))
-    extract.add_argument("--max-new-tokens", type=int, default=4096)
+    extract.add_argument(
+        "--thoughts",
+        default="paragraph",
+        choices=("paragraph", "line"),
+        help="end at a blank line, or at every delimiter; default: %(default)s",
+    )
+    extract.add_argument(
+        "--take",
+        default="before",
+        choices=("before", "after"),
+        help="hidden state of the delimiter before or after a thought; default: %(default)s",
+    )
+    extract.add_argument(
+        "--max-new-tokens", type=int, default=4096, help="per prompt; default: %(default)s"
+    )
     extract.add_argument(
         "--work", type=Path, help="folder for results and resume; default: OUT.work"
     )

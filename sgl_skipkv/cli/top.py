@@ -34,8 +34,15 @@ def add_top(commands: Any, tables: argparse.ArgumentParser) -> None:
     top.set_defaults(run=show_top)
     top.add_argument("--url", required=True, help="of a server started with --enable-metrics")
     top.add_argument("--api-key", help="where a proxy in front of the server asks for one")
-    top.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
-    top.add_argument("--once", action="store_true", help="two looks, and the end")
+    top.add_argument(
+        "--interval",
+        type=float,
+        default=2.0,
+        help="seconds between two readings; default: %(default)s",
+    )
+    top.add_argument(
+        "--once", action="store_true", help="show it once, after one interval, and end"
+    )
 
 
 def show_top(arguments: argparse.Namespace, console: Console) -> int:

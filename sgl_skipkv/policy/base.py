@@ -43,7 +43,7 @@ class PolicyParams(Settings):
         8,
         ge=1,
         le=1024,
-        description="last tokens, always kept; most policies that score by attention take theirs",
+        description="last tokens, always kept; most policies that score by attention use theirs",
     )
     fraction: float = Field(
         1.0,

@@ -33,9 +33,7 @@ from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 
 
 class GKVParams(PolicyParams):
-    decay: float = Field(
-        0.8, ge=0.0, le=1.0, description="of what was carried, from one compaction to the next"
-    )
+    decay: float = Field(0.8, ge=0.0, le=1.0, description="of earlier scores, per compaction")
     sigma: float = Field(0.5, ge=0.0, le=1.0, description="weight of attention over redundancy")
     threshold: float = Field(
         0.5, ge=-1.0, le=1.0, description="cosine above which two keys are similar"

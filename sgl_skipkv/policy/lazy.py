@@ -29,7 +29,7 @@ from sgl_skipkv.policy.raas import RaaSParams
 
 class Lazy(JointPolicy):
     name = "lazy"
-    keeps = "what is not overdue by the gaps between its uses"
+    keeps = "what was used last within its longest gap between uses"
     source = "LazyEviction, arXiv 2506.15969"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True

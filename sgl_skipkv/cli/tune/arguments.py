@@ -24,7 +24,7 @@ def add_tune(commands: Any) -> None:
         "--prompts",
         type=Path,
         required=True,
-        help="JSONL: prompt (or problem, or messages), and an answer if there is a key",
+        help="JSONL: prompt (or problem, or messages), and the right answer, if known",
     )
     tune.add_argument(
         "--problems",
