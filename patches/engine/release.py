@@ -50,7 +50,7 @@ def close_request(
         state.runtime.read_back(state)
         if state.failure is not None and _finish_type(req) != "abort":
             req.finished_reason = failure_reason(req, state)
-    with leaving_history(req, state, tree_cache):
+    with leaving_history(req, state, tree_cache, checkpoint=checkpoint):
         original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished():
         state.runtime.close(state, row_tokens, req.output_ids_through_stop, _finish_type(req))

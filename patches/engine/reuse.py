@@ -214,9 +214,12 @@ def _lock_shared(tree_cache: Any, req: Any, state: RequestState, shared_tokens: 
 
 
 @contextmanager
-def leaving_history(req: Any, state: RequestState | None, tree_cache: Any) -> Iterator[None]:
-    """While SGLang releases the row of a finished request, it files the row under its keys."""
-    if state is None or state.settings.kv_reuse is None or not req.finished():
+def leaving_history(
+    req: Any, state: RequestState | None, tree_cache: Any, *, checkpoint: bool
+) -> Iterator[None]:
+    """While SGLang releases the row of a finished or aborted request, it files the row under its
+    keys. checkpoint: whether it files it; it does not if the request gives way to others."""
+    if state is None or state.settings.kv_reuse is None or not checkpoint:
         yield
         return
     history, table = _history_of(req, state, tree_cache), tree_cache.req_to_token_pool.req_to_token
@@ -251,15 +254,13 @@ def split_behind_row_prompt(
 
 
 def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | None:
-    """What the request leaves: nothing if it was aborted or has no KV beyond its prompt."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
+    """What the request leaves: nothing if it has no KV beyond its prompt."""
     runtime, kv, prompt = state.runtime, req.kv, req.origin_input_ids
     logical_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     output: array[int] = req.output_ids_through_stop
     tokens = (state.logical_prompt(prompt) + output)[:logical_tokens]
     new_tokens = len(tokens) - state.prompt.tokens
-    if isinstance(req.finished_reason, FINISH_ABORT) or len(tokens) < logical_tokens:
+    if len(tokens) < logical_tokens:
         return None
     if new_tokens <= 0 and state.reuse.continued is None:
         return None

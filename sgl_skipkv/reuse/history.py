@@ -1,4 +1,4 @@
-"""What one finished request leaves: where its row is in the radix tree, and what eviction knows.
+"""What a finished or stopped request leaves: where its row is in the radix tree, and what eviction knows.
 
 The radix tree wants one key per slot. The first prompt keeps its token ids, so other requests share
 it. Behind an eviction a token id would be a lie: a slot there has seen only what was kept. So each

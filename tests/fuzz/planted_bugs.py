@@ -356,13 +356,9 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         reuse.leaving_history: {
-            "a history is filed while its request only gives way": (" or not req.finished()", ""),
+            "a history is filed while its request only gives way": (" or not checkpoint", ""),
         },
         reuse._history_of: {
-            "an aborted request leaves a history": (
-                "isinstance(req.finished_reason, FINISH_ABORT) or ",
-                "",
-            ),
             "a history is one token too long": ("[:logical_tokens]", "[: logical_tokens + 1]"),
         },
         continuation.namespace_of: {

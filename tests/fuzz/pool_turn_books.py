@@ -149,17 +149,12 @@ class TurnBooks:
 
     def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
         """A request has finished, whose row had these slots: what it leaves is in the books."""
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
         newest = next(reversed(self.runtime.histories._by_use), None)
         if newest is None or newest in self.left:
             return
         talk, prompt = self.talks[req.rid], self.prompt_of(req)
         tokens = [*prompt, *req.output_ids][: row[-1].position + 1]
         assert reuse_of(req) is not None, "it did not ask for that"
-        assert not isinstance(req.finished_reason, FINISH_ABORT), (
-            "the history of an aborted request"
-        )
         talk.compactions += self._compactions(req)
         unsent, (opener, thought) = len(prompt) - len(req.origin_input_ids), (0, 0)
         if req.skipkv.settings.drops_thoughts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -129,6 +130,18 @@ def say(server: Server, *asked: Asked) -> list[Turn]:
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(ask, asked))
     return [_turn_of(server, one, answer) for one, answer in zip(asked, answers, strict=True)]
+
+
+def say_until_aborted(server: Server, one: Asked, compactions: int) -> Turn:
+    """As a client that stops the answer once it has been compacted so often."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, one.prompt, 1000, rid=one.rid, **one.sampling)
+        while len(server.events(one.rid)) < compactions:
+            time.sleep(0.01)
+        server.post("/abort_request", {"rid": one.rid})
+        turn = _turn_of(server, one, answer.result())
+    assert turn.answer["meta_info"]["finish_reason"]["type"] == "abort"
+    return turn
 
 
 def _turn_of(server: Server, one: Asked, answer: dict[str, Any]) -> Turn:

@@ -30,6 +30,7 @@ from talks import (
     draw,
     keys,
     say,
+    say_until_aborted,
     verdict,
 )
 
@@ -173,6 +174,20 @@ def test_the_end_of_an_output_may_be_left_out(server, oracle, mode, left_out):
     (second,) = say(server, Asked(f"cut-{mode}-{left_out}", [], keys(mode), first, sent))
     assert second.info["reused_tokens"] == end
     assert_judged(oracle("qwen2"), second)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["distinct", "skipkv", "h2o"])
+def test_an_answer_that_was_stopped_is_continued(server, oracle, mode, policy):
+    """The next prompt has what the client received of it."""
+    own = keys(mode, policy)
+    one = Asked(f"stopped-{mode}-{policy}", draw(("stopped", policy), 100), own)
+    stopped = say_until_aborted(server, one, 3)
+    text = draw((policy, "behind"), TEXT)
+    (second,) = say(server, Asked(f"behind-{mode}-{policy}", text, own, stopped))
+    assert second.info["kv_reuse_miss"] == "none"
+    assert len(second.prompt) - second.info["reused_tokens"] <= TEXT + 1
+    assert_judged(oracle("qwen2"), stopped, second)
 
 
 @pytest.mark.parametrize("mode", MODES)
