@@ -141,7 +141,7 @@ def forget_flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> No
     """
     runtime = runtime_of(scheduler)
     if result and runtime is not None:
-        runtime.histories.clear()
+        runtime.histories.lose_all()
         _forget_waiting(scheduler, runtime, "a flush")
 
 

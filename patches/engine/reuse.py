@@ -44,8 +44,8 @@ def continue_history(
     history that its prompt begins with.
 
     The tree decides whether it still exists: if it has lost a part of a history, the next best is
-    tried that does not need this part. Those that do are forgotten, but for the best one, if the
-    conversation counts: it says where that begins, also to the request's samples and branches.
+    tried that does not need this part. Those that do are forgotten. The best one, if the
+    conversation counts, still says where that begins, also to the request's samples and branches.
     """
     state = state_of(req)
     begins = tree_cache is not None and not req.kv.holds_kv
@@ -64,7 +64,8 @@ def continue_history(
     matches, left = runtime.histories.find(_namespace(state, req), prompt)
     best = first_prompt_of(matches[0], prompt) if matches else None
     state.reuse.first_prompt = best or state.reuse.first_prompt
-    keep_best = best is not None
+    is_best = not matches or matches[0].history.has_kv
+    lost, matches = lost or not is_best, [one for one in matches if one.history.has_kv]
     while True:
         found = matches.pop(0) if matches else None
         leaves = left > (0 if found is None else found.history.own_prompt_tokens)
@@ -83,7 +84,9 @@ def continue_history(
         if _has_whole_row(req, state, tree_cache):
             runtime.histories.use(found.history)
             return
-        if not keep_best:
+        if is_best:
+            runtime.histories.lose(found.history)
+        else:
             runtime.histories.drop(found.history)
         page_tokens, kept = runtime.page_tokens, []
         missing = found.history.pages[: req.prefix_len + page_tokens]
@@ -92,7 +95,7 @@ def continue_history(
                 runtime.histories.drop(match.history)
             else:
                 kept.append(match)
-        matches, lost, keep_best = kept, True, False
+        matches, lost, is_best = kept, True, False
 
 
 def _why_not(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> str | None:

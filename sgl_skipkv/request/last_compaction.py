@@ -41,6 +41,10 @@ class LastCompaction(NamedTuple):
         positions, kept, finite = (one.clone() for one in (self.positions, self.kept, self.finite))
         return self._replace(positions=positions, kept=kept, finite=finite, copied=None)
 
+    def without_tokens(self) -> LastCompaction:
+        """When it came, without what it kept."""
+        return self._replace(positions=self.positions[:0].clone(), kept=self.kept[:0].clone())
+
     def read(self) -> tuple[list[int], bool]:
         """Kept positions and whether all scores were finite; the copies have usually finished."""
         if self.copied is not None:

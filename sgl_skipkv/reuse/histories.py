@@ -128,11 +128,18 @@ class Histories:
         if not lengths.distinct:
             del self._lengths[history.namespace]
 
-    def clear(self) -> None:
-        """Forget all: the radix tree was flushed."""
-        for known in (self._by_use, self._recorded, self._under, self._prompts, self._lengths):
-            known.clear()
-        self._used_bytes = 0
+    def lose(self, history: History) -> None:
+        """Its KV is gone. Of a conversation that counts it stays known where that begins."""
+        if history not in self._by_use:
+            return
+        self.drop(history)
+        if (rest := history.without_kv()) is not None:
+            self.add(rest)
+
+    def lose_all(self) -> None:
+        """The radix tree was flushed."""
+        for history in [*self._by_use]:
+            self.lose(history)
 
     def find(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[list[HistoryMatch], int]:
         """The histories that this prompt continues, the farthest first, and the longest prompt of a

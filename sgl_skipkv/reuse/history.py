@@ -1,4 +1,4 @@
-"""What a finished or stopped request leaves: where its row is in the radix tree, and what eviction knows.
+"""What a request leaves at its end: where its row is in the radix tree, and what eviction knows.
 
 The radix tree wants one key per slot. The first prompt keeps its token ids, so other requests share
 it. Behind an eviction a token id would be a lie: a slot there has seen only what was kept. So each
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from torch import Tensor
@@ -79,7 +79,7 @@ class History:
         tokens: the tokens of prompt and output that have KV or had it, in order.
         sent: the same as the next prompt has them, without thoughts that were dropped; ``tokens``
             itself if none were.
-        key: the radix tree's key of each row entry.
+        key: the radix tree's key of each row entry; none once its KV is known to be gone.
         padding: keys of the slots behind the row in its last page.
         own_prompt_tokens: length of the prompt that the request came with.
         edge_tokens: of these, how many at its end the next prompt may have otherwise.
@@ -99,6 +99,24 @@ class History:
     last: LastCompaction | None
     recordings: Recordings | None
     padding: array[int] = field(default_factory=lambda: array("q"))
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether the radix tree may have it."""
+        return bool(self.key)
+
+    def without_kv(self) -> History | None:
+        """What it says once its KV is gone: where its conversation begins, and who wrote what.
+        None if that does not count."""
+        if self.recordings is None:
+            return None
+        known = replace(
+            self.recordings,
+            **{"closed": (), "live": (), "table": (), "redundancy": None},
+            **{"recorded": None, "statistics": {}, "tracked_tokens": 0},
+        )
+        last, nothing = self.last and self.last.without_tokens(), array("q")
+        return replace(self, key=nothing, padding=nothing, last=last, recordings=known)
 
     @property
     def evicted_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class Books(TurnBooks):
 
     def probe_histories(self) -> None:
         """What the tree has of a history is that history's row."""
-        for history in self.runtime.histories._by_use:
+        for history in filter(attrgetter("has_kv"), self.runtime.histories._by_use):
             left = self.left[history]
             found = self._in_tree(history.key + history.padding, left.apart)[: len(left.row)]
             expected = [entry.tag for entry in left.row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from operator import eq
+from operator import attrgetter, eq
 from typing import Any
 
 from budgets import budget_at
@@ -135,7 +135,7 @@ class TurnBooks:
     def _check_farthest(self, req: Any, sent: int) -> None:
         """No history that the runtime still knows has more of the prompt."""
         prompt, known = req.origin_input_ids, self.runtime.histories._by_use
-        for history in known:
+        for history in filter(attrgetter("has_kv"), known):
             left = self.left[history]
             longest = len([*takewhile(bool, map(eq, left.sent, prompt[:-1]))])
             shortest = history.first_cut - left.unsent_tokens
@@ -150,7 +150,7 @@ class TurnBooks:
     def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
         """A request has finished, whose row had these slots: what it leaves is in the books."""
         newest = next(reversed(self.runtime.histories._by_use), None)
-        if newest is None or newest in self.left:
+        if newest is None or newest in self.left or not newest.has_kv:
             return
         talk, prompt = self.talks[req.rid], self.prompt_of(req)
         tokens = [*prompt, *req.output_ids][: row[-1].position + 1]

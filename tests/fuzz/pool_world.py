@@ -330,7 +330,8 @@ class World(Loop):
         self.token_to_kv_pool_allocator.clear()
         forget_flushed(True, self)
         self.left.clear()
-        assert not len(self.runtime.histories), "histories of an empty tree"
+        known = self.runtime.histories._by_use
+        assert not any(history.has_kv for history in known), "histories of an empty tree"
         assert not self.runtime.histories.memory.used_bytes, "recordings of an empty tree"
         return True
 

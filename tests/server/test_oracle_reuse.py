@@ -272,12 +272,26 @@ def test_samples_continue_one_history(server, mode):
 
 
 @pytest.mark.smoke
-def test_a_flush_forgets_every_history(server):
-    first = first_of_two(server, "flushed", "budget")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["a flush", "new weights"])
+def test_a_flush_loses_every_history(server, oracle, model_folder, mode, what):
+    """What counts is known to count: a rollout that a trainer stopped, gave new weights and sends
+    again is back in its budget."""
+    tag = f"{what}-{mode}"
+    one = Asked(tag, draw((what, mode), 100), keys(mode))
+    stopped = say_until_aborted(server, one, 3)
     server.wait_idle()
-    server.post("/flush_cache")
-    (second,) = say(server, Asked("after", draw("after", TEXT), keys("budget"), first))
+    if what == "a flush":
+        server.post("/flush_cache")
+    else:
+        path = str(model_folder("qwen2"))
+        assert server.post("/update_weights_from_disk", {"model_path": path})["success"]
+    (second,) = say(server, Asked(f"{tag}-again", draw(tag, 1), keys(mode), stopped))
     assert second.info["reused_tokens"] == 0
+    assert second.info["kv_reuse_miss"] == {"keep": "none", "budget": "evicted"}[mode]
+    prompt_tokens = 100 if mode == "budget" else len(second.prompt)
+    assert second.own[-1]["after"] == prompt_tokens + BUDGET
+    assert_judged(oracle("qwen2"), second)
 
 
 @pytest.mark.smoke

@@ -138,7 +138,7 @@ def test_the_least_recently_used_goes_first(drawn: list[Drawn], limit: int) -> N
         while sum(known.nbytes for known in kept) > limit:
             kept.pop(0)
     assert [*histories._by_use] == kept
-    histories.clear()
+    histories.lose_all()
     assert len(histories) == 0 and histories.find("a", [0, 1, 1]) == ([], 0)
 
 
@@ -166,7 +166,7 @@ def test_a_search_does_not_grow_with_what_was_sent() -> None:
     assert [match.history for match in matches] == alike[: MOST_ALIKE - 1 : -1] and left == 3
     (match,), left = histories.find("a", [0, 1, 1, 7, 0, 0])
     assert match.history is apart[5] and left == 3, "others went on from the same prompt"
-    histories.clear()
+    histories.lose_all()
     assert histories.find("a", [0, 1, 1, 0, 9_999, 9_999]) == ([], 0)
 
 
@@ -293,6 +293,31 @@ def test_where_the_first_prompt_of_a_conversation_ends() -> None:
     assert first_prompt_of(HistoryMatch(plain, 7), prompt) is None
     first = first_prompt_of(HistoryMatch(counted, 7), prompt)
     assert first == (3, 2, [(4, 5), (6, 7), (7, 9)])
+
+
+def test_what_lost_its_kv_says_where_its_conversation_begins() -> None:
+    """The same prompts find it. With "keep" nothing stays, and of no history its recordings."""
+    histories, prompt = Histories(1 << 30, pinned=False), array("q", [0, 1, 2, 3, 4, 5, 6, 9, 9])
+    histories.memory.reserve()
+    copy = HostCopies(histories.memory).add(torch.zeros(64))
+    known = Recordings(((0, 1),), [(4, 5)], (0,), (0,), None, {"x": copy}, 8, {"x": copy}, 6, 2)
+    kept = history(Drawn("keep", [0, 1, 2, 3, 4, 5, 6, 7], 3, 6))
+    counted = replace(kept, namespace="budget", recordings=known)
+    for one in (kept, counted):
+        histories.add(one)
+    assert [match.cut for match in histories.find("keep", prompt)[0]] == [7]
+    (before,), _ = histories.find("budget", prompt)
+    expected = first_prompt_of(before, prompt)
+    histories.lose_all()
+    assert histories.find("keep", prompt) == ([], 0)
+    (after,), left = histories.find("budget", prompt)
+    assert (after.cut, left) == (7, 0) and not after.history.has_kv
+    assert first_prompt_of(after, prompt) == expected == (3, 2, [(4, 5), (7, 9)])
+    assert after.history.nbytes < counted.nbytes
+    del before, counted, known, copy, one
+    assert not histories.memory.used_bytes
+    edited = array("q", [0, 1, 2, 3, 9, 9, 9])
+    assert histories.find("budget", edited) == ([], 3), "it differs before the last compaction"
 
 
 def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
