@@ -112,8 +112,13 @@ class History:
             return None
         known = replace(
             self.recordings,
-            **{"closed": (), "live": (), "table": (), "redundancy": None},
-            **{"recorded": None, "statistics": {}, "tracked_tokens": 0},
+            closed=(),
+            live=(),
+            table=(),
+            redundancy=None,
+            recorded=None,
+            statistics={},
+            tracked_tokens=0,
         )
         last, nothing = self.last and self.last.without_tokens(), array("q")
         return replace(self, key=nothing, padding=nothing, last=last, recordings=known)
