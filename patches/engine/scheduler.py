@@ -14,7 +14,7 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
-from sgl_skipkv.patches.request_kind import RequestKind, request_kind
+from sgl_skipkv.patches.request_kind import OPTED_OUT, RequestKind, request_kind
 from sgl_skipkv.request.settings import (
     RequestSettings,
     misspelt_keys,
@@ -62,7 +62,7 @@ def _open(
             raise Unavailable(field, got, binding.readiness)
         kind = request_kind(recv_req, recv_req.sampling_params.beam_width)
         if kind is not None and not keys:
-            keys = kind.opted_out
+            keys = OPTED_OUT
         settings = resolve_request(keys, binding.config, binding.limits.model_window_tokens)
         if settings is None:
             return
@@ -137,11 +137,10 @@ def _refuse_for_now(req: Any, message: str) -> None:
 
 def _refuse_beside(kind: RequestKind, settings: RequestSettings) -> None:
     """Refuse what was asked for beside a kind of request that cannot have it."""
-    steers = settings.steers and not kind.steers
-    if not settings.evicts and not steers:
+    if not settings.evicts and not settings.steers:
         return
     field = "kv_budget" if settings.evicts else "steering"
-    off = [(settings.evicts, 'kv_policy "full"'), (steers, "steering false")]
+    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
     choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
     raise SettingError(field, kind.expected, kind.got, choices)
 

@@ -160,6 +160,7 @@ class Switch:
 _OFF = (False, None, 0, "none", "null")
 _REUSED = "the next turn reuses the row as a token prefix"
 _STORED = "rows are stored by logical length"
+_CAPTURED = "captures are kept by slot, and a restored or copied row has slots without"
 Rows = tuple[tuple[str, str, str], ...]
 
 #: name, why, path: settings that must be off
@@ -190,6 +191,8 @@ _SETTINGS: Rows = (
         "the text before a token is looked up by its row entry",
         "exec.features.enable_watermark",
     ),
+    ("captures of experts", _CAPTURED, "exec.features.enable_return_routed_experts"),
+    ("captures of an indexer", _CAPTURED, "exec.features.enable_return_indexer_topk"),
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
     ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
     (
@@ -314,11 +317,6 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),
-    Capability(
-        "captures of experts, indexer",
-        "per request",
-        "they read the row token by token; 400 together with kv_budget",
-    ),
     Capability(
         "triattention, expected",
         "per request",

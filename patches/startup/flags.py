@@ -79,8 +79,12 @@ def settings_or_exit(
 def config_of(server_args: Any) -> ServerConfig:
     """The settings pickled with these server args; ``sgl.Engine`` has the environment only.
 
+    That is of all engines of a process: one for embeddings or rewards does not have them.
+
     Raises:
         SettingError: a wrong value in the environment.
     """
     given = getattr(server_args, "_skipkv", None)
+    if given is None and server_args.is_embedding:
+        return ServerConfig()
     return load_server_config(given, environ={} if given is not None else None)

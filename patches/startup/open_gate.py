@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import sglang
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
@@ -54,11 +55,23 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         wrong = _wrong_of_router(config) if is_router else _wrong_preferred(manager)
     if wrong is not None:
         _kept_alive.append(manager)
-        raise SystemExit(wrong)
+        _end_start(wrong, init_result)
     if is_router:
         manager.startup_time[_STATE] = {"reasons": readiness.reasons, "limits": asdict(limits)}
     else:
         _accept_requests(manager, readiness, limits)
+
+
+def _end_start(wrong: str, init_result: Any) -> NoReturn:
+    """End the processes that have started, too: a notebook or a trainer outlives an ``Engine`` that
+    was refused, and has no handle to them."""
+    from sglang.srt.utils import kill_process_tree
+
+    for pid in init_result.all_child_pids:
+        kill_process_tree(pid)
+    if threading.current_thread() is not threading.main_thread():
+        logger.error(wrong)  # Python prints no SystemExit of another thread
+    raise SystemExit(wrong)
 
 
 def open_worker(result: None, manager: Any, startup_time: dict[str, Any]) -> None:

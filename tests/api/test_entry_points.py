@@ -359,8 +359,6 @@ def test_whose_ids_are_checked() -> None:
     [
         ({"beam_width": 2}, {}),
         ({}, {"session_params": {"id": "a"}}),
-        ({}, {"return_routed_experts": True}),
-        ({}, {"return_indexer_topk": True}),
     ],
 )
 def test_defaults_are_not_for_every_kind_of_request(params: Any, of_request: Any) -> None:

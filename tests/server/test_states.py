@@ -236,14 +236,43 @@ ENGINE_SCRIPT = """
 """
 
 
-def test_engine_takes_its_settings_from_the_environment(model_folder: Any, tmp_path: Path) -> None:
-    """``sgl.Engine`` with a default budget in ``SGL_SKIPKV_CONFIG``: the third way to be ready."""
-    script = tmp_path / "run_engine.py"
-    script.write_text(textwrap.dedent(ENGINE_SCRIPT))
-    settings = {"kv_budget": 32, "kv_policy": "streaming", "kv_interval": 8, "kv_budget_max": 512}
+OTHER_ENGINES_SCRIPT = """
+    import json, sys, threading
+    import psutil
+    import sglang as sgl
+
+    def start(**arguments):
+        return sgl.Engine(
+            model_path=sys.argv[1], dtype="float32", max_total_tokens=2048, log_level="error",
+            **arguments,
+        )
+
+    def main():
+        engine = start(is_embedding=True)
+        out = {"embedding": len(engine.encode("a")["embedding"])}
+        engine.shutdown()
+        refused = threading.Thread(target=start, kwargs={"page_size": 4})
+        refused.start()
+        refused.join()
+        left = psutil.Process().children(recursive=True)
+        out["left"] = [
+            one.name() for one in left
+            if one.name().startswith("sglang") and one.status() != psutil.STATUS_ZOMBIE
+        ]
+        print("RESULT " + json.dumps(out))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def run_engines(script: str, model: Path, folder: Path, **settings: Any) -> tuple[Any, str]:
+    """What a script with engines says, and its errors."""
+    file = folder / "run_engines.py"
+    file.write_text(textwrap.dedent(script))
     run = subprocess.run(
-        [sys.executable, "-P", str(script), str(model_folder("qwen2"))],
-        cwd=tmp_path,
+        [sys.executable, "-P", str(file), str(model)],
+        cwd=folder,
         env={**os.environ, "SGL_SKIPKV_CONFIG": json.dumps(settings)},
         text=True,
         capture_output=True,
@@ -252,7 +281,21 @@ def test_engine_takes_its_settings_from_the_environment(model_folder: Any, tmp_p
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, run.stdout[-1000:] + run.stderr[-3000:]
-    out = json.loads(lines[0].removeprefix("RESULT "))
+    return json.loads(lines[0].removeprefix("RESULT ")), run.stdout + run.stderr
+
+
+def test_engines_that_cannot_evict(model_folder: Any, tmp_path: Path) -> None:
+    """A trainer has others beside the one that the environment is for. One that is refused says so,
+    in a thread too, and leaves no process."""
+    out, printed = run_engines(OTHER_ENGINES_SCRIPT, model_folder("qwen2"), tmp_path, kv_budget=32)
+    assert out["embedding"] > 0 and out["left"] == []
+    assert "sgl_skipkv: refused: page size 4 (supported: " in printed
+
+
+def test_engine_takes_its_settings_from_the_environment(model_folder: Any, tmp_path: Path) -> None:
+    """``sgl.Engine`` with a default budget in ``SGL_SKIPKV_CONFIG``: the third way to be ready."""
+    settings = {"kv_budget": 32, "kv_policy": "streaming", "kv_interval": 8, "kv_budget_max": 512}
+    out, _ = run_engines(ENGINE_SCRIPT, model_folder("qwen2"), tmp_path, **settings)
     assert out["default"] == out["after"]
     assert (out["default"]["policy"], out["default"]["kv_budget"]) == ("streaming", 32)
     assert out["default"]["compactions"] == (89 - 32) // 8
