@@ -64,12 +64,15 @@ def continue_history(
     matches, left = runtime.histories.find(_namespace(state, req), prompt)
     best = first_prompt_of(matches[0], prompt) if matches else None
     state.reuse.first_prompt = best or state.reuse.first_prompt
+    # Of earlier turns: the same prompt again has lost nothing.
+    lost_prompts = [one.history.own_prompt_tokens for one in matches if not one.history.has_kv]
+    gone = max((length for length in lost_prompts if length < len(prompt)), default=0)
     is_best = not matches or matches[0].history.has_kv
-    lost, matches = lost or not is_best, [one for one in matches if one.history.has_kv]
+    matches = [one for one in matches if one.history.has_kv]
     while True:
         found = matches.pop(0) if matches else None
-        leaves = left > (0 if found is None else found.history.own_prompt_tokens)
-        state.reuse.miss = "evicted" if lost else "diverged" if leaves else "none"
+        own = 0 if found is None else found.history.own_prompt_tokens
+        state.reuse.miss = "evicted" if lost or gone > own else "diverged" if left > own else "none"
         reason = None if found is None else _why_not(req, state, found, positions)
         if reason is not None:
             found, state.reuse.miss = None, reason

@@ -165,7 +165,7 @@ def history_of(
                 len(finished.tokens), 0 if continued is None else continued.recorded_tokens
             ),
             statistics={name: one.clone() for name, one in state.kv.statistics.items()},
-            tracked_tokens=state.kv.tracked_tokens,
+            tracked_tokens=state.kv.tracked_tokens if state.kv.statistics else 0,
             # What is dropped follows no score, so the budget of a later compaction ignores it.
             compactions=state.compactions - (finished.thought is not None),
         )

@@ -53,7 +53,7 @@ class Recordings:
         recorded_tokens: logical tokens whose queries may be in the ring: those of its own history
             included that its prompt left out.
         statistics: of the policy, name -> one value per row entry that has a statistic.
-        tracked_tokens: logical tokens whose queries are included in the statistics.
+        tracked_tokens: logical tokens whose queries are included in the statistics; 0: it has none.
         compactions: of the whole conversation.
     """
 
@@ -118,7 +118,6 @@ class History:
             redundancy=None,
             recorded=None,
             statistics={},
-            tracked_tokens=0,
         )
         last, nothing = self.last and self.last.without_tokens(), array("q")
         return replace(self, key=nothing, padding=nothing, last=last, recordings=known)
@@ -148,8 +147,7 @@ class History:
         compacted = self.own_prompt_tokens if self.last is None else self.last.logical_tokens
         if self.recordings is None:
             return compacted
-        tracked = self.recordings.tracked_tokens if self.recordings.statistics else 0
-        return max(compacted, tracked, self.prompt_tokens)
+        return max(compacted, self.recordings.tracked_tokens, self.prompt_tokens)
 
     @property
     def recorded_bytes(self) -> int:

@@ -19,6 +19,7 @@ from fleet import STEERING_GAMMA
 from servers import HTTPFailure, Server
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.srt import runtime_context
+from sglang.srt.entrypoints.engine import SchedulerInitResult
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 import sgl_skipkv
@@ -297,7 +298,7 @@ def test_preferred_parameters_of_the_operator() -> None:
         tokenizer.move_keys(manager, call, "", [5, 6])
         assert call.sampling_params == {"custom_params": custom}
 
-    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
+    started = SchedulerInitResult(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
     manager.server_args, manager.enable_metrics = SimpleNamespace(_skipkv={}), False
     open_gate(None, manager, started)
     for wrong in ({"kv_budget": 64}, {"custom_params": {"kv_policy": "rkv"}}):
@@ -318,7 +319,7 @@ def test_a_router_speaks_for_its_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     router = object.__new__(MultiTokenizerRouter)
     router.server_args, router.startup_time = SimpleNamespace(_skipkv={}), {"load_weight": 1.0}
     report = {"reasons": ["why"], "limits": {"has_thoughts": True}}
-    started = SimpleNamespace(scheduler_infos=[{"skipkv": report}])
+    started = SchedulerInitResult(scheduler_infos=[{"skipkv": report}])
     open_gate(None, router, started)
     worker = SimpleNamespace(server_args=router.server_args, enable_metrics=False)
     open_worker(None, worker, router.startup_time)

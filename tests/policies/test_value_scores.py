@@ -382,3 +382,21 @@ def test_expected_scores(halves: bool, scale: float, rotated: int) -> None:
 def test_triattention_of_equal_keys_is_0() -> None:
     inputs = dataclasses.replace(score_input(1), keys=lambda _: torch.full((60, 2, 8), 0.7))
     assert make_policy("triattention").scores(inputs).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["triattention", "expected"])
+def test_layers_in_parts_score_as_all_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models have more layers than are held at once."""
+    inputs, scores = score_input(2, layers=5), []
+    for together in (5, 2, 1):
+        monkeypatch.setattr(f"sgl_skipkv.policy.{name}._LAYERS_TOGETHER", together)
+        scores.append(make_policy(name).scores(inputs))
+    assert scores[0].any()
+    for found in scores[1:]:
+        assert torch.allclose(found, scores[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_sentence_begins_with_no_token_behind_it() -> None:
+    """A turn may end within a sentence, behind one that is shorter than a beginning."""
+    places = some_sentences((1, 3, -1.0), (7, 11, -1.0)).places(torch.arange(12))
+    assert [i for i, begins in enumerate(places.begins(3).tolist()) if begins] == [1, 2, 7, 8, 9]

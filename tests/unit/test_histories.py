@@ -14,11 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import SyntheticServer, served
 
 from sgl_skipkv.offload.host_memory import HostCopies
+from sgl_skipkv.recording.sentences import Delimiters, SentenceTracker
 from sgl_skipkv.request.last_compaction import LastCompaction
+from sgl_skipkv.request.parts import Redundancy
 from sgl_skipkv.reuse import history as module
-from sgl_skipkv.reuse.continuation import first_prompt_of
+from sgl_skipkv.reuse.continuation import continue_history, first_prompt_of
 from sgl_skipkv.reuse.histories import MOST_ALIKE, Histories, HistoryMatch
 from sgl_skipkv.reuse.history import History, Recordings, private_keys
 
@@ -247,7 +250,7 @@ def test_continued_recordings_are_dropped_later() -> None:
     histories.memory.reserve()
     for first in (2, 3):
         copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
-        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 3, 0)
+        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 0, 0)
         histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
         del copy, known
     used, other = histories._by_use
@@ -276,7 +279,7 @@ def test_recordings_make_room_for_recordings() -> None:
     histories.add(plain)
     for first in (2, 3, 4):
         copy = HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8))
-        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 3, 0)
+        known = Recordings((), (), (), (), None, {"queries": copy}, 3, {}, 0, 0)
         histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
         del copy, known
     assert len(histories) == 4 and not histories.memory.fits(2 * mib)
@@ -288,7 +291,7 @@ def test_recordings_make_room_for_recordings() -> None:
 def test_where_the_first_prompt_of_a_conversation_ends() -> None:
     """And who wrote what behind it; with "keep" the whole prompt stays as it is."""
     plain = history(Drawn("a", [0, 1, 2, 3, 4, 5, 6, 7], 3, 6))
-    known = Recordings((), [(4, 5), (6, 8)], (), (), None, None, 8, {}, 8, 2)
+    known = Recordings((), [(4, 5), (6, 8)], (), (), None, None, 8, {}, 0, 2)
     counted, prompt = replace(plain, recordings=known), array("q", [0, 1, 2, 3, 4, 5, 6, 9, 9])
     assert first_prompt_of(HistoryMatch(plain, 7), prompt) is None
     first = first_prompt_of(HistoryMatch(counted, 7), prompt)
@@ -323,7 +326,7 @@ def test_what_lost_its_kv_says_where_its_conversation_begins() -> None:
 def test_where_the_first_prompt_ends_behind_dropped_thoughts() -> None:
     """The next prompt has neither the thoughts nor what opened them."""
     drawn = Drawn("a", [0, 1, 8, 5, 6, 7], 3, 5, thought=1, opener=1, edge=1)
-    known = Recordings((), (), (), (), None, None, 6, {}, 6, 1)
+    known = Recordings((), (), (), (), None, None, 6, {}, 0, 1)
     counted, prompt = replace(history(drawn), recordings=known), array("q", [0, 1, 6, 7, 9])
     assert first_prompt_of(HistoryMatch(counted, 6), prompt) == (2, 1, [(2, 5)])
 
@@ -347,3 +350,47 @@ def test_a_history_shares_no_memory_with_a_batch() -> None:
     assert torch.equal(own.positions, last.positions) and own.read() == last.read()
     for one in (own.positions, own.kept, own.finite):
         assert one.untyped_storage().nbytes() == one.nbytes
+
+
+def test_everything_that_a_history_holds_is_counted() -> None:
+    """On the CPU it takes the server's memory, beside what is in the slab."""
+    none = Recordings((), (), (), (), None, None, 3, {}, 0, 0)
+    plain = replace(history(Drawn("a", [0, 1, 1], 1, 2)), recordings=none)
+    numbers = torch.zeros(1000)
+    for held, least in (
+        ({"statistics": {"a": numbers, "b": numbers}}, 8000),
+        ({"closed": [(0, 1)] * 1000}, 1000 * 16),
+        ({"input_spans": [(0, 1)] * 1000}, 1000 * 16),
+        ({"live": range(1000)}, 1000 * 8),
+        ({"table": range(1000)}, 1000 * 8),
+        ({"redundancy": Redundancy(range(1000), numbers)}, 1000 * 8 + 4000),
+    ):
+        larger = replace(plain, recordings=replace(none, **held))
+        assert larger.nbytes >= plain.nbytes + least
+
+
+def test_a_row_is_continued_behind_what_its_statistics_have_seen() -> None:
+    """In front of that there would be more statistics than tokens."""
+    plain = history(Drawn("a", [0, 1, 1, 0, 1, 0], 1, 2))
+    known = Recordings((), (), (), (), None, None, 6, {}, 0, 0)
+    assert replace(plain, recordings=known).first_cut == 2
+    followed = replace(known, statistics={"received": torch.zeros(5)}, tracked_tokens=5)
+    assert replace(plain, recordings=followed).first_cut == 5
+
+
+def test_a_history_that_is_not_continued_to_its_end_has_no_sentence_behind_that() -> None:
+    """One that ends there is the last; the next one begins behind it."""
+    state = served(SyntheticServer(), prefill=False, kv_reuse="budget").state
+    found, numbers = [(0, 5), (5, 10), (10, 20)], torch.tensor([0.1, 0.2, 0.3])
+    sentences = (0, 1, 2)
+    known = Recordings(
+        *(found, (), sentences, sentences, Redundancy(sentences, numbers), None, 40, {}, 40, 1)
+    )
+    left = replace(history(Drawn("a", [3] * 10 + [0] * 30, 10, 15)), recordings=known)
+    tracker = SentenceTracker(Delimiters([], 4), "math")
+    continue_history(state, HistoryMatch(left, 20), tracker, 10)
+    assert state.sentences.tracker.closed == found[:2]
+    assert state.sentences.live == state.sentences.table == [0, 1]
+    redundancy = state.sentences.redundancy
+    assert redundancy is not None and (*redundancy.sentences,) == (0, 1)
+    assert torch.equal(redundancy.values, numbers[:2])

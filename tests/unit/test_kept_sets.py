@@ -260,3 +260,25 @@ def test_a_broken_call_does_not_touch_its_neighbours(broken: int, prompts: tuple
     for i, (sound, found) in enumerate(zip(*lives, strict=True)):
         assert (found.state.failure is not None) == (i == broken)
         assert i == broken or found.compactions == sound.compactions
+
+
+def test_which_sentences_users_wrote() -> None:
+    """Those that begin in their text, its first one too; of the live ones."""
+    state = served(SyntheticServer(), kv_policy="distinct").state
+    state.sentences.tracker.closed = [(0, 3), (3, 5), (5, 9), (9, 12), (12, 14), (14, 20)]
+    state.sentences.live = [0, 1, 3, 4, 5]
+    state.reuse.input_spans = [(PROMPT + 3, PROMPT + 9), (PROMPT + 12, PROMPT + 14)]
+    assert state.input_sentences() == {1, 3}
+
+
+def test_dropping_thoughts_keeps_the_statistics_of_the_rest() -> None:
+    server = SyntheticServer()
+    call = served(server, kv_policy="h2o", kv_reuse="budget")
+    server.run(call, 70)
+    server.read_back([call])
+    server.runtime.compactor.track([server.due(call)])
+    received, span = call.state.kv.statistics["received"], (call.prompt_tokens + 3, 50)
+    kept = [i for i, position in enumerate(call.positions) if not span[0] <= position < span[1]]
+    dropped = server.runtime.compactor.drop(server.due(call), span, server.req_to_token)
+    assert dropped is not None and 0 < len(call.positions) - len(kept)
+    assert torch.equal(call.state.kv.statistics["received"], received[kept])

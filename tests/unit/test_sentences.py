@@ -21,6 +21,7 @@ from sgl_skipkv.recording.sentences import (
     closes_sentence,
     newline_tokens,
 )
+from sgl_skipkv.request.parts import Compared, SentenceState
 
 # Whether a text closes a sentence under paper, math, code, any-newline -> tokens of the Qwen2/R1
 # vocabulary. The paper names the first six. Of what else ends a thought in a real trace it misses
@@ -230,3 +231,14 @@ def test_device_and_cpu_agree_on_sentences_and_their_means(
             stored = device["vectors"][i + 1, sentence].double()
             assert (stored - exact).abs().max() < 1e-6 * max(1.0, float(1 / mean.norm()))
         assert not device["vectors"][i + 1, len(found.closed) :].any()
+
+
+def test_the_most_similar_sentence_of_any_compaction_is_named() -> None:
+    sentences = SentenceState(SentenceTracker(Delimiters([], 4), "math"))
+    for entries, best in (
+        ([3, 5, 8], [[0.9, 0.2, -1.0], [1, 2, 0]]),
+        ([3, 8, 9], [[0.4, 0.3, -1.0], [2, 2, 0]]),  # the fifth has left
+    ):
+        sentences.compared = Compared(entries, torch.tensor(best, dtype=torch.float64), None)
+        sentences.read_similar()
+    assert sentences.similar == {3: (5, 0.9), 5: (8, 0.2), 8: (9, 0.3)}

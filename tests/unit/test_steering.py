@@ -147,3 +147,12 @@ def test_a_stopped_row_is_left_alone_and_half_precision_rounds_once() -> None:
     again = residual.clone()
     table.decode(again, torch.tensor([1]), torch.tensor([1]))
     assert torch.equal(again, residual)
+
+
+@pytest.mark.parametrize("strength", [1.5, -1.5])
+def test_a_prefill_is_steered_either_way(strength: float) -> None:
+    table, residual = steerer(), torch.randn(3, WIDTH)
+    before, table.factors = residual.clone(), torch.tensor([0.0, strength, 0.0])
+    table.prefill(residual)
+    assert torch.equal(residual[[0, 2]], before[[0, 2]])
+    assert torch.allclose(residual[1], before[1] + strength * table._vector)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernels_on_cpu import on_triton
+from pool_calls import asks
 from pool_machine import PARAMETERS
 from pool_world import World
 from triton.runtime.interpreter import InterpretedFunction
@@ -202,3 +203,14 @@ def test_no_host_memory_for_copies() -> None:
         assert_refused(refused, "lower retraction_backup_bytes", f"{1 << 60} bytes of host memory")
     assert_served(world, plain, full)
     world.drain()
+
+
+def test_no_host_memory_for_recordings_of_histories() -> None:
+    """Refused at once: at its end an error would be of the scheduler."""
+    world = World(reuse_bytes=1 << 60)
+    plain = world.arrive([5, 6, 7], 40, **KEYS)
+    untracked = world.arrive([5, 6, 8], 40, **{**asks(8, "streaming"), "kv_reuse": "budget"})
+    refused = world.arrive([5, 6, 9], 40, **KEYS, kv_reuse="budget")
+    assert_refused(refused, "kv_reuse_bytes", f"{1 << 60} bytes of host memory")
+    world.run_dry()
+    assert [len(call.output_ids) for call in (plain, untracked)] == [40, 40]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sglang
+from sglang.srt.entrypoints.engine import SchedulerInitResult
 
 import sgl_skipkv
 from sgl_skipkv.patches import registry
@@ -101,7 +102,7 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     manager = SimpleNamespace(
         server_args=SimpleNamespace(_skipkv={}), preferred_sampling_params={}, enable_metrics=False
     )
-    started = SimpleNamespace(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
+    started = SchedulerInitResult(scheduler_infos=[{"skipkv": {"reasons": [], "limits": {}}}])
     with caplog.at_level(logging.WARNING):
         open_gate.open_gate(None, manager, started)
     assert f"{registry.GATE_VARIABLE} names it" in caplog.text and UNTESTED in caplog.text
@@ -109,7 +110,7 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
 
 def test_replicas_of_an_older_sglang_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_gate.registry, "problems", list)
-    started = SimpleNamespace(scheduler_infos=[{}])
+    started = SchedulerInitResult(scheduler_infos=[{}])
     for keys, refused in (({}, False), ({"kv_budget": 64}, True)):
         manager = SimpleNamespace(
             server_args=SimpleNamespace(_skipkv=keys),

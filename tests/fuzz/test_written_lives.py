@@ -1,0 +1,170 @@
+"""Lives written out, on SGLang's pools and tree: what random ones seldom come to, or cannot see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pool_calls import asks, long_calls, same_draws
+from pool_content import POOL
+from pool_world import World
+
+pytestmark = pytest.mark.usefixtures("plugin_loaded")
+fixtures = (same_draws,)  # for every test
+
+
+def test_a_flush_that_sglang_refuses_forgets_nothing() -> None:
+    """It flushes only an idle server; the tree still has every history."""
+    from sgl_skipkv.patches.engine.backup import forget_flushed
+
+    world = World()
+    world.arrive([5, 6, 7, 20], 10, **{**asks(20, "streaming"), "kv_reuse": "keep"})
+    world.run_dry()
+    for result, known in ((False, 1), (True, 0)):
+        forget_flushed(result, world)
+        assert len(world.runtime.histories) == known
+
+
+def test_a_compaction_makes_room_for_who_waits() -> None:
+    """SGLang looks at its queue again only if the batch is not said to be full."""
+    world = World()
+    (call,) = long_calls(world, 14)
+    done = call.skipkv.report.compactions
+    world.running_batch.batch_is_full = True
+    while call.skipkv.report.compactions == done:
+        assert world.running_batch.batch_is_full
+        world.step()
+    assert not world.running_batch.batch_is_full
+
+
+def test_a_call_that_was_aborted_ends_as_such() -> None:
+    """Whatever went wrong beside it: its client has left, and is told so."""
+    world = World()
+    (call,) = long_calls(world, 20)
+    world.abort(call)
+    call.skipkv.failure = "a score was not finite"
+    while world.owners():
+        world.step()
+    ended = call.finished_reason.to_json()
+    assert (ended["type"], ended["message"]) == ("abort", "Aborted")
+
+
+def test_admission_counts_more_than_sglang_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request SGLang reserves at most so many tokens, and hopes that others end before."""
+    monkeypatch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 4)
+    world = World()
+    calls = [world.arrive([5, 6, 7, 20 + i], 2 * POOL, **asks(24, "streaming")) for i in range(5)]
+    together = 0
+    while world.owners() or world.waiting_queue:
+        world.step()
+        together = max(together, len(world.owners()))
+    assert world.count["retractions"] == 0 and not world.aborted and together > 1
+    assert [len(call.output_ids) for call in calls] == [2 * POOL] * 5
+
+
+def test_a_history_that_the_pool_cannot_hold_twice_is_not_continued() -> None:
+    """Once for other branches, once as the request's own; it would wait for ever."""
+    world = World()
+    keys = {**asks(44, "streaming"), "kv_reuse": "budget"}
+    first = world.arrive([5, 6, 7, 20], 46, **keys)
+    world.run_dry()
+    call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
+    world.run_dry()
+    assert call.skipkv.reuse.miss == "evicted" and len(call.output_ids) == 30
+    world.drain()
+
+
+def test_a_prompt_that_is_cut_on_its_way_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --allow-auto-truncate, behind the bound of its output."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    bound = Scheduler.init_req_max_new_tokens
+
+    def cut(scheduler: Any, req: Any) -> None:
+        bound(scheduler, req)
+        req.origin_input_ids = req.origin_input_ids[:12]
+
+    monkeypatch.setattr(Scheduler, "init_req_max_new_tokens", cut)
+    world = World()
+    call = world.arrive([5, 6, 7, 20] * 10, 40, **asks(8, "rkv"))
+    assert call.skipkv.prompt.sent_tokens == call.skipkv.kv.tracked_tokens == 12
+    world.run_dry()
+    assert call.skipkv.report.summary["compactions"] > 2
+    world.drain()
+
+
+def test_no_prefill_records_two_queries_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would write them in any order. Its next turn may ask for those of its prompt's end,
+    and a recomputed prompt is followed by more than a ring of generated tokens."""
+    from sgl_skipkv.recording.recorder import Recorder
+
+    record, most = Recorder.record_queries, [0]
+
+    def checked(recorder: Any, recording: Any, layer: int, q: Any) -> None:
+        places = (recording.positions % recorder.query_window).tolist()
+        held = [one for one in zip(recording.tracks.tolist(), places, strict=True) if one[0]]
+        assert len(held) == len({*held})
+        most[0] = max(most[0], len(held))
+        record(recorder, recording, layer, q)
+
+    monkeypatch.setattr(Recorder, "record_queries", checked)
+    world = World()
+    call = world.arrive([5, 6, 7, 20], 40, **{**asks(16, "rkv"), "kv_reuse": "budget"})
+    while len(call.output_ids) < 20:
+        world.step()
+    world.pause()
+    world.run_dry()
+    assert most[0] == world.runtime.config.query_window and call.retraction_count == 1
+
+
+def test_a_row_that_fills_the_context_leaves_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last page would go on behind the end of the page table's row."""
+    monkeypatch.setattr("pool_world.CONTEXT", 30)
+    world = World(page_tokens=16)
+    call = world.arrive([5, 6, 7, 20], 200, **{**asks(40, "streaming"), "kv_reuse": "keep"})
+    world.run_dry()
+    assert len(call.output_ids) == 24 and not len(world.runtime.histories)
+    world.drain()
+
+
+def test_a_next_turn_may_leave_out_the_token_that_ended_the_output() -> None:
+    """Its template does. A step was launched that has seen it, unlike the policy's statistics."""
+    keys = {**asks(20, "h2o"), "kv_reuse": "budget"}
+    outputs: list[int] = []
+    for ends in (False, True):
+        world = World(overlap=True)
+        first = world.arrive([5, 6, 7, 20], 30, ignore_eos=not ends, **keys)
+        if ends:
+            first.eos_token_ids = {next(one for one in outputs[8:] if outputs.count(one) == 1)}
+        world.run_dry()
+        outputs = [*first.output_ids]
+    assert 8 < len(outputs) < 30
+    text = [*first.origin_input_ids, *outputs]
+    call = world.arrive([*text[:-1], 9], 10, **keys)
+    world.run_dry()
+    assert call.skipkv.reuse.continued is not None
+    assert call.skipkv.reuse.continued.cut == len(text) - 1
+    world.drain()
+
+
+def test_what_a_kept_history_evicted_is_not_counted_again() -> None:
+    world = World()
+    keys = {**asks(8, "streaming"), "kv_reuse": "keep"}
+    first = world.arrive([5, 6, 7, 20], 30, **keys)
+    world.run_dry()
+    call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
+    world.run_dry()
+    assert call.skipkv.prompt_evicted_tokens > 0
+    summary = call.skipkv.report.summary
+    assert summary["evicted_tokens"] > 0
+    assert summary["kv_tokens"] == summary["full_kv_tokens"] - summary["evicted_tokens"]
+
+
+def test_of_a_running_call_the_pages_that_it_lacks_are_reserved() -> None:
+    """43 tokens at most, in three pages of 16."""
+    world = World(page_tokens=16)
+    call = world.arrive([5, 6, 7, 20], 200, **asks(30, "streaming"))
+    for tokens, lacking in ((8, 32), (20, 16), (36, 0)):
+        while len(call.output_ids) < tokens:
+            world.step()
+        assert world.adder()._get_running_request_total_token_offset(call) == lacking
