@@ -343,9 +343,6 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "self.own_prompt_tokens",
             ),
         },
-        history.History.without_kv: {
-            "what has lost its KV is forgotten": ("if self.recordings is None:", "if True:"),
-        },
         histories.Histories.find: {
             "a prompt that is a history as a whole leaves nothing to compute": (
                 ", len(prompt) - 1)",
