@@ -260,7 +260,9 @@ def split_behind_row_prompt(
 
 
 def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | None:
-    """What the request leaves: nothing if it has no KV beyond its prompt."""
+    """What the request leaves: nothing if it failed or has no KV beyond its prompt."""
+    if state.failure is not None:
+        return None
     runtime, kv, prompt = state.runtime, req.kv, req.origin_input_ids
     logical_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     output: array[int] = req.output_ids_through_stop

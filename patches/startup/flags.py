@@ -79,7 +79,7 @@ def settings_or_exit(
 def config_of(server_args: Any) -> ServerConfig:
     """The settings pickled with these server args; ``sgl.Engine`` has the environment only.
 
-    That is of all engines of a process: one for embeddings or rewards does not have them.
+    That is of all engines of a process: one with ``is_embedding=True`` does not have them.
 
     Raises:
         SettingError: a wrong value in the environment.

@@ -68,7 +68,7 @@ def _end_start(wrong: str, init_result: Any) -> NoReturn:
     from sglang.srt.utils import kill_process_tree
 
     for pid in init_result.all_child_pids:
-        kill_process_tree(pid)
+        kill_process_tree(pid, wait_timeout=None)  # a device may take long to let go
     if threading.current_thread() is not threading.main_thread():
         logger.error(wrong)  # Python prints no SystemExit of another thread
     raise SystemExit(wrong)
