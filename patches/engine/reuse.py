@@ -44,7 +44,7 @@ def continue_history(
     history that its prompt begins with.
 
     The tree decides whether it still exists: if it has lost a part of a history, the next best is
-    tried that does not need this part. Those that do are forgotten. The best one, if the
+    tried that does not need this part. Those that do are forgotten. The one that was tried, if the
     conversation counts, still says where that begins, also to the request's samples and branches.
     """
     state = state_of(req)
@@ -67,7 +67,6 @@ def continue_history(
     # Of earlier turns: the same prompt again has lost nothing.
     lost_prompts = [one.history.own_prompt_tokens for one in matches if not one.history.has_kv]
     gone = max((length for length in lost_prompts if length < len(prompt)), default=0)
-    is_best = not matches or matches[0].history.has_kv
     matches = [one for one in matches if one.history.has_kv]
     while True:
         found = matches.pop(0) if matches else None
@@ -87,10 +86,7 @@ def continue_history(
         if _has_whole_row(req, state, tree_cache):
             runtime.histories.use(found.history)
             return
-        if is_best:
-            runtime.histories.lose(found.history)
-        else:
-            runtime.histories.drop(found.history)
+        runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []
         missing = found.history.pages[: req.prefix_len + page_tokens]
         for match in matches:
@@ -98,7 +94,7 @@ def continue_history(
                 runtime.histories.drop(match.history)
             else:
                 kept.append(match)
-        matches, lost, is_best = kept, True, False
+        matches, lost = kept, True
 
 
 def _why_not(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> str | None:
