@@ -20,6 +20,7 @@ DELIMITER, KEYWORD, THINK_START, THINK_END = 1, 2, 4, 8
 
 _EPS = 1e-8
 _BLOCK_ROWS = 128
+_FIXED = 2.0**40
 SAME_VALUE = 2.0**-12
 
 
@@ -185,7 +186,9 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     value = (unit * unit[head, last_similar]).sum(dim=-1)
     value.masked_fill_((last == 0) | (last == number), 0.0)
     total = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
-    redundancy: Tensor = (total.scatter_add_(1, last_similar, -value) / n).softmax(dim=-1)
+    # In fixed point, so that the order in which a GPU adds changes nothing.
+    taken = torch.zeros_like(last_similar).scatter_add_(1, last_similar, (value * _FIXED).long())
+    redundancy: Tensor = ((total - taken / _FIXED) / n).softmax(dim=-1)
     return redundancy
 
 
@@ -225,23 +228,8 @@ def distinct_values(
     squares, nearest = u.square().sum(dim=1), torch.zeros_like(size)
     for start in range(first, n - 1, _BLOCK_ROWS):  # blocks of rows bound the memory
         end = min(start + _BLOCK_ROWS, n - 1)
-        products = exact_product(u[start:end], u[start:])
-        nearest[start:end] = nearest_later(squares[start:], products)
+        nearest[start:end] = nearest_later(squares[start:], u[start:end] @ u[start:].T)
     return (nearest / (len(compared) * heads)).sqrt(), size
-
-
-def exact_product(rows: Tensor, columns: Tensor) -> Tensor:
-    """float32 [R, C], products of float32 vectors [R, D] and [C, D], on a GPU too.
-
-    SGLang lets some models multiply with 10 bits (TF32, ``set_float32_matmul_precision``). Between
-    equal vectors that error is larger than ``SAME_VALUE``.
-    """
-    allowed = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return rows @ columns.T
-    finally:
-        torch.set_float32_matmul_precision(allowed)
 
 
 def nearest_later(squares: Tensor, products: Tensor) -> Tensor:

@@ -78,7 +78,8 @@ def release_evicted(
     if binding.config.poison_evicted:
         poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
         for buffer in kv_buffers(allocator):
-            buffer[poisoned] = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
+            nan = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
+            buffer.index_fill_(0, poisoned, nan)  # an assignment would wait for the device
     plans = [plan for compaction in done for plan in compaction.plans]
     freed = [slots for compaction in done for slots in compaction.freed]
     for plan, slots in zip(plans, freed, strict=True):

@@ -164,7 +164,7 @@ def _prefill(scheduler: Any, ids: list[int], recorder: Recorder, serving: bool) 
     try:
         batch.prepare_for_extend()
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
-        with torch.inference_mode():
+        with torch.no_grad():  # as SGLang: what is created here may be written to later
             inputs = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
             empty = torch.zeros(0, dtype=torch.int64, device=recorder.device)
             # Nothing is recorded, but no graph runs: in a replay no hook of a layer is called.

@@ -154,7 +154,8 @@ class Compactor:
             key_numbers = layers * cache.layer[0].numel()
         done = []
         sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self._ranks.size}
-        sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
+        if cache is None or self._ranks.size > 1:
+            sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
         alone = self._ranks.size == 1
         with self._metrics.compacting():
             for compaction in in_parts(due, prepare, self._work_bytes, alone=alone, **sizes):

@@ -38,15 +38,15 @@ def split_to_fit(
         heads: KV heads of all layers, if kernels score them; else 0.
         steps: most decode steps of one request whose attention is replayed.
         key_numbers: Hkv * d, times the layers that a policy holds at once.
-        ranks, block_tokens: from how many ranks products are gathered, and of how many tokens with
+        ranks, block_tokens: of how many ranks products are added up, and of how many tokens with
             every other one.
 
     Returns:
         indices of the requests, each once, in order.
     """
     token_bytes = heads * _HEAD_BYTES + steps * _STEP_BYTES + key_numbers * _KEY_BYTES
-    if ranks > 1:  # of this rank, of all of them, and three of what they become
-        token_bytes += (ranks + 4) * 4 * block_tokens
+    # Products of this rank, of all of them, and three of what they become.
+    token_bytes += (ranks + 4) * 4 * block_tokens
     most_tokens = work_bytes // (token_bytes + _SELECTION_BYTES)
     parts: list[list[int]] = []
     rest = 0

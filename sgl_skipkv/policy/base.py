@@ -115,8 +115,8 @@ class Policy:
     #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
     #: gathers keys or values of all due requests, layer by layer
     joins_layers: ClassVar[int] = 0
-    #: of how many tokens it holds a product with every other token, of each rank, where there are
-    #: several
+    #: of how many tokens it holds a product with every other token, of each rank, where no kernel
+    #: scores or there are several ranks
     block_tokens: ClassVar[int] = 0
     #: whether the open sentence is protected as well, up to half the budget
     protects_open_sentence: ClassVar[bool] = False

@@ -43,10 +43,9 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.kernels.reference import distinct_values
-from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.policy.base import JointPolicy, PolicyParams
 from sgl_skipkv.policy.inputs.batched_scores import paged_values
-from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences, known
+from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences
 from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Places
@@ -79,7 +78,7 @@ class DistinctParams(PolicyParams):
     )
 
 
-class Distinct(Policy):
+class Distinct(JointPolicy):
     name = "distinct"
     keeps = "large values that no later token repeats"
     source = "ours, [docs/distinct.md](docs/distinct.md)"
@@ -98,16 +97,11 @@ class Distinct(Policy):
         return max(self.params.window, min(recent, 3 * kv_budget // 5))
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Of several ranks, all requests at once: one gather serves them."""
-        if requests[0].ranks.size > 1:
-            return self._scores_of_ranks(requests)
-        return super().scores_together(requests)
-
-    def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """From two launches, where kernels know how the values lie."""
-        locations = known(request.location for request in requests)
-        if any(location.cache.v_ptrs is None for location in locations):
-            return super().scores_in_place(requests)
+        """From two launches, where one rank has all heads and kernels know how the values lie."""
+        locations = [request.location for request in requests]
+        plain = any(one is None or one.cache.v_ptrs is None for one in locations)
+        if plain or requests[0].ranks.size > 1:
+            return self._scores_in_torch(requests)
         from sgl_skipkv.kernels.distinct_values import distinct_values as from_pages
 
         first_entries = [self.candidates(request)[0] for request in requests]
@@ -120,8 +114,8 @@ class Distinct(Policy):
         place = self._by_place(joined.places(positions), old)
         return by_request(self._score(*measures, place), requests)
 
-    def _scores_of_ranks(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """Plain torch on every device. Tokens of a protected prompt score 0."""
+    def _scores_in_torch(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """On every device, over all ranks. Tokens of a protected prompt score 0."""
         firsts = [self.candidates(request)[0] for request in requests]
         distances, sizes = values_of_ranks(requests, firsts, **_model_arguments(requests[0]))
         scores = []
@@ -136,15 +130,6 @@ class Distinct(Policy):
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
         rows = zip(prompt_tokens, row_tokens, strict=True)
         return numbers_of_ranks([tokens - self.span(prompt, tokens)[0] for prompt, tokens in rows])
-
-    def scores(self, inputs: ScoreInput) -> Tensor:
-        """Of every token, of one rank; the newest and those of a protected prompt score 0."""
-        sentences, (first, _) = inputs.sentences, self.candidates(inputs)
-        assert sentences is not None
-        layers = [*map(inputs.values, range(inputs.layers))]
-        measures = distinct_values(layers, first, **_model_arguments(inputs))
-        place = self._by_place(sentences.places(inputs.positions), self._old(inputs))
-        return self._score(*measures, place)
 
     def _score(self, distance: Tensor, size: Tensor, place: Tensor) -> Tensor:
         """float32 [n]. place: of ``_by_place``."""

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from sgl_skipkv.policy import make_policy, policy_class, vase, with_params
 from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.distinct import Distinct
+from sgl_skipkv.policy.inputs import values_of_ranks
 from sgl_skipkv.policy.inputs.joined_requests import joined_sentences
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres, Rotation
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
@@ -66,6 +68,33 @@ def test_distinct_keeps_the_later_of_two_equal_values_and_the_larger_of_two() ->
         dataclasses.replace(inputs, values=lambda layer: values[layer])
     )
     assert scores[20] < 1e-2 < scores[40] and scores[30] > scores[31]
+
+
+def test_repetitions_are_found_where_a_gpu_multiplies_ten_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TF32 takes what a product of equal vectors lacks for a distance."""
+    inputs = score_input(seed=5)
+    values = all_values(inputs).clone()
+    values[:, 40] = values[:, 20]
+    inputs = dataclasses.replace(inputs, values=lambda layer: values[layer])
+    plain = make_policy("distinct").scores(inputs)
+
+    def ten_bits(rows: Tensor, columns: Tensor) -> Tensor:
+        rows, columns = (
+            (x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (rows, columns)
+        )
+        return torch.mm(rows, columns)
+
+    def scored(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(values_of_ranks, "exact_product", product)
+            patch.setattr(Tensor, "__matmul__", ten_bits)
+            return make_policy("distinct").scores(inputs)
+
+    scores = scored(values_of_ranks.product_in_parts)
+    assert scores[20] == plain[20] == 0 and torch.allclose(scores, plain, rtol=1e-4)
+    assert scored(lambda rows, columns: rows @ columns.T)[20] > 0
 
 
 @pytest.mark.parametrize(("kept", "newer"), [(38, 3), (58, 6), (12, 1), (5000, 24)])
@@ -211,6 +240,21 @@ def test_vase_scores(protect_prompt: bool, large: float, kernel: int) -> None:
     assert not scores[:first].any() and not scores[last:].any()
     shift = scores[first:last] - torch.tensor(exact, dtype=torch.float64)
     assert (shift - math.log(8)).abs().max() <= 2e-4  # of numbers around 1000
+
+
+def test_distinct_holds_the_values_of_one_layer() -> None:
+    """Where no kernel reads them in place. The workspace of a compaction counts a block of their
+    products."""
+    taken, inputs = list[weakref.ref[torch.Tensor]](), score_input(seed=5, layers=4)
+
+    def values(layer: int) -> torch.Tensor:
+        assert all(one() is None for one in taken)
+        found = inputs.values(layer).clone()
+        taken.append(weakref.ref(found))
+        return found
+
+    scores = make_policy("distinct").scores(dataclasses.replace(inputs, values=values))
+    assert torch.equal(scores, make_policy("distinct").scores(inputs)) and len(taken) == 4 + 2
 
 
 def test_vase_holds_the_values_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:

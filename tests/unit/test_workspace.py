@@ -46,6 +46,13 @@ def test_calls_of_a_7b_model_that_share_a_part() -> None:
     assert len(split_to_fit([1024 + 128] * 512, WORK_BYTES, heads=QWEN_HEADS)) == 12
 
 
+def test_products_of_values_count_where_no_kernel_scores() -> None:
+    """Of one rank, and of two."""
+    for ranks, most in ((1, 8), (2, 7)):
+        parts = split_to_fit([1024 + 128] * 64, WORK_BYTES, ranks=ranks, block_tokens=512)
+        assert len(parts[0]) == most
+
+
 @pytest.mark.parametrize("row_tokens", [[1024 + 128] * 31, [4096 + 128] * 8, [30_000]])
 def test_kernels_take_what_a_part_allows(row_tokens: list[int]) -> None:
     """Redundancy; importance on an H100."""

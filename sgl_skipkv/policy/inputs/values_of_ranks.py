@@ -1,4 +1,5 @@
-"""``distinct_values`` over the ranks of a tensor parallel server.
+"""``distinct_values`` in plain torch: where no kernel runs, and over the ranks of a tensor parallel
+server.
 
 The nearest later value is the nearest one of all ranks' heads together: squared distances add up
 over ranks, their minimum does not. So the products of every pair of values are gathered, a block of
@@ -6,9 +7,9 @@ rows at a time, for all requests. The values themselves would be more bytes: for
 layers of an 8B model and 4 KV heads per rank in half precision, as long as the tokens are fewer
 than 8,704.
 
-Plain torch on every device: operations grow with the compared layers. A block bounds the memory.
-How many rows a request's blocks have follows from its own length, so neither other requests nor
-their number change a bit.
+Operations grow with the compared layers. A block bounds the memory, and a layer is read when it is
+needed. How many rows a request's blocks have follows from its own length, so neither other requests
+nor their number change a bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sgl_skipkv.kernels.reference import exact_product, nearest_later
+from sgl_skipkv.kernels.reference import nearest_later
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 #: tokens whose products with all later ones are gathered together, and numbers of one request at
@@ -118,7 +119,31 @@ class _Values:
         themselves and all later ones."""
         products = torch.zeros((), device=self._means[0].device)
         for layer in self._compared:
-            values = self._values(layer)[self._first + start :].float()
-            units = (values / self._means[layer][:, None]).flatten(1)
-            products = products + exact_product(units[:rows], units)
+            products = products + self._layer_products(layer, start, rows)
         return products
+
+    def _layer_products(self, layer: int, start: int, rows: int) -> Tensor:
+        values = self._values(layer)[self._first + start :].float()
+        units = (values / self._means[layer][:, None]).flatten(1)
+        return exact_product(units[:rows], units)
+
+
+def exact_product(rows: Tensor, columns: Tensor) -> Tensor:
+    """float32 [R, C], products of float32 vectors [R, D] and [C, D].
+
+    On a GPU some models and ``--enable-deterministic-inference`` multiply the first 10 bits of each
+    number only (TF32). Between equal vectors that error is larger than ``SAME_VALUE``.
+    """
+    return rows @ columns.T if rows.is_cpu else product_in_parts(rows, columns)
+
+
+def product_in_parts(rows: Tensor, columns: Tensor) -> Tensor:
+    """As ``exact_product``, of numbers in two parts that TF32 has room for: their first bits and
+    the rest. The product of two rests is less than a float32 sum is rounded by."""
+    (high, rest), (high_columns, rest_columns) = _parts(rows), _parts(columns)
+    return high @ high_columns.T + (high @ rest_columns.T + rest @ high_columns.T)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    high = (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return high, x - high
