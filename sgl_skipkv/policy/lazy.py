@@ -2,15 +2,16 @@
 
 Per token, two numbers follow its attention at every decode step: ``TS``, the last step at which it
 exceeded ``alpha``, and ``MRI``, the longest gap between two such steps, 0 at birth. At step ``t``
-the score is ``H1 + H2`` (eq. 2), ``H1 = 2 sigmoid(-(t - TS) / max(MRI, 1))`` and ``H2 = 2
-sigmoid(-MRI / interval)``, 0 for a token that was never active again.
+the score is ``H1 + H2`` (eq. 2), ``H1 = 2 sigmoid(-1 - (t - TS) / MRI)`` and ``H2 = 2 sigmoid(1 -
+MRI)``, both 0 for a token that was never active again. So ``H1`` decides but between tokens that
+are used every few steps.
 
-The arguments of the sigmoids are ours: the paper fixes their direction, their range [0, 1] and the
-zero; dividing by ``interval``, its observation window, keeps the second one from saturating.
-``alpha`` is the paper's for Qwen; for R1-Llama-8B it has 0.0005. Other deviations: attention is the
-mean over heads and layers, so one set serves all of them; the prefill activates nothing, so with
-``protect_prompt: false`` the first use of a prompt token closes a gap back to its position. The
-paper pins the last W tokens, W its interval: set ``window`` for that.
+The sigmoids are those of the authors' program. ``alpha`` is the paper's for Qwen; for R1-Llama-8B
+it has 0.0005. Deviations: attention is the mean over heads and layers, so one set serves all of
+them; a token's own step is its birth and no use, as in the paper's text (in the program it is one,
+so ``MRI`` begins at 1); the prefill activates nothing, so with ``protect_prompt: false`` the first
+use of a prompt token closes a gap back to its position. The paper pins the last W tokens, W its
+interval: set ``window`` for that.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ class Lazy(JointPolicy):
         return {"last_active": last_after[-1], "longest_gap": torch.maximum(longest, gaps)}
 
     def scores_together(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """``H1 + H2`` of every token of all requests, in [0, 2]."""
+        """``H1 + H2`` of every token of all requests, in [0, 1.54]."""
         last, longest = joined_statistics(requests, "last_active", "longest_gap")
         now = last_positions(requests)
-        likely = 2.0 * torch.sigmoid((last - now) / longest.clamp_min(1.0))
-        frequent = 2.0 * torch.sigmoid(longest / -self.params.interval)
-        scores = likely + frequent * (longest > 0)
-        return by_request(scores, requests)
+        likely = 2.0 * torch.sigmoid(-1.0 - (now - last) / longest.clamp_min(1.0))
+        frequent = 2.0 * torch.sigmoid(1.0 - longest)
+        return by_request((likely + frequent) * (longest > 0), requests)

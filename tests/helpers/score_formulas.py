@@ -181,9 +181,14 @@ def recurrence(name: str, params: Any, prompt: int, row: Sequence[int], steps: T
             found.append(float(times[-1]))
             continue
         gap = max([b - a for a, b in itertools.pairwise(times)], default=0)
-        likely = 2 / (1 + math.exp((now - times[-1]) / max(gap, 1)))
-        found.append(likely + (2 / (1 + math.exp(gap / params.interval)) if gap else 0.0))
+        waits = (now - times[-1]) / gap if gap else math.inf
+        found.append(2 * sigmoid(-1 - waits) + (2 * sigmoid(1 - gap) if gap else 0.0))
     return torch.tensor(found, dtype=torch.float64)
+
+
+def sigmoid(x: float) -> float:
+    """x: not large."""
+    return math.exp(x) / (1 + math.exp(x))
 
 
 def selected(queries: Tensor, keys: Tensor, held: int, kernel: int) -> Tensor:

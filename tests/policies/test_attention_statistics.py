@@ -70,7 +70,7 @@ def test_what_was_needed_least_goes(name: str) -> None:
         server.compact_due(call)
         if call.positions != before:
             now, kept = before[-1], set(call.positions)
-            scores = {p: score_of(name, books, p, now, policy.params.interval) for p in before}
+            scores = {p: score_of(name, books, p, now) for p in before}
             gone = [scores[p] for p in before if p not in kept]
             tail = policy.protected_tail(40)
             free = [scores[p] for p in before[call.prompt_tokens : -tail] if p in kept]
@@ -80,16 +80,15 @@ def test_what_was_needed_least_goes(name: str) -> None:
     assert len(call.compactions) >= 5
 
 
-def score_of(name: str, books: Books, position: int, now: int, interval: int) -> float:
-    """The papers' scores, from the books."""
+def score_of(name: str, books: Books, position: int, now: int) -> float:
+    """The papers' scores, from the books; the sigmoids of ``lazy`` are of its authors' program."""
     if name == "h2o":
         return books.received[position]
     if name == "raas":
         return books.last_active[position]
     sigmoid = lambda x: float(torch.sigmoid(torch.tensor(x, dtype=torch.float64)))  # noqa: E731
-    gap = books.longest_gap[position]
-    likely = 2 * sigmoid(-(now - books.last_active[position]) / max(gap, 1.0))
-    return likely + (2 * sigmoid(-gap / interval) if gap else 0.0)
+    gap, waits = books.longest_gap[position], now - books.last_active[position]
+    return 2 * sigmoid(-1 - waits / gap) + 2 * sigmoid(1 - gap) if gap else 0.0
 
 
 def test_a_recomputation_starts_the_statistics_anew() -> None:

@@ -232,7 +232,10 @@ def test_rpc_budget_grows_up_to_its_ceiling() -> None:
 
 
 def test_lazy_scores() -> None:
-    """H1 falls with overdue tokens, H2 with long gaps and is 0 for a token never active again."""
+    """H1 falls with overdue tokens, H2 with long gaps; both are 0 for a token never active again.
+
+    The numbers are of the authors' program, but for the first and the last token.
+    """
     inputs = score_input(1, n=4, window=1)
     now = inputs.positions[-1].float()
     statistics = {
@@ -240,7 +243,7 @@ def test_lazy_scores() -> None:
         "longest_gap": torch.tensor([0.0, 5.0, 5.0, 0.0]),
     }
     inputs = dataclasses.replace(inputs, statistics=statistics)
-    found = make_policy("lazy", interval=10).scores(inputs).tolist()
-    half = 2 / (1 + math.exp(0.5))
-    expected = [2 / (1 + math.exp(5)), 2 / (1 + math.e) + half, 2 / (1 + math.exp(10)) + half, 1.0]
+    found = make_policy("lazy").scores(inputs).tolist()
+    often = 2 / (1 + math.exp(4))
+    expected = [0.0, 2 / (1 + math.exp(2)) + often, 2 / (1 + math.exp(11)) + often, 0.0]
     assert found == pytest.approx(expected, rel=1e-6)
