@@ -152,8 +152,11 @@ def key_redundancy(k: Tensor, *, threshold: float = 0.5) -> Tensor:
     ``S > threshold`` is set to 0, which leaves the most recent similar token out; a row without
     one leaves nothing out. ``R = softmax over i of mean over rows of S[r, i]``.
 
-    Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 5. Deviation from
-    their code: it zeroes column 0 in rows without a similar column, by accident.
+    Source: R-KV (arXiv 2505.24133) section 3.3; SkipKV (arXiv 2512.07993) eq. 5, both as in their
+    code: the mean over rows spares the later of two similar tokens, as R-KV's text wants it. R-KV's
+    eq. 6 and algorithm 1 average the row itself, and SkipKV's eq. 5 takes the softmax before the
+    mean. That one similar token is left out and the threshold 0.5 are the code's. Deviation: it
+    zeroes column 0 in rows without a similar column, by accident.
 
     Args:
         k: float [n, Hkv, d], rotated keys.
@@ -249,8 +252,8 @@ def nearest_later(squares: Tensor, products: Tensor) -> Tensor:
 def sentence_similarity(v: Tensor) -> Tensor:
     """Cosine similarity of every pair of sentence vectors.
 
-    Source: SkipKV (arXiv 2512.07993) eqs 1-3; cosine, as in its code, where the paper writes a dot
-    product.
+    Source: SkipKV (arXiv 2512.07993) eqs 1-3; the cosine, as in its text and code, where eq. 1 is a
+    dot product.
 
     Args:
         v: float [S, D], mean final hidden states; need not be normalised.
@@ -329,8 +332,8 @@ def steering_step(
     them. A row that is not steered, a token that is no delimiter and a token outside the thinking
     part leave their residual bit for bit as it was.
 
-    Source: SkipKV (arXiv 2512.07993) section 4.2 and its algorithm 2; the count is refreshed at
-    every step. Graph-safe: fixed shapes, no host reads, in place.
+    Source: SkipKV (arXiv 2512.07993) section 4.2 and its algorithm 2, which counts a sentence after
+    its delimiter was steered, not before. Graph-safe: fixed shapes, no host reads, in place.
 
     Args:
         residual: float [B, D], what the next layer adds this layer's output to (changed in place).

@@ -5,8 +5,9 @@ delimiter inside the thinking part of a steered row. The truth is ``reference.st
 for bit, except that a row nobody steers is not counted either: nothing reads those counts, and
 padding may repeat such a row any number of times.
 
-Source: SkipKV (arXiv 2512.07993) section 4.2 and its algorithm 2, the count refreshed at every
-step. Mutates ``residual`` and, of steered rows, ``nonexecution``, ``keyword_seen``, ``thinking``.
+Source: SkipKV (arXiv 2512.07993) section 4.2 and its algorithm 2; docs/steering.md says what
+differs. Mutates ``residual`` and, of steered rows, ``nonexecution``, ``keyword_seen`` and
+``thinking``.
 Graph-safe: rows and tokens are read on the device, only B decides the launch, nothing is allocated.
 
 One program per row: it alone updates the row's counts, once, and walks the row's D numbers.

@@ -4,7 +4,7 @@
     python -m bench.accuracy.heads --problems 50 --levels hard
 
 A slot of SGLang's KV cache holds a token's keys and values of all layers and heads, so this package
-keeps one set per request. The papers keep one per layer and KV head. Here both run on right traces
+keeps one set per request. Most papers keep one per layer and KV head. Here both run on right traces
 of ``examples/reasoner``, without a server: masks say what each head still sees, and a trace is
 right if every token of it is the most likely one, as with a full cache. ``random`` draws once per
 compaction, or once per head; ``rkv`` keeps the best of the mean score, or each head its own best.

@@ -4,7 +4,7 @@
 
 Offline, on the tensors of real traces: R-KV's score is computed per layer and KV head; then the
 same number of tokens is chosen once for all (as in this package), once per layer, and once per
-layer and KV head (as in the papers). One row per layer in bench/rows/layers.csv: how much of the
+layer and KV head (as in most papers). One row per layer in bench/rows/layers.csv: how much of the
 shared set each layer would have chosen itself, and how much attention of the next queries falls on
 tokens that are gone.
 """

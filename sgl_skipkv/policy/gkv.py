@@ -4,7 +4,8 @@ At each compaction ``I`` is the attention of the last W queries, softmax with th
 maximum over the query heads of each KV head, mean over the queries, divided by its maximum over the
 tokens before these W, which have no ``I`` yet. ``A = max(decay * A, I)`` is carried per token,
 ``I`` for a new one. The score is ``sigma * A - (1 - sigma) * R / max R``, ``R`` the
-``key_redundancy`` of R-KV, its maximum over the same tokens; nothing is pooled.
+``key_redundancy`` of R-KV, its maximum over the same tokens; nothing is pooled. The authors' kernel
+for ``R`` spares other tokens than that; their plain form is this one.
 
 Deviations: a window of 8 (16 in the paper); one set for all layers and heads, so ``I`` and ``R``
 are means over KV heads and layers before they are divided by their maxima, and one ``A`` is carried

@@ -5,12 +5,15 @@ are evicted first. ``I`` is ``window_attention`` and ``R`` is ``key_redundancy``
 3.3, eq. 7). With MLA there is one KV head: ``I`` is the best of all query heads, ``R`` compares
 what is cached, latent and rotary key together.
 
-Deviations: the mean over heads and layers replaces a selection per layer and head, because one slot
-holds the KV of all; scores are float32 throughout; kept tokens stay in ascending position, so the
-next max-pool runs over true neighbours; ``R`` compares all cached tokens, where algorithm 1
-compares the candidates; the last W tokens count in the budget, where they come on top; the first
-``sink`` tokens stay, and by default the prompt. ``sigma`` is the paper's lambda, 0.1 as in its text
-(its code's class default is 0.07).
+The paper says some things twice. Here the last W tokens count in the budget, as in section 3.1 and
+its code; algorithm 1 puts them on top. The mean over heads is algorithm 1's; section 3.4 and the
+code select per head. ``R`` is the code's (``reference.key_redundancy``).
+
+Deviations: one set for all layers, because one slot holds the KV of all; scores are float32
+throughout; kept tokens stay in ascending position, so the next max-pool runs over true neighbours;
+``R`` compares all cached tokens, where algorithm 1 compares the candidates; the first ``sink``
+tokens stay, and by default the prompt. ``sigma`` is the paper's lambda, 0.1 as in its text (its
+code's class default is 0.07).
 """
 
 from __future__ import annotations

@@ -3,14 +3,18 @@
 ``Z`` as in ``rkv``; every token of a redundant sentence gets ``Z -= lambda_s``, where ``lambda_s``
 is the sentence's highest cosine similarity to a sentence that closed later, if that exceeds ``tau``
 (eqs 1-3 and 6). With the default ``tau`` and ``sigma`` ``lambda_s`` is far above ``|Z|``, so
-redundant sentences are evicted first, and whole but for the last one of a compaction.
+redundant sentences are evicted first, and nearly whole: two of about the same ``lambda_s`` may
+both lose a part in one compaction. Similarity is the cosine, as in the paper's text and code; its
+eq. 1 is a dot product.
 
-Deviations: cosine where the paper writes a dot product (as its code does); the maximum over several
-later partners; a sentence of one token is never penalised; the open sentence stays, as far as that
-is no more than half of the budget; the first ``sink`` tokens stay; the prompt is protected by
-default (``protect_prompt: false, count_prompt: true, sink: 0`` is the paper's setting); each
-request compacts by its own generated length instead of the batch's. Only the most recent sentences
-are compared (``max_sentences``), but what was found of one stays.
+Deviations: ``I`` and ``R`` as in its code, where eqs 4 and 5 normalise in another order; the
+maximum over several later partners; a sentence of one token is never penalised; the open sentence
+stays, as far as that is no more than half of the budget; the first ``sink`` tokens stay; the prompt
+is protected by default (``protect_prompt: false, count_prompt: true, sink: 0``, and the server's
+``delimiters: "paper"``, are the paper's), and its sentences are neither compared nor counted; each
+request compacts by its own generated length instead of the batch's, the first time ``interval``
+tokens behind its budget. Only the most recent sentences are compared (``max_sentences``), but what
+was found of one stays.
 """
 
 from __future__ import annotations

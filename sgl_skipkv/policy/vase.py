@@ -14,7 +14,8 @@ by the mean of their layer's and KV head's candidates, the largest of them count
 mean over layers as well. Ranges are compared in steps of 1/2048 of that mean: tokens with the same
 id have the same values in the first layer, and the later one wins, not the one that was rounded up.
 Compactions every ``interval`` tokens with ``window`` 8, where the paper has 64 for both (a server
-with ``query_window: 64``). ``large`` is a share, the paper's 256 of 1,024 tokens.
+with ``query_window: 64``). ``large`` is a share of what may be chosen; the paper has 256 of 1,024
+tokens, sinks and window included.
 
 A range is computed from the cached value at each compaction instead of once: to read the values of
 a row once costs a part in ``2 * interval`` of what its decode steps read in between, and nothing
@@ -45,7 +46,7 @@ from sgl_skipkv.policy.inputs.score_input import ScoreInput
 _ONE = 2.0**30
 #: in which ranges are compared, of a head's mean
 _STEPS = 2048
-#: above every score of a drawn token: ``log a`` is at most 0, Gumbel's noise at most 37
+#: above every score of a drawn token: ``log a`` is at most log W, Gumbel's noise at most 37
 _LARGE = 1e3
 _TINY = float(torch.finfo(torch.float32).tiny)
 

@@ -1,8 +1,8 @@
 """Sentence spans from token ids: which tokens close a sentence, and where sentences begin and end.
 
-A sentence is a half-open span ``[start, stop)`` of generated tokens that ends at a delimiter token
-(SkipKV, arXiv 2512.07993, section 4.1). Further delimiters right after it belong to the same
-sentence. Spans count from the first generated token.
+A sentence is a half-open span ``[start, stop)`` of tokens that ends at a delimiter token (SkipKV,
+arXiv 2512.07993, section 4.1; of generated tokens here). Further delimiters right after it belong
+to the same sentence. Spans count from the first generated token.
 """
 
 from __future__ import annotations
