@@ -16,6 +16,9 @@ MOST_COMMANDS = 3
 #: when `recent` of `distinct` became a third of the budget, and what is said of rows before
 CHANGED = "2026-11-28"
 EARLIER_DEFAULT = f"Rows of `distinct` above 194 tokens from before {CHANGED}: with `recent` 64."
+#: when `lazy` got the sigmoids of its authors' program, and what is said of answers before
+LAZY_CHANGED = "2026-11-29"
+EARLIER_LAZY = f"Rows of `lazy` from before {LAZY_CHANGED}: with other sigmoids."
 #: characters of a command that a caption prints
 LONGEST_COMMAND = 120
 
@@ -33,6 +36,8 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
     if any(map(_of_earlier_default, source)):
         caption += f" {EARLIER_DEFAULT}"
+    if any(map(_of_earlier_lazy, source)):
+        caption += f" {EARLIER_LAZY}"
     return "\n".join([markdown(header, lines), "", caption])
 
 
@@ -45,6 +50,11 @@ def _of_earlier_default(row: Row) -> bool:
         and '"recent"' not in row.get("kv_params", "")
         and row["date"] < CHANGED
     )
+
+
+def _of_earlier_lazy(row: Row) -> bool:
+    answers = row.get("policy") == "lazy" and "right" in row
+    return answers and row["date"] < LAZY_CHANGED
 
 
 def _origin(commands: list[str], name: str) -> str:
