@@ -148,9 +148,10 @@ def server_at(url: str | None) -> Iterator[str]:
     if url is not None:
         yield url
         return
+    flags = ["--max-total-tokens", "16384", "--kv-policy", "distinct"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        ServerProcess(MODEL, Path(folder), ["--max-total-tokens", "16384"]) as server,
+        ServerProcess(MODEL, Path(folder), flags) as server,
     ):
         yield server.wait_ready().url
 

@@ -25,7 +25,7 @@ MISSES: Final = ("evicted", "diverged", "context", "logprobs", "media")
 #: the key whose value is wrong, or another cause
 REFUSALS: Final = (
     *KEYS,
-    *("unknown_key", "custom_params", "token_ids", "unavailable", "compiling", "memory", "error"),
+    *("unknown_key", "custom_params", "token_ids", "unavailable", "memory", "error"),
 )
 _TOKEN_ID_FIELDS: Final = ("input_ids", "stop_token_ids")
 #: seconds between two updates of the gauges of running requests
@@ -128,8 +128,8 @@ SCHEDULER_METRICS: Final = (
 )
 REFUSALS_METRIC: Final = Metric(
     *("refusals_total", "counter", "What is refused?"),
-    "Requests that were refused: the key with a wrong value, or another cause. compiling and "
-    "memory are 503, error is 500, all others 400.",
+    "Requests that were refused: the key with a wrong value, or another cause. memory is 503, "
+    "error is 500, all others 400.",
     {"reason": REFUSALS},
 )
 METRICS: Final = (*SCHEDULER_METRICS, REFUSALS_METRIC)

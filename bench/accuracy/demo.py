@@ -28,6 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console, tokenizer = Console(), AutoTokenizer.from_pretrained(demo.MODEL)
     flags = ["--max-total-tokens", str(demo.POOL_TOKENS), "--max-running-requests", "64"]
+    flags += ["--kv-policy", "distinct"]
     with (
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(demo.MODEL, Path(folder), flags) as server,

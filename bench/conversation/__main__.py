@@ -232,7 +232,7 @@ def main() -> None:
         pool = arguments.pool_tokens if name == "pressure" else 4096 * arguments.parallel
         most = max(arguments.parallel, arguments.crowd)
         flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(most)]
-        flags += ["--decode-log-interval", "5"]
+        flags += ["--decode-log-interval", "5", "--kv-policy", "distinct"]
         held_out = read_conversations(arguments.conversation_file, count)
         conversations = [conversation[: arguments.turns] for conversation in held_out]
         with (

@@ -120,7 +120,7 @@ def servers(arguments: argparse.Namespace) -> Iterator[Sequence[Endpoint]]:
     if arguments.url:
         yield [Endpoint(url) for url in arguments.url]
         return
-    flags = ["--max-running-requests", str(arguments.parallel)]
+    flags = ["--max-running-requests", str(arguments.parallel), "--kv-policy", "distinct"]
     if is_bundled(arguments.model_path):
         flags += ["--max-total-tokens", str(2048 * arguments.parallel)]
     flags += server_flags(arguments.server_flags)

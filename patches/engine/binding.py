@@ -8,7 +8,7 @@ the same object, because a batch has no reference to its scheduler. ``req.skipkv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,6 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
-from sgl_skipkv.patches.engine.kernel_compilation import KernelCompilation
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
@@ -32,7 +31,6 @@ class Binding:
     Attributes:
         kv_scales: layer -> factor of its cached keys, and of its values; None: they are cached in
             the model's type.
-        compilation: of the kernels, if eviction is not enabled at start.
         scored_layers: numbers of the layers without a window; empty: not known.
         measure_again: measures the model of an idle server, and says why if that did not work.
     """
@@ -44,7 +42,6 @@ class Binding:
     metrics: Metrics
     capture: HiddenCapture | None = None
     kv_scales: tuple[KVScale | None, KVScale | None] = (None, None)
-    compilation: KernelCompilation = field(default_factory=KernelCompilation)
     limits: ServerLimits = NO_LIMITS
     scored_layers: Sequence[int] = ()
     measure_again: Callable[[], str | None] = lambda: None

@@ -8,8 +8,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import torch
-
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
@@ -70,11 +68,6 @@ def _open(
         if kind is not None:
             _refuse_beside(kind, settings)
         binding.limits.check(settings)
-        refusal = binding.compilation.refusal  # read once: a thread clears it
-        if settings.changes_kv and refusal is not None:
-            binding.metrics.refused("compiling")
-            _refuse_for_now(req, f"kv_budget: {refusal}")
-            return
         if settings.evicts and (unmeasured := _measure_new_weights(binding)) is not None:
             binding.metrics.refused("unavailable")
             _refuse_for_now(req, f"kv_budget: the new weights were not measured: {unmeasured}")
@@ -85,10 +78,6 @@ def _open(
     except ValueError as error:
         binding.metrics.refused_for(error)
         req.set_finish_with_abort(str(error), status_code=HTTPStatus.BAD_REQUEST)
-    except torch.OutOfMemoryError as error:
-        binding.metrics.refused("memory")
-        message = f"kv_budget: no device memory for the recording buffers ({error}); lower "
-        _refuse_for_now(req, message + "max_tracked_requests or --mem-fraction-static")
     except MemoryError as error:
         binding.metrics.refused("memory")
         message = f"kv_budget: no host memory for copies of KV and recordings: {error}; "

@@ -20,7 +20,6 @@ from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
-from sgl_skipkv.patches.engine.kernel_compilation import separate_stream, with_index
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
@@ -266,29 +265,20 @@ def _has_no_gate(scheduler: Any) -> bool:
 
 
 def _warm_up(binding: Binding, runtime: Runtime) -> None:
-    """Compile the kernels of steps and compactions: before the server is ready if eviction is
-    enabled at start, else in a thread while it serves."""
-    pool, recorder = binding.scheduler.req_to_token_pool, runtime.recorder
-    if not uses_triton(recorder.device):
+    """Compile the kernels of steps and compactions, before the server is ready."""
+    if not uses_triton(runtime.recorder.device):
         return
+    pool = binding.scheduler.req_to_token_pool
     allocator = binding.scheduler.token_to_kv_pool_allocator
-    cache, options = paged_cache(pool, allocator), (windows_of(binding.config), runtime.steerer)
-    launch = partial(
-        warm_up,
+    warm_up(
+        runtime.recorder,
+        paged_cache(pool, allocator),
+        windows_of(binding.config),
+        runtime.steerer,
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,
         buffers=kv_buffers(allocator),
     )
-    device = with_index(recorder.device)
-
-    def compile_kernels() -> None:
-        with separate_stream(device):
-            launch(recorder.scratch(), None if cache is None else cache.scratch(), *options)
-
-    if binding.config.enabled:
-        launch(recorder, cache, *options)
-    else:
-        binding.compilation.start(compile_kernels)
 
 
 def report(result: dict[str, Any], scheduler: Any) -> None:

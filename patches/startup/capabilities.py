@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from sgl_skipkv.patches.engine.model_side import model_side_of
+from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
@@ -80,31 +80,27 @@ def _mrope_on_policy(scheduler: Any) -> str | None:
     return "mrope with --rl-on-policy-target" if both else None
 
 
-def _graphs(scheduler: Any) -> str | None:
-    runner = scheduler.tp_worker.model_runner
-    eager = (None, runner.eager_runner)
-    captured = runner.decode_cuda_graph_runner is not None
-    captured |= runner.prefill_cuda_graph_runner not in eager
-    if not captured or model_side_of(runner) is not None:
-        return None
-    return (
-        "CUDA graphs were captured without recording, because eviction was not enabled at start "
-        "(any sgl_skipkv flag enables it, such as --kv-policy distinct, and for an Engine "
-        "SGL_SKIPKV_CONFIG in its environment; or capture no graphs: "
-        "--cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled)"
-    )
-
-
-def _tensor_parallel(scheduler: Any) -> str | None:
+def _not_enabled(scheduler: Any) -> str | None:
+    """Kernels, graphs and the memory of several ranks are made at start, or not at all."""
     from sglang.srt.runtime_context import get_parallel
 
-    size = get_parallel().tp_size
-    if size == 1 or config_of(scheduler.server_args).enabled:
+    if config_of(scheduler.server_args).enabled:
+        return None
+    runner, size = scheduler.tp_worker.model_runner, get_parallel().tp_size
+    captured = runner.decode_cuda_graph_runner is not None
+    captured |= runner.prefill_cuda_graph_runner not in (None, runner.eager_runner)
+    has = {
+        "a GPU": uses_triton(torch.device(runner.device)),
+        "CUDA graphs": captured,
+        f"tensor parallel (tp_size={size})": size > 1,
+    }
+    needed_for = " and ".join(name for name in has if has[name])
+    if not needed_for:
         return None
     return (
-        f"tensor parallel (tp_size={size}), whose memory is taken at start, where eviction was not "
-        "enabled (any sgl_skipkv flag enables it, such as --kv-policy distinct, and for an Engine "
-        "SGL_SKIPKV_CONFIG in its environment)"
+        f"eviction was not enabled at start, which is needed for {needed_for} (any sgl_skipkv flag "
+        "enables it, such as --kv-policy distinct, and for an Engine SGL_SKIPKV_CONFIG in its "
+        "environment)"
     )
 
 
@@ -289,12 +285,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         "part of the prompt; a row that has evicted computes text only",
     ),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", quantised_kv),
-    Capability("CUDA graphs", "yes", "they record if eviction is enabled at start", _graphs),
+    Capability("GPU", "yes", "kernels are compiled if eviction is enabled at start", _not_enabled),
+    Capability("CUDA graphs", "yes", "they record if eviction is enabled at start"),
     Capability(
-        "tensor parallel",
-        "yes",
-        "ranks combine their scores if eviction is enabled at start",
-        _tensor_parallel,
+        "tensor parallel", "yes", "ranks combine their scores if eviction is enabled at start"
     ),
     Capability(
         "--skip-tokenizer-init",

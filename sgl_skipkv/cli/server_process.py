@@ -84,7 +84,7 @@ class Endpoint:
 
 class ServerProcess(Endpoint, AbstractContextManager["ServerProcess"]):
     """``python -m sglang.launch_server`` as a context manager, on a CUDA GPU where there is one,
-    else on the CPU platform.
+    else on the CPU platform. On a GPU it serves budgets only if ``arguments`` enable eviction.
 
     Args:
         model: folder, as seen from here, or name of a model.
@@ -92,8 +92,7 @@ class ServerProcess(Endpoint, AbstractContextManager["ServerProcess"]):
             of a module.
         arguments: more command-line flags.
         environment: added to the caller's.
-        captures: on a GPU, whether SGLang captures CUDA graphs. They include recording only if
-            eviction is enabled at start; otherwise requests with budgets need graphs disabled.
+        captures: on a GPU, whether SGLang captures CUDA graphs.
         python: of the environment that the server runs in.
     """
 

@@ -118,7 +118,6 @@ class Runtime:
         """Create the state of a request that arrives: it has no row, no KV slot, no track yet.
 
         Raises:
-            torch.OutOfMemoryError: the first request with a track: no device memory for recording.
             MemoryError: the first request that evicts: no host memory for backups.
         """
         state = RequestState(

@@ -8,7 +8,7 @@ row in the page table. Track 0 is scratch: untracked rows write to it, and it is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import torch
@@ -108,10 +108,6 @@ class Recorder:
     def use_rows(self, rows: int) -> None:
         """Allocate ``track_of_row``, once the number of page-table rows is known."""
         self.track_of_row = torch.zeros(rows, dtype=torch.int64, device=self.device)
-
-    def scratch(self) -> Recorder:
-        """A recorder with one track and separate buffers, to compile the same kernels."""
-        return replace(self, track_count=1)
 
     @cached_property
     def queries(self) -> QueryRings:

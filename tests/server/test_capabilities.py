@@ -389,19 +389,40 @@ def test_most_rows_are_of_these_kinds() -> None:
     assert len(SETTINGS) >= 14 and len(SWITCHES) >= 8
 
 
-@pytest.mark.parametrize("captured", ["decode_cuda_graph_runner", "prefill_cuda_graph_runner"])
-def test_graphs_that_do_not_record_are_refused(captured: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "needed_for", "of_runner"),
+    [
+        (1, None, {}),
+        (1, "a GPU", {"device": "cuda"}),
+        (1, "CUDA graphs", {"decode_cuda_graph_runner": object()}),
+        (1, "CUDA graphs", {"prefill_cuda_graph_runner": object()}),
+        (2, "tensor parallel (tp_size=2)", {}),
+        (2, "a GPU and tensor parallel (tp_size=2)", {"device": "cuda"}),
+    ],
+)
+def test_where_eviction_must_be_enabled_at_start(
+    ranks: int, needed_for: str | None, of_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is missing is made while a server serves."""
     eager = object()
-    runner = SimpleNamespace(
-        eager_runner=eager, decode_cuda_graph_runner=None, prefill_cuda_graph_runner=eager
-    )
-    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    assert capabilities._graphs(scheduler) is None
-    setattr(runner, captured, object())
-    reason = capabilities._graphs(scheduler)
-    assert reason is not None and "--kv-policy distinct" in reason
-    runner.skipkv = object()  # attached before the capture
-    assert capabilities._graphs(scheduler) is None
+    runner = SimpleNamespace(device="cpu", eager_runner=eager, decode_cuda_graph_runner=None)
+    runner.prefill_cuda_graph_runner = eager
+    vars(runner).update(of_runner)
+    on_a_server(monkeypatch, "parallel.tp_size", ranks)
+
+    def refused(**settings: Any) -> str | None:
+        server_args = SimpleNamespace(_skipkv=settings, is_embedding=False)
+        worker = SimpleNamespace(model_runner=runner)
+        return row_named("GPU").check(SimpleNamespace(server_args=server_args, tp_worker=worker))
+
+    assert refused(kv_policy="distinct") is None
+    if needed_for is None:
+        assert refused() is None
+    else:
+        said = f"eviction was not enabled at start, which is needed for {needed_for} ("
+        reason = refused() or ""
+        assert reason.startswith(said)
+        assert "--kv-policy distinct" in reason and "SGL_SKIPKV_CONFIG" in reason
 
 
 def test_a_prefill_that_records_is_no_replay() -> None:

@@ -9,7 +9,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -19,7 +18,6 @@ import yaml
 from pool_world import World
 from test_bad_input import WRONG
 from test_unready import KEYS as KEYS_8
-from test_unready import HeldCompilation
 
 from sgl_skipkv import metrics, policy
 from sgl_skipkv.config import METRIC_PREFIX, ServerConfig, SettingError
@@ -93,7 +91,7 @@ def test_other_refusals_have_reasons() -> None:
     for name in ("input_ids", "stop_token_ids"):
         assert reason_of(SettingError(name, "x", 1, "y")) == "token_ids"
     assert reason_of(SettingError("custom_params", "x", 1, "y")) == "custom_params"
-    assert {"compiling", "memory", "error"} < {*REFUSALS}
+    assert {"memory", "error"} < {*REFUSALS}
 
 
 def test_counters_without_a_policy_begin_at_zero(exported: Any) -> None:
@@ -120,7 +118,7 @@ def test_compactions_have_seconds(exported: Any) -> None:
 
 @pytest.mark.usefixtures("plugin_loaded")
 def test_what_a_scheduler_refuses_and_ends(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without kernels, without memory, for an error when a request opens and when it compacts."""
+    """Without memory, for an error when a request opens and when it compacts."""
     own, value = exported
     world = World()
     world.skipkv = world.req_to_token_pool.skipkv = replace(world.skipkv, metrics=own)
@@ -130,14 +128,11 @@ def test_what_a_scheduler_refuses_and_ends(exported: Any, monkeypatch: pytest.Mo
         world.arrive([5, 6, 9], 40, **KEYS_8)
         return value("refusals_total", reason=reason)
 
-    with closing(HeldCompilation()) as held:
-        world.skipkv.compilation.start(held)
-        assert refused("compiling") == 1
     for error, reason in ((MemoryError("none"), "memory"), (RuntimeError("planted"), "error")):
         with monkeypatch.context() as patch:
             patch.setattr(world.runtime, "open", raising(error))
             assert refused(reason) == 1
-    assert sum(value("refusals_total", reason=one) for one in REFUSALS) == 3
+    assert sum(value("refusals_total", reason=one) for one in REFUSALS) == 2
 
     req = world.arrive([5, 6, 9], 40, **KEYS_8)
     with monkeypatch.context() as patch:

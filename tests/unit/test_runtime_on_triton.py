@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels_on_cpu import KERNELS, on_triton
 from pool_steering import make_steerer
-from synthetic import HIDDEN, LAYERS, PROMPT, TEXTS, SyntheticServer, served, unlike
+from synthetic import HIDDEN, PROMPT, TEXTS, SyntheticServer, served, unlike
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from triton_tools import triton_type, variant
@@ -157,28 +157,6 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
     assert launched == warm
     others = {"widened", "_query_offsets", "_logits", "_move_kv_kernel"}  # called; of larger pages
     assert {name for name, *_ in warm} == set(FUNCTIONS) - others
-
-
-@pytest.mark.slow
-def test_scratch_memory_compiles_the_same_and_touches_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What a thread does beside a server that serves: its tables do not even exist."""
-    with on_triton():
-        launched = launched_variants(monkeypatch)
-        server, windows = SyntheticServer(check_ledger=False), {4, 7}
-        layers = list(server.pool_keys), list(server.pool_values)
-        cache = PagedCache.of(layers[0], server.req_to_token, [0.5] * LAYERS, layers[1])
-        assert cache is not None
-        scratch = cache.scratch()
-        assert {*scratch.k_ptrs.tolist()} == {scratch.layer.data_ptr()} != {cache.layer.data_ptr()}
-        width = server.req_to_token.shape[1]
-        warm_up(server.recorder.scratch(), scratch, windows, width=width)
-        beside = set(launched)
-        assert not {"queries", "sentences"} & vars(server.recorder).keys()
-        launched.clear()
-        warm_up(server.recorder, cache, windows, width=width)
-    assert launched == beside and len(beside) > 8
 
 
 def test_recomputed_tokens_take_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ def _server(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterato
     flags = [
         *pool_flags(parallel, longest),
         *("--max-running-requests", str(parallel)),
-        *("--kv-policy", arguments.policies[0]),  # eviction enabled at start, for CUDA graphs
+        *("--kv-policy", arguments.policies[0]),  # enables eviction at start
         *server_flags(arguments.server_flags),
     ]
     exit_on_sigterm()

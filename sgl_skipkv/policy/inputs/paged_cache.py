@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,7 @@ class PagedCache:
         k_ptrs: int64 [L], where each layer's keys are.
         req_to_token: int32 [rows, width], the page table.
         k_scales: float32 [L], what each layer's cached numbers are to be multiplied with; None: 1.
-        k_layers, v_layers: every layer's keys and values, for policies that gather them; none in
-            scratch memory.
+        k_layers, v_layers: every layer's keys and values, for policies that gather them.
         v_scales: as ``k_scales``, of values.
         v_ptrs: as ``k_ptrs``, of values; None where they are unknown or laid out otherwise.
     """
@@ -72,17 +71,6 @@ class PagedCache:
         )
         located = v_ptrs if same_layout and all(same_layout) else None
         return cls(first, k_ptrs, req_to_token, of_keys, layers, v_layers, of_values, located)
-
-    def scratch(self) -> PagedCache:
-        """A cache of one slot: kernels are compiled for it as for this one, in other memory."""
-        slot, strides = self.layer[:1], self.layer.stride()  # strides are compiled in
-        layer = torch.empty_strided(
-            slot.shape, strides, dtype=slot.dtype, device=slot.device
-        ).zero_()
-        pointers = torch.full_like(self.k_ptrs, layer.data_ptr())
-        return replace(
-            self, layer=layer, k_ptrs=pointers, v_ptrs=pointers, k_layers=(), v_layers=()
-        )
 
 
 @dataclass(frozen=True)
