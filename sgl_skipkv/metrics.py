@@ -128,8 +128,8 @@ SCHEDULER_METRICS: Final = (
 )
 REFUSALS_METRIC: Final = Metric(
     *("refusals_total", "counter", "What is refused?"),
-    "Requests that were refused: the key with a wrong value, or another cause. memory is 503, "
-    "error is 500, all others 400.",
+    "Requests that were refused: the key with a wrong value, or another cause. memory, and "
+    "unavailable where new weights could not be measured, are 503, error is 500, all others 400.",
     {"reason": REFUSALS},
 )
 METRICS: Final = (*SCHEDULER_METRICS, REFUSALS_METRIC)
