@@ -20,8 +20,17 @@ def scores_of(due: Sequence[Due], inputs: Sequence[ScoreInput]) -> list[Tensor]:
     for chosen in by_policy(due):
         policy = due[chosen[0]].state.settings.policy
         together = policy.scores_together([inputs[i] for i in chosen])
-        scores.update(zip(chosen, together, strict=True))
+        for i, found in zip(chosen, together, strict=True):
+            _check_scores(policy.name, found, due[i].row_tokens)
+            scores[i] = found
     return [scores[i] for i in range(len(due))]
+
+
+def _check_scores(policy: str, scores: Tensor, row_tokens: int) -> None:
+    """A policy that is being written may return something else."""
+    if scores.shape != (row_tokens,) or scores.dtype != torch.float32:
+        got = f"{scores.dtype} {list(scores.shape)}"
+        raise ValueError(f"scores of policy {policy}: expected float32 [{row_tokens}], got {got}")
 
 
 def scores_of_ranks(

@@ -33,6 +33,8 @@ DEMAND_TOLERANCE = 1e-5  # of attention, float32 against float64
 #: policies whose formula is spelled out here
 SPELLED_OUT = ("skipkv", "skipkv+", "rkv", "snapkv", "tova", "h2o", "raas", "lazy", "rpc")
 SPELLED_OUT += ("distinct", "gkv", "crystal", "keydiff", "vase", "triattention", "expected")
+#: whose kept sets need no oracle: positions, a draw, and none
+NOT_SCORED = ("streaming", "random", "full")
 
 
 def score_tolerance(policy: str) -> float:

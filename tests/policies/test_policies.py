@@ -11,6 +11,7 @@ import pytest
 import torch
 from budgets import budget_at
 from score_inputs import all_keys, all_values, score_input, with_statistics
+from score_oracle import NOT_SCORED, SPELLED_OUT
 from synthetic import BUDGET, DELIMITER, INTERVAL, WORD, Call, SyntheticServer, served, words
 from torch import Tensor
 
@@ -64,6 +65,28 @@ def test_every_policy_has_its_formula_in_the_tests() -> None:
     files = (Path(__file__).with_name(f"test_{one}.py") for one in FORMULAS)
     tests = "".join(file.read_text() for file in files)
     assert all(f'"{name}"' in tests for name in names() if policy_class(name).evicts)
+
+
+def test_servers_are_judged_by_every_policys_formula() -> None:
+    assert {*SPELLED_OUT, *NOT_SCORED} == {*names()} and not {*SPELLED_OUT} & {*NOT_SCORED}
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda s: s[1:], lambda s: s[None], lambda s: s.double(), lambda s: s.half()]
+)
+def test_scores_of_another_shape_or_type_fail_their_request(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what a policy that is being written returned."""
+    scores = policy_class("streaming").scores
+    monkeypatch.setattr(
+        policy_class("streaming"), "scores", lambda self, inputs: wrong(scores(self, inputs))
+    )
+    server = SyntheticServer()
+    call = served(server, kv_policy="streaming")
+    server.run(call, 60)
+    assert "ValueError" in str(call.state.failure)
+    assert re.search(r"policy streaming: expected float32 \[\d+\], got torch", caplog.text)
 
 
 @pytest.mark.parametrize("name", names())

@@ -22,7 +22,7 @@ from sgl_skipkv.policy.random import Random
 
 SCORED = [name for name in names() if name != "full"]
 #: these depend on no head, so no rank can tell another that it failed
-WITHOUT_GATHER = ("streaming", "random")
+WITHOUT_GATHER = [name for name in SCORED if policy_class(name).over_ranks is None]
 PARAMETERS: dict[str, dict[str, Any]] = {
     **{name: {"alpha": 0.02} for name in ("raas", "lazy")},
     **{name: {"tau": 0.2} for name in ("skipkv", "skipkv+")},

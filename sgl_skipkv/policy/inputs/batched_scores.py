@@ -139,7 +139,7 @@ def _paged_requests(requests: Sequence[ScoreInput]) -> tuple[PagedKeys, Tensor, 
 
 def paged_values(requests: Sequence[ScoreInput], firsts: Sequence[int]) -> tuple[PagedKeys, Tensor]:
     """Where the values of these requests lie, whose locations are known, and int64 [B], ``firsts``,
-    a row entry of each."""
+    a row entry of each. Without the scales of a float8 cache, which ``distinct`` does not need."""
     from sgl_skipkv.kernels.paged_keys import PagedKeys
 
     locations = known(request.location for request in requests)
