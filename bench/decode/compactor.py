@@ -165,7 +165,7 @@ class Compactor:
             state = self.runtime.open(str(b), self.settings, prompt)
             own = self.shape.budgeted_tokens(generated)
             ids = torch.randint(self.vocabulary, (own,)).tolist()
-            state.sentences.tracker.feed(ids)
+            state.sentences.feed(ids)
             self.runtime.admit(state, b, len(prompt) + own)
             self.runtime.start_recording(state)
             self.states.append(state)

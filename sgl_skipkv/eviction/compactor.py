@@ -19,7 +19,8 @@ from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.coverage import measure_demand
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.in_parts import in_parts, retried_alone
+from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.eviction.in_parts import in_parts
 from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
@@ -206,8 +207,12 @@ class Compactor:
         """
         kv = due.state.kv
         contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
-        prepare = partial(self._prepare_drop, span, req_to_token, buffers)
-        prepared = next(retried_alone([due], prepare), None)
+        prepared, error = attempt(
+            f"kv_budget request {due.state.rid}",
+            lambda: self._prepare_drop(due, span, req_to_token, buffers),
+        )
+        if error is not None:
+            due.state.failure = error
         if self._ranks.any(prepared is None) or prepared is None:
             return None
         compaction, kept, statistics = prepared
@@ -221,19 +226,14 @@ class Compactor:
         return compaction
 
     def _prepare_drop(
-        self,
-        span: tuple[int, int],
-        req_to_token: Tensor,
-        buffers: Sequence[Tensor],
-        due: Sequence[Due],
+        self, due: Due, span: tuple[int, int], req_to_token: Tensor, buffers: Sequence[Tensor]
     ) -> tuple[Compaction, Tensor, dict[str, Tensor]]:
         """The compaction, the logical positions that it keeps, and their statistics."""
-        (one,) = due
-        state, statistics = one.state, dict[str, Tensor]()
+        state, statistics = due.state, dict[str, Tensor]()
         read_back(state, self._trace)
-        positions = state.row_positions(one.row_tokens)
+        positions = state.row_positions(due.row_tokens)
         first, stop = (bisect_left(positions, bound) for bound in span)
-        plan = self.planner.plan_without(one, first, stop)
+        plan = self.planner.plan_without(due, first, stop)
         if state.settings.kv_reuse == "budget":
             for name, values in state.kv.statistics.items():
                 statistics[name] = torch.cat([values[:first], values[stop:]])

@@ -20,7 +20,6 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
-from sgl_skipkv.policy.inputs.batched_scores import add_token_scores
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
 from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
@@ -100,12 +99,10 @@ class Planner:
         tables: Sequence[TableEntries | None],
     ) -> list[ScoreInput]:
         found = self._compared(due, tables) | self._spans(due)
-        inputs = [
+        return [
             self._score_input(one, own, found.get(i))
             for i, (one, own) in enumerate(zip(due, positions, strict=True))
         ]
-        policies = [one.state.settings.policy for one in due]
-        return add_token_scores(list(zip(policies, inputs, strict=True)))
 
     def _compared(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]

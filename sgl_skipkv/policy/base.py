@@ -109,9 +109,6 @@ class Policy:
     #: whether ``track`` must see the attention of all ranks' heads
     tracks_all_heads: ClassVar[bool] = True
     evicts: ClassVar[bool] = True
-    #: fields of ``ScoreInput`` that kernels fill before it scores, where those run: ``importance``,
-    #: ``redundancy``
-    kernel_scores: ClassVar[frozenset[str]] = frozenset()
     #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
     #: gathers keys or values of all due requests, layer by layer
     joins_layers: ClassVar[int] = 0

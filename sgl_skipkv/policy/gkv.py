@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
+from sgl_skipkv.policy.inputs.batched_scores import token_redundancy
 from sgl_skipkv.policy.inputs.joined_requests import (
     by_request,
     joined_statistics,
@@ -50,7 +51,6 @@ class GKV(JointPolicy):
     attention_over = "group_max"
     tracks_compactions = True
     over_ranks = "max"  # equal: all that is divided by a maximum is combined before
-    kernel_scores = frozenset({"redundancy"})
     params: GKVParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
@@ -67,17 +67,21 @@ class GKV(JointPolicy):
         """``sigma * A - (1 - sigma) * R / max R`` of every token of all requests."""
         sigma, lengths = self.params.sigma, [request.positions.shape[0] for request in requests]
         (attended,) = joined_statistics(requests, "attended")
-        redundancy = self._before_window([*map(self._redundancy, requests)])
+        redundancy = self._before_window(self._redundancies(requests))
         repeated = _of_highest(requests[0].ranks.mean(redundancy), lengths)
         return by_request(sigma * attended - (1.0 - sigma) * repeated, requests)
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
         return [sum(row_tokens)]
 
+    def _redundancies(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
+        """float32 [n] of each request: from kernels where they run, or the same in plain torch."""
+        if all(request.location is not None for request in requests):
+            return token_redundancy(requests, threshold=self.params.threshold)
+        return [self._redundancy(inputs) for inputs in requests]
+
     def _redundancy(self, inputs: ScoreInput) -> Tensor:
-        """float32 [n], what a kernel has found, or the same in plain torch."""
-        if inputs.redundancy is not None:
-            return inputs.redundancy
+        """float32 [n], in plain torch."""
         total = torch.zeros(inputs.positions.shape[0], device=inputs.positions.device)
         for layer in range(inputs.layers):
             total += key_redundancy(inputs.keys(layer), threshold=self.params.threshold).mean(dim=0)

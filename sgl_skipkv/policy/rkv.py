@@ -28,7 +28,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import key_redundancy, window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams
-from sgl_skipkv.policy.inputs.joined_requests import by_request, known, with_windows
+from sgl_skipkv.policy.inputs.batched_scores import token_importance, token_redundancy
+from sgl_skipkv.policy.inputs.joined_requests import by_request, with_windows
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.snapkv import SnapKVParams
 
@@ -46,14 +47,13 @@ class RKV(Policy):
     source = "R-KV, arXiv 2505.24133"
     Params: ClassVar[type[PolicyParams]] = RKVParams
     needs_queries = True
-    kernel_scores = frozenset({"importance", "redundancy"})
     params: RKVParams
 
     def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """From importance and redundancy, which kernels have computed for all requests."""
-        sigma, window = self.params.sigma, self.params.window
-        importance = known(request.importance for request in requests)
-        redundancy = known(request.redundancy for request in requests)
+        """From ``I`` and ``R``, each of all requests at once."""
+        params, sigma, window = self.params, self.params.sigma, self.params.window
+        importance = token_importance(requests, window=window, kernel=params.kernel)
+        redundancy = token_redundancy(requests, threshold=params.threshold)
         repeated = torch.cat([part[:-window] for part in redundancy])
         z = sigma * torch.cat(importance) - (1.0 - sigma) * repeated
         parts = torch.split(z, [part.shape[0] for part in importance])

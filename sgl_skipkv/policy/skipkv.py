@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sgl_skipkv.policy.base import PolicyParams
+from sgl_skipkv.policy.inputs.batched_scores import token_importance, token_redundancy
 from sgl_skipkv.policy.inputs.joined_requests import by_request, known
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
@@ -58,22 +59,24 @@ class SkipKV(RKV):
         return 0
 
     def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """``Z - lambda_s``, and the bonus of subclasses, from one launch."""
+        """``Z - lambda_s``, and the bonus of subclasses: one launch behind ``I`` and ``R``."""
         from sgl_skipkv.kernels.sentence_scores import sentence_scores
 
-        sentences = known(request.sentences for request in requests)
+        params, sentences = self.params, known(request.sentences for request in requests)
+        importance = token_importance(requests, window=params.window, kernel=params.kernel)
+        redundancy = token_redundancy(requests, threshold=params.threshold)
         scores: Tensor = sentence_scores(
-            torch.cat(known(request.importance for request in requests)),
-            torch.cat(known(request.redundancy for request in requests)),
+            torch.cat(importance),
+            torch.cat(redundancy),
             torch.cat([request.positions for request in requests]),
             [request.positions.shape[0] for request in requests],
             torch.cat([part.starts for part in sentences]),
             torch.cat([part.stops for part in sentences]),
             torch.cat([part.redundancy for part in sentences]),
             [part.starts.shape[0] for part in sentences],
-            window=self.params.window,
-            sigma=self.params.sigma,
-            tau=self.params.tau,
+            window=params.window,
+            sigma=params.sigma,
+            tau=params.tau,
             ending=self.ending_tokens,
         )
         return by_request(scores, requests)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.reference import window_attention
 from sgl_skipkv.policy.base import Policy, PolicyParams, PoolWidth
-from sgl_skipkv.policy.inputs.joined_requests import by_request, known, with_windows
+from sgl_skipkv.policy.inputs.batched_scores import token_importance
+from sgl_skipkv.policy.inputs.joined_requests import by_request, with_windows
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 
@@ -33,13 +34,13 @@ class SnapKV(Policy):
     source = "SnapKV, arXiv 2404.14469"
     Params: ClassVar[type[PolicyParams]] = SnapKVParams
     needs_queries = True
-    kernel_scores = frozenset({"importance"})
     params: SnapKVParams
 
     def scores_in_place(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
-        """From the importance, which a kernel has computed for all requests."""
-        importance = known(request.importance for request in requests)
-        return by_request(with_windows(importance, self.params.window), requests)
+        """From the importance of all requests at once."""
+        window, kernel = self.params.window, self.params.kernel
+        importance = token_importance(requests, window=window, kernel=kernel)
+        return by_request(with_windows(importance, window), requests)
 
     def scores(self, inputs: ScoreInput) -> Tensor:
         """``I`` of every cached token; the last W, which are protected, score 0."""

@@ -130,7 +130,6 @@ class SentenceState:
 
     Attributes:
         live: indices into ``tracker.closed`` of sentences that are not known to be evicted.
-        seen: how many closed sentences ``live`` takes into account.
         table: sentence index of each entry of the device's table, when ``table_closed`` sentences
             were closed.
         redundancy: None before the first compaction.
@@ -140,7 +139,6 @@ class SentenceState:
 
     tracker: SentenceTracker
     live: list[int] = field(default_factory=list)
-    seen: int = 0
     table: list[int] = field(default_factory=list)
     table_closed: int = 0
     redundancy: Redundancy | None = None
@@ -149,9 +147,9 @@ class SentenceState:
 
     def feed(self, generated: Sequence[int]) -> None:
         """Find the sentences of these tokens, which begin with those that were fed before."""
+        known = len(self.tracker.closed)
         self.tracker.feed(generated[self.tracker.seen_tokens :])
-        self.live.extend(range(self.seen, len(self.tracker.closed)))
-        self.seen = len(self.tracker.closed)
+        self.live.extend(range(known, len(self.tracker.closed)))
 
     def read_similar(self) -> None:
         """Take over what the last compaction compared; the copy has usually finished."""

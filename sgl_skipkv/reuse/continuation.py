@@ -90,7 +90,6 @@ def continue_history(
     state.sentences = SentenceState(
         tracker,
         live=[sentence for sentence in recordings.live if sentence < closed],
-        seen=closed,
         table=[sentence for sentence in recordings.table if sentence < closed],
         table_closed=closed,
         redundancy=None if known is None else known.up_to(closed),

@@ -29,17 +29,17 @@ def test_many_due_requests_start_few_operations(name: str) -> None:
     kernels = {one: count for one, count in many.items() if one.endswith("_kernel")}
     assert kernels == {one: count for one, count in few.items() if one.endswith("_kernel")}
     assert many["_select_kernel"] == many["_compact_rows_kernel"] == 1
-    scores, follows = policy_class(name).kernel_scores, policy_class(name).needs_attention
+    follows = policy_class(name).needs_attention
     assert many["_mean_attention_kernel"] == (follows or name in ("tova", "rpc", "vase"))
-    assert many["_importance_kernel"] == ("importance" in scores)
+    assert many["_importance_kernel"] == (name in ("skipkv", "skipkv+", "rkv", "snapkv"))
+    assert many["_last_similar_kernel"] == (name in ("skipkv", "skipkv+", "rkv", "gkv"))
 
 
-def test_policies_share_the_launches() -> None:
-    """Importance and redundancy are each launched once, the latter without SnapKV's request."""
+def test_policies_share_the_launches_behind_their_scores() -> None:
+    """Each policy scores by itself; all requests are selected and rewritten together."""
     counted = launches("skipkv", "rkv", "snapkv")
-    for kernel in ("importance", "last_similar", "select", "compact_rows"):
-        assert counted[f"_{kernel}_kernel"] == 1
-    assert "redundancy" not in policy_class("snapkv").kernel_scores
+    assert (counted["_importance_kernel"], counted["_last_similar_kernel"]) == (3, 2)
+    assert counted["_select_kernel"] == counted["_compact_rows_kernel"] == 1
 
 
 #: requests that are due together; rpc's budget grows, so it is due when the others are not

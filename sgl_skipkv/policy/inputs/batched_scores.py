@@ -1,18 +1,16 @@
-"""Scores of all requests that are due in the same step, from as many launches as one request takes.
+"""Scores of all requests of a policy that are due in the same step, from as many launches as one
+request takes.
 
-What a request gets does not depend on the others. Kernels read keys and queries where they lie:
-``add_token_scores`` runs before the policies, all layers at once. A policy takes what is there and
-computes the rest in plain torch, so on a CPU, where nothing is added, the same policies run by
-themselves.
+Kernels read keys and queries where they lie, all layers at once. What a request gets does not
+depend on the others. Policies call these functions where the locations of all requests are known,
+and compute the same in plain torch elsewhere, as on a CPU.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,63 +23,37 @@ from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
 if TYPE_CHECKING:
     from sgl_skipkv.kernels.paged_keys import PagedKeys
-    from sgl_skipkv.policy.base import Policy
-
-Scored: TypeAlias = "tuple[Policy, ScoreInput]"
 
 
-def add_token_scores(requests: Sequence[Scored]) -> list[ScoreInput]:
-    """The inputs, with importance and redundancy where a policy takes them and kernels run."""
-    inputs = [request for _, request in requests]
-    for i, importance in _importance(requests):
-        inputs[i] = replace(inputs[i], importance=importance)
-    for i, redundancy in _redundancy(requests):
-        inputs[i] = replace(inputs[i], redundancy=redundancy)
-    return inputs
+def token_importance(requests: Sequence[ScoreInput], *, window: int, kernel: int) -> list[Tensor]:
+    """float32 [n - window] of each request: ``window_attention`` of its last ``window`` queries,
+    the mean over layers and KV heads.
+
+    Args:
+        requests: whose locations are known.
+        kernel: width of the max-pool in tokens, odd.
+    """
+    from sgl_skipkv.kernels.window_attention import window_attention
+
+    paged, scale = _paged_requests(requests), requests[0].scale
+    widths = device_tensor([kernel] * len(requests), paged[0].device, torch.int32)
+    scores: Tensor = window_attention(*paged, widths, window=window, scale=scale)
+    return list(torch.split(scores, [tokens - window for tokens in paged[0].row_tokens]))
 
 
-def _scored_by_kernels(requests: Sequence[Scored], name: str) -> list[int]:
-    """Indices of the requests whose policy takes these scores, and whose location is known."""
-    return [
-        i
-        for i, (policy, request) in enumerate(requests)
-        if request.location is not None and name in policy.kernel_scores
-    ]
+def token_redundancy(requests: Sequence[ScoreInput], *, threshold: float) -> list[Tensor]:
+    """float32 [n] of each request: ``key_redundancy`` of its cached tokens, the mean over layers
+    and KV heads.
 
-
-def _importance(requests: Sequence[Scored]) -> Iterator[tuple[int, Tensor]]:
-    """Index and scores of each request; those of the same window share the launches."""
-    by_window: defaultdict[int, list[int]] = defaultdict(list)
-    for i in _scored_by_kernels(requests, "importance"):
-        by_window[requests[i][0].params.window].append(i)
-    for window, chosen in by_window.items():
-        from sgl_skipkv.kernels.window_attention import window_attention
-
-        together = [requests[i] for i in chosen]
-        paged, scale = _paged_requests([request for _, request in together]), together[0][1].scale
-        widths = _parameters(together, "kernel", torch.int32)
-        scores: Tensor = window_attention(*paged, widths, window=window, scale=scale)
-        parts = torch.split(scores, [tokens - window for tokens in paged[0].row_tokens])
-        yield from zip(chosen, parts, strict=True)
-
-
-def _redundancy(requests: Sequence[Scored]) -> Iterator[tuple[int, Tensor]]:
-    """Index and scores of each request, all from the same launches."""
-    chosen = _scored_by_kernels(requests, "redundancy")
-    if not chosen:
-        return
+    Args:
+        requests: whose locations are known.
+        threshold: cosine above which two keys are similar.
+    """
     from sgl_skipkv.kernels.key_redundancy import key_redundancy
 
-    together = [requests[i] for i in chosen]
-    keys, *_ = _paged_requests([request for _, request in together])
-    scores = key_redundancy(keys, _parameters(together, "threshold", torch.float32))
-    yield from zip(chosen, torch.split(scores, list(keys.row_tokens)), strict=True)
-
-
-def _parameters(requests: Sequence[Scored], name: str, dtype: torch.dtype) -> Tensor:
-    """[B], a parameter of each request's policy."""
-    values = [getattr(policy.params, name) for policy, _ in requests]
-    return device_tensor(values, requests[0][1].positions.device, dtype)
+    keys, *_ = _paged_requests(requests)
+    thresholds = device_tensor([threshold] * len(requests), keys.device, torch.float32)
+    return by_request(key_redundancy(keys, thresholds), requests)
 
 
 def recent_attention(

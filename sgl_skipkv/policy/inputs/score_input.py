@@ -47,9 +47,6 @@ class ScoreInput:
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
         statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
-        importance, redundancy: what kernels found for this request already (``batched_scores.py``):
-            float32 [n - W] and [n], the mean over layers and KV heads of ``window_attention`` and
-            ``key_redundancy``. None: the policy computes them itself.
         ranks: all heads but this rank's are on the others.
     """
 
@@ -69,8 +66,6 @@ class ScoreInput:
     centres: QueryCentres | None = None
     statistics: Statistics = field(default_factory=dict)
     location: KeyLocation | None = None
-    importance: Tensor | None = None
-    redundancy: Tensor | None = None
     ranks: Ranks = ONE_RANK
 
     def mean_over_layers(self, score: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
