@@ -155,7 +155,7 @@ class Compactor:
             key_numbers = layers * cache.layer[0].numel()
         done = []
         sizes = {"heads": heads, "key_numbers": key_numbers, "ranks": self._ranks.size}
-        if cache is None or self._ranks.size > 1:
+        if cache is None or cache.v_ptrs is None or self._ranks.size > 1:
             sizes["block_tokens"] = max(one.state.settings.policy.block_tokens for one in due)
         alone = self._ranks.size == 1
         with self._metrics.compacting():

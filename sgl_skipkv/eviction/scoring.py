@@ -10,6 +10,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.due import Due, by_policy
 from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.inputs.ranks import Ranks, mean_of
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 
@@ -19,18 +20,26 @@ def scores_of(due: Sequence[Due], inputs: Sequence[ScoreInput]) -> list[Tensor]:
     scores: dict[int, Tensor] = {}
     for chosen in by_policy(due):
         policy = due[chosen[0]].state.settings.policy
-        together = policy.scores_together([inputs[i] for i in chosen])
-        for i, found in zip(chosen, together, strict=True):
-            _check_scores(policy.name, found, due[i].row_tokens)
-            scores[i] = found
+        together = _checked_scores(policy, [inputs[i] for i in chosen])
+        scores.update(zip(chosen, together, strict=True))
     return [scores[i] for i in range(len(due))]
 
 
-def _check_scores(policy: str, scores: Tensor, row_tokens: int) -> None:
-    """A policy that is being written may return something else."""
-    if scores.shape != (row_tokens,) or scores.dtype != torch.float32:
-        got = f"{scores.dtype} {list(scores.shape)}"
-        raise ValueError(f"scores of policy {policy}: expected float32 [{row_tokens}], got {got}")
+def _checked_scores(policy: Policy, requests: Sequence[ScoreInput]) -> list[Tensor]:
+    """A policy that is being written may return something else.
+
+    Raises:
+        ValueError: it did.
+    """
+    scores = policy.scores_together(requests)
+    for request, found in zip(requests, scores, strict=True):
+        (tokens,) = request.positions.shape
+        if found.shape != (tokens,) or found.dtype != torch.float32:
+            got = f"{found.dtype} {list(found.shape)}"
+            raise ValueError(
+                f"scores of policy {policy.name}: expected float32 [{tokens}], got {got}"
+            )
+    return scores
 
 
 def scores_of_ranks(
@@ -73,7 +82,7 @@ def _scores_or_nan(
         with ranks.promised(sizes, device):
             if inputs is None:
                 raise ValueError("what is scored is not known")
-            return policy.scores_together(inputs)
+            return _checked_scores(policy, inputs)
 
     scores, _ = attempt(", ".join(f"kv_budget request {one.state.rid}" for one in due), work)
     if scores is None:

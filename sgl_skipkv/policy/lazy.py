@@ -3,8 +3,8 @@
 Per token, two numbers follow its attention at every decode step: ``TS``, the last step at which it
 exceeded ``alpha``, and ``MRI``, the longest gap between two such steps, 0 at birth. At step ``t``
 the score is ``H1 + H2`` (eq. 2), ``H1 = 2 sigmoid(-1 - (t - TS) / MRI)`` and ``H2 = 2 sigmoid(1 -
-MRI)``, both 0 for a token that was never active again. So ``H1`` decides but between tokens that
-are used every few steps.
+MRI)``, both 0 for a token that was never active again. So ``H1`` decides, except between tokens
+that are used every few steps.
 
 The sigmoids are those of the authors' program. ``alpha`` is the paper's for Qwen; for R1-Llama-8B
 it has 0.0005. Deviations: attention is the mean over heads and layers, so one set serves all of

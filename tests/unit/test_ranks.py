@@ -164,6 +164,16 @@ def test_a_rank_that_cannot_score_ends_the_request_on_all(name: str, once: bool,
         assert first[other][1] is None and len(first[other][0]) >= 3
 
 
+def test_scores_of_another_shape_end_the_request_on_all() -> None:
+    def plant(ranks: Ranks) -> None:
+        snapkv, scores = policy_class("snapkv"), policy_class("snapkv").scores
+        snapkv.scores = lambda self, inputs: scores(self, inputs)[ranks.index :]  # type: ignore
+
+    first, second = on_ranks(2, lives, ["snapkv", "tova"], plant)
+    assert first == second and "not finite" in str(first["snapkv"][1])
+    assert first["tova"][1] is None and len(first["tova"][0]) >= 3
+
+
 TRACKING = ["h2o", "raas", "lazy", "gkv", "crystal"]
 
 

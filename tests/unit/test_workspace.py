@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool_machine import PARAMETERS
 from pool_world import World
+from synthetic import SyntheticServer, served
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction import compactor
+from sgl_skipkv.eviction.in_parts import in_parts
 from sgl_skipkv.eviction.workspace import split_to_fit
 from sgl_skipkv.patches.startup import bind
 
@@ -44,6 +47,23 @@ def test_calls_of_a_7b_model_that_share_a_part() -> None:
     parts = split_to_fit([1024 + 128] * 64, WORK_BYTES, heads=QWEN_HEADS)
     assert [len(part) for part in parts] == [45, 19]
     assert len(split_to_fit([1024 + 128] * 512, WORK_BYTES, heads=QWEN_HEADS)) == 12
+
+
+@pytest.mark.parametrize(("policy", "counted"), [("distinct", 512), ("keydiff", 0)])
+def test_a_compaction_without_kernels_counts_its_policys_products(
+    policy: str, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+
+    def spied(*arguments: Any, **sizes: Any) -> Any:
+        if "key_numbers" in sizes:  # not a replay of steps
+            given.append(sizes.get("block_tokens", 0))
+        return in_parts(*arguments, **sizes)
+
+    monkeypatch.setattr(compactor, "in_parts", spied)
+    server = SyntheticServer()
+    server.run(served(server, kv_policy=policy), 60)
+    assert given and {*given} == {counted}
 
 
 def test_products_of_values_count_where_no_kernel_scores() -> None:

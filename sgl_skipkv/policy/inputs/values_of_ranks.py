@@ -138,8 +138,8 @@ def exact_product(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def product_in_parts(rows: Tensor, columns: Tensor) -> Tensor:
-    """As ``exact_product``, of numbers in two parts that TF32 has room for: their first bits and
-    the rest. The product of two rests is less than a float32 sum is rounded by."""
+    """As ``exact_product``, of numbers in two parts, their first bits and the rest, which TF32 cuts
+    by little. What is left out, the product of two rests, is a thousandth of ``SAME_VALUE``."""
     (high, rest), (high_columns, rest_columns) = _parts(rows), _parts(columns)
     return high @ high_columns.T + (high @ rest_columns.T + rest @ high_columns.T)
 
