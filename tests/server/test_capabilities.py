@@ -11,32 +11,19 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capability_rows import nested, on_a_server, row_named
 from sglang.srt import environ, runtime_context
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels import on_device
-from sgl_skipkv.patches.engine import forward, model_side, retraction, vocabulary
-from sgl_skipkv.patches.startup import capabilities, flags, pool_kinds
+from sgl_skipkv.patches.engine import model_side, retraction, vocabulary
+from sgl_skipkv.patches.startup import capabilities, flags
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
 SWITCHES = [row for row in CAPABILITIES if isinstance(row.check, Switch)]
-
-
-def nested(path: str, value: object) -> Any:
-    """An object that has this value at this path."""
-    for name in reversed(path.split(".")):
-        value = SimpleNamespace(**{name: value})
-    return value
-
-
-def on_a_server(monkeypatch: pytest.MonkeyPatch, path: str, value: object) -> None:
-    """SGLang's runtime context has this value at this path. Nothing may be imported meanwhile."""
-    bag, _, rest = path.partition(".")
-    found = nested(rest, value)
-    monkeypatch.setattr(runtime_context, f"get_{bag}", lambda: found)
 
 
 @pytest.mark.parametrize("row", SETTINGS, ids=lambda row: row.name)
@@ -82,29 +69,6 @@ def test_how_a_model_may_be_spread(arguments: dict[str, Any], reason: str | None
     with published_topology(role="scheduler", **device, **arguments):
         missing = capabilities.missing_capabilities(None, settings_only=True)
     assert reason in missing if reason is not None else missing == []
-
-
-def row_named(name: str) -> Any:
-    (row,) = (row for row in CAPABILITIES if row.name == name)
-    return row
-
-
-def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more: Any) -> Any:
-    """A scheduler whose model has these attention layers, and whose pool is of this class."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    sizes = {"num_heads": 4, "head_dim": 16, "scaling": 0.25, "num_kv_heads": 2}
-    attention = [RadixAttention(layer_id=i, **{**sizes, **layer}) for i, layer in enumerate(layers)]
-    memory = object.__new__(pool)  # only its class and its layout are looked at
-    memory.kv_cache_layout, memory.layer_num = "nhd", cached
-    runner = SimpleNamespace(
-        model=torch.nn.ModuleList(attention), attention_chunk_size=None, token_to_kv_pool=memory
-    )
-    return SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: memory),
-        tp_worker=SimpleNamespace(model_runner=runner),
-        **{"is_hybrid_swa": False, **more},
-    )
 
 
 def test_a_tokenizer_without_a_vocabulary_is_refused() -> None:
@@ -208,119 +172,6 @@ def test_whom_a_full_pool_retracts_last(
     ]
     assert retraction.order_victims([0, 1, 2], reqs) == order
     assert retraction.order_victims([0, 1], reqs[:2]) is None
-
-
-def test_other_pools_are_refused_by_name() -> None:
-    """Sparse attention has a pool of latents and more."""
-    from sglang.srt.mem_cache.memory_pool import (
-        DSATokenToKVPool,
-        MHATokenToKVPool,
-        MLATokenToKVPool,
-    )
-
-    check = row_named("KV pool").check
-    assert check(scheduler_with(MHATokenToKVPool)) is None
-    assert check(scheduler_with(MLATokenToKVPool)) is None
-    refused = check(scheduler_with(DSATokenToKVPool))
-    supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
-    assert refused == f"KV pool DSATokenToKVPool ({supported})"
-
-
-def test_what_mla_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-
-    layer = {"num_kv_heads": 1, "head_dim": 32, "v_head_dim": 24}
-    check = row_named("MLA").check
-
-    def refused(*layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, ranks: int = 1):
-        scheduler = scheduler_with(MLATokenToKVPool, *layers)
-        pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        pool.dtype, pool.kv_cache_dim, pool.kv_lora_rank = dtype, 32, 24
-        pool.store_dtype = dtype if dtype.itemsize > 1 else torch.uint8
-        on_a_server(monkeypatch, "parallel.tp_size", ranks)
-        return check(scheduler)
-
-    assert check(scheduler_with(MHATokenToKVPool, {}, {})) is None
-    assert refused(layer, layer) is None
-    float8 = refused(layer, layer, dtype=torch.float8_e4m3fn)
-    assert float8 == "MLA with KV cache dtype torch.float8_e4m3fn: untested"
-    assert refused(layer, layer, ranks=2) == "MLA with tensor parallelism (tp_size=2): untested"
-    for other in ({"num_kv_heads": 4}, {"head_dim": 24}, {"v_head_dim": 32}):
-        reads_else = "MLA with attention layers that do not read its latents (layer 1)"
-        assert refused(layer, {**layer, **other}) == reads_else
-
-
-def test_of_two_attentions_of_a_layer_the_one_over_the_cache_counts() -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    both = {"attn_mqa": 1, "attn_mha": 4}
-    model = torch.nn.ModuleList(
-        torch.nn.ModuleDict({name: RadixAttention(4, 16, 1.0, n, i) for name, n in both.items()})
-        for i in range(2)
-    )
-    assert forward.attention_layers(model) == [layer["attn_mqa"] for layer in model]
-    forward.attach(model, recorder := object())
-    attached = [name for name, one in model.named_modules() if hasattr(one, "skipkv")]
-    assert attached == ["0.attn_mqa", "1.attn_mqa"] and model[0]["attn_mqa"].skipkv is recorder
-
-
-def test_windows_need_one_pool_and_a_layer_that_sees_everything() -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    hybrid, full = row_named("hybrid sliding window").check, row_named("full attention").check
-    windows, plain = {"sliding_window_size": 31}, ({}, {})
-    for layers in (plain, (windows, {})):
-        scheduler = scheduler_with(MHATokenToKVPool, *layers)
-        assert hybrid(scheduler) is None and full(scheduler) is None
-        refused = hybrid(scheduler_with(MHATokenToKVPool, *layers, is_hybrid_swa=True))
-        assert refused.startswith("hybrid sliding-window attention")
-        assert "--disable-hybrid-swa-memory" in refused
-    refused = full(scheduler_with(MHATokenToKVPool, windows, windows))
-    assert refused.startswith("a sliding window in every attention layer")
-
-
-def test_chunked_attention_is_refused() -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    check, chunked = row_named("chunked attention").check, scheduler_with(MHATokenToKVPool, {}, {})
-    assert check(chunked) is None
-    chunked.tp_worker.model_runner.attention_chunk_size = 64
-    assert check(chunked).startswith("chunked attention")
-
-
-def test_what_scores_do_not_know_of_the_attention_is_refused() -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    cap = row_named("capped attention logits").check
-    scheduler = scheduler_with(MHATokenToKVPool, {}, {})
-    assert cap(scheduler) is None
-    for attention in scheduler.tp_worker.model_runner.model:
-        attention.logit_cap = 50.0
-    assert cap(scheduler) == "attention logits capped at 50: scores have no cap"
-
-
-def test_the_largest_window_counts_as_in_config_json() -> None:
-    from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
-
-    sizes = (31, -1, 63, -1)
-    layers = [SimpleNamespace(sliding_window_size=size) for size in sizes]
-    assert model_window_tokens(layers, None) == model_window_tokens(layers, 31) == 64
-    assert model_window_tokens(layers, 127) == 128  # of backends that read the runner's
-    assert scored_layers(layers) == [layers[1], layers[3]]
-    # Without a window layer no backend reads it.
-    assert model_window_tokens(layers[1:2], 31) == 0
-
-
-def test_layers_of_different_heads_are_refused() -> None:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    check = row_named("layers of different shapes").check
-    assert check(scheduler_with(MHATokenToKVPool, {}, {})) is None
-    for other in ({"num_heads": 2}, {"num_kv_heads": 1}, {"head_dim": 32}, {"scaling": 1.0}):
-        refused = check(scheduler_with(MHATokenToKVPool, {}, other))
-        assert refused == "2 attention layers of 2 shapes over 2 cached"
-    fewer = scheduler_with(MHATokenToKVPool, {}, {}, cached=1)
-    assert check(fewer) == "2 attention layers of 1 shapes over 1 cached"
 
 
 def test_speculative_decoding_is_refused() -> None:
@@ -448,24 +299,3 @@ def test_register_limits_are_of_a_generation(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         expected = {} if limit is None else {"maxnreg": limit}
         assert on_device.register_limit(limits, device) == expected
-
-
-@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128])
-def test_pages_of_tested_sizes_in_the_allocators_that_are_known(page_size: int) -> None:
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-
-    whole = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
-    paged = PagedTokenToKVPoolAllocator(256, page_size, **whole)
-    single = TokenToKVPoolAllocator(256, **whole)
-    right, wrong = (single, paged) if page_size == 1 else (paged, single)
-    scheduler = SimpleNamespace(page_size=page_size, token_to_kv_pool_allocator=right)
-    tested = page_size in (1, 16, 32, 64)
-    expected = None if tested else f"page size {page_size} (supported: 1, 16, 32, 64)"
-    assert pool_kinds.page_size(scheduler) == expected
-    assert pool_kinds.allocator(scheduler) is None
-    scheduler.token_to_kv_pool_allocator = wrong
-    assert type(wrong).__name__ in str(pool_kinds.allocator(scheduler))
-    if page_size > 1:
-        other = PagedTokenToKVPoolAllocator(256, 2 * page_size, **whole)
-        scheduler.token_to_kv_pool_allocator = other
-        assert f"pages of {2 * page_size} in memory" in str(pool_kinds.allocator(scheduler))
