@@ -34,10 +34,9 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     origin = _origin(list(dict.fromkeys(row["command"] for row in source)), name)
     caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
-    if any(map(_of_earlier_default, source)):
-        caption += f" {EARLIER_DEFAULT}"
-    if any(map(_of_earlier_lazy, source)):
-        caption += f" {EARLIER_LAZY}"
+    earlier = {EARLIER_DEFAULT: _of_earlier_default, EARLIER_LAZY: _of_earlier_lazy}
+    said = [text for text, is_earlier in earlier.items() if any(map(is_earlier, source))]
+    caption = " ".join([caption, *said])
     return "\n".join([markdown(header, lines), "", caption])
 
 
@@ -53,6 +52,7 @@ def _of_earlier_default(row: Row) -> bool:
 
 
 def _of_earlier_lazy(row: Row) -> bool:
+    """Answers made with other sigmoids; what a compaction costs is the same."""
     answers = row.get("policy") == "lazy" and "right" in row
     return answers and row["date"] < LAZY_CHANGED
 
