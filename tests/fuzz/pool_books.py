@@ -61,7 +61,7 @@ class Books(TurnBooks):
         self.turns: list[Any] = []
         self.ample = True
         self.count = Counter[str]()
-        self.head_dim = HEAD_DIM
+        self.head_dim, self.device = HEAD_DIM, torch.device("cpu")
 
     def widened(self, content: torch.Tensor) -> torch.Tensor:
         """Keys, values or queries of ``HEAD_DIM`` numbers in as many as a head has here."""
@@ -99,8 +99,12 @@ class Books(TurnBooks):
     def _check_stored(self, slots: list[int], tags: Sequence[int]) -> None:
         """What the device holds is what the books say."""
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
-        assert torch.equal(kv_pool.get_key_buffer(0)[slots], self.widened(keys_of(tags)))
-        assert torch.equal(kv_pool.get_value_buffer(0)[slots], self.widened(values_of(tags)))
+        keys, values = (
+            buffer[slots].cpu()
+            for buffer in (kv_pool.get_key_buffer(0), kv_pool.get_value_buffer(0))
+        )
+        assert torch.equal(keys, self.widened(keys_of(tags)))
+        assert torch.equal(values, self.widened(values_of(tags)))
 
     # -- retractions
 
@@ -195,7 +199,7 @@ class Books(TurnBooks):
             # By position: those of dropped thoughts are among them.
             tags = [self.computed[req.rid][at] for at in range(last - count + 1, last + 1)]
             own = queries_of(tags)
-            assert torch.equal(ring[0].flip(0), self.widened(own)), "somebody else's queries"
+            assert torch.equal(ring[0].flip(0).cpu(), self.widened(own)), "somebody else's queries"
         after = self._row(req)
         left = [entry for entry, stay in zip(old, stays, strict=True) if stay]
         if self.page_size == 1:
@@ -251,7 +255,7 @@ class Books(TurnBooks):
         own = closed_sentences(text, talk.sentences_from, DELIMITER)
         closed = [state.span(i) for i in range(len(state.sentences.tracker.closed))]
         assert closed == [*talk.closed, *own], "sentences begin and end elsewhere"
-        vectors = self.recorder.sentences.vectors[state.held.track_id]
+        vectors = self.recorder.sentences.vectors[state.held.track_id].cpu()
         for vector, sentence in zip(vectors, state.sentences.table, strict=False):
             hidden = hidden_of([tags[at] for at in range(*closed[sentence])])
             unit = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
@@ -274,7 +278,7 @@ class Books(TurnBooks):
         own = hidden_of([tags[first + i] for i in range(begins, len(tokens))])
         track_id = req.skipkv.held.track_id
         assert int(table.length[track_id]) == len(own), "a token is missing, or there twice"
-        torch.testing.assert_close(table.total[track_id], own.sum(dim=0))
+        torch.testing.assert_close(table.total[track_id].cpu(), own.sum(dim=0))
 
     def _text_of(self, req: Any) -> list[int]:
         """Its prompt and its generated tokens that were ever fed."""

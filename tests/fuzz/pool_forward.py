@@ -78,7 +78,8 @@ class Forward(Books):
         decode = batch.forward_mode.is_decode()
         counts = [1] * len(batch.reqs) if decode else batch.extend_lens
         ends = zip(batch.seq_lens.tolist(), counts, strict=True)
-        physical = torch.cat([torch.arange(end - count, end) for end, count in ends])
+        on = {"device": self.device}
+        physical = torch.cat([torch.arange(end - count, end, **on) for end, count in ends])
         forward = SimpleNamespace(
             forward_mode=batch.forward_mode,
             orig_seq_lens=batch.orig_seq_lens,
@@ -86,7 +87,7 @@ class Forward(Books):
             mrope_positions=physical.repeat(3, 1),
             mm_inputs=batch.multimodal_inputs,
             req_pool_indices=batch.req_pool_indices,
-            sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts))),
+            sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts), **on)),
         )
         prepare_forward(forward, type(self), batch)
         assert (forward.mrope_positions == forward.positions).all(), "of text, on every axis"
@@ -154,8 +155,8 @@ class Forward(Books):
     def _store(self, slots: list[int], written: list[Entry]) -> None:
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
         tags = [entry.tag for entry in written]
-        kv_pool.get_key_buffer(0)[slots] = self.widened(keys_of(tags))
-        kv_pool.get_value_buffer(0)[slots] = self.widened(values_of(tags))
+        kv_pool.get_key_buffer(0)[slots] = self.widened(keys_of(tags)).to(self.device)
+        kv_pool.get_value_buffer(0)[slots] = self.widened(values_of(tags)).to(self.device)
 
     def _record(self, forward: Any, tokens: list[int], written: list[Entry]) -> None:
         """As the model's only attention layer and its logits layer do."""
@@ -164,5 +165,7 @@ class Forward(Books):
         recorder = self.req_to_token_pool.skipkv.runtime.recorder
         layer = SimpleNamespace(skipkv=recorder, skipkv_layer=0)
         tags = [one.tag for one in written]
-        record_queries(layer, self.widened(queries_of(tags)), None, None, forward)
-        record_hidden(layer, torch.tensor(tokens), hidden_of(tags))
+        queries = self.widened(queries_of(tags)).to(self.device)
+        record_queries(layer, queries, None, None, forward)
+        ids = torch.tensor(tokens, device=self.device)
+        record_hidden(layer, ids, hidden_of(tags).to(self.device))

@@ -134,7 +134,10 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(**HOW)
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1
-        self.world = World(**how)
+        self.world = self.new_world(**how)
+
+    def new_world(self, **how: Any) -> World:
+        return World(**how)
 
     @precondition(lambda self: len(self.world.waiting_queue) < 4)
     @rule(calls=st.lists(st.tuples(PROMPT, TOKENS, STOPS, ASKED, APART), min_size=1, max_size=4))
@@ -271,7 +274,7 @@ class PagedPoolMachine(PoolMachine):
     @initialize(**HOW, page_tokens=st.sampled_from(PAGES))
     def start(self, **how: Any) -> None:
         PoolMachine.lives += 1
-        self.world = World(**how)
+        self.world = self.new_world(**how)
 
 
 @contextmanager

@@ -23,25 +23,28 @@ WORDS = {f"k{token}": token for token in range(20, 28)}
 KEYWORDS = frozenset(WORDS.values())
 
 
-def make_steerer(delimiters: Delimiters, hidden_size: int, rows: int) -> Steerer:
+def make_steerer(
+    delimiters: Delimiters, hidden_size: int, rows: int, device: torch.device
+) -> Steerer:
     """As the start of a server makes it, without a model."""
     whence = origin(hidden_size=hidden_size, layer=0, keywords=",".join(WORDS), delimiters="paper")
     vector = SteeringVector(torch.eye(hidden_size)[0], whence)
     words = SimpleNamespace(get_vocab=WORDS.copy)
     classes = TokenClasses(words, delimiters, whence.delimiters, whence.keywords.split(","))
-    steerer = Steerer(vector, classes, GAMMA, device=torch.device("cpu"))
+    steerer = Steerer(vector, classes, GAMMA, device=device)
     steerer.use_rows(rows)
     return steerer
 
 
 def added(steerer: Steerer, batch: Any, tokens: Sequence[int], hidden_size: int) -> list[float]:
     """The factor of each token of a forward pass, as the hook on the vector's layer adds it."""
-    residual = torch.zeros(len(tokens), hidden_size)
+    rows = batch.req_pool_indices.long()
+    residual = torch.zeros(len(tokens), hidden_size, device=rows.device)
     if not batch.forward_mode.is_decode():
         if steerer.factors is not None:
             steerer.prefill(residual)
     elif steerer.steered_requests:
-        steerer.decode(residual, batch.req_pool_indices.long(), torch.tensor(tokens))
+        steerer.decode(residual, rows, torch.tensor(tokens, device=rows.device))
     return residual[:, 0].tolist()
 
 

@@ -77,6 +77,7 @@ class World(Loop):
         check_ledger: bool = True,
         drops: bool = False,
         page_tokens: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -91,7 +92,7 @@ class World(Loop):
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         super().__init__()
-        self.head_dim, self.page_size = head_dim, page_tokens
+        self.head_dim, self.page_size, self.device = head_dim, page_tokens, torch.device(device)
         self.schedule_stream, self.forward_stream = ScheduleStream(), ForwardStream(late)
         self.drops = drops
         self.overlap, self.token_ratio = overlap, token_ratio
@@ -102,7 +103,7 @@ class World(Loop):
             vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
         )
         self.req_to_token_pool = ReqToTokenPool(
-            size=ROWS, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False
+            size=ROWS, max_context_len=CONTEXT, device=device, enable_memory_saver=False
         )
         paged = {} if page_tokens == 1 else {"page_size": page_tokens}
         allocator_of = PagedTokenToKVPoolAllocator if paged else TokenToKVPoolAllocator
@@ -110,7 +111,7 @@ class World(Loop):
             **paged,
             size=POOL,
             dtype=torch.float32,
-            device="cpu",
+            device=device,
             need_sort=False,
             kvcache=MHATokenToKVPool(
                 size=POOL,
@@ -119,7 +120,7 @@ class World(Loop):
                 head_num=KV_HEADS,
                 head_dim=head_dim,
                 layer_num=1,
-                device="cpu",
+                device=device,
                 enable_memory_saver=False,
             ),
         )
@@ -179,7 +180,7 @@ class World(Loop):
             max_sentences=config.max_sentences,
             delimiters=delimiters,
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=self.device,
         )
         self.recorder.use_rows(ROWS + 1)
         self.runtime = Runtime(
@@ -189,10 +190,10 @@ class World(Loop):
             pool_tokens=POOL,
             page_tokens=self.page_size,
             kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
-            steerer=make_steerer(delimiters, HIDDEN, ROWS + 1),
+            steerer=make_steerer(delimiters, HIDDEN, ROWS + 1, self.device),
             thoughts=ThoughtTokens(THINK_END, THINK_START, frozenset({BLANK})),
-            centres=some_centres(1, QUERY_HEADS, self.head_dim),
-            reach=some_reach(1, KV_HEADS),
+            centres=some_centres(1, QUERY_HEADS, self.head_dim, self.device),
+            reach=some_reach(1, KV_HEADS, self.device),
         )
         ready = Readiness((), enabled=False)
         limits = ServerLimits(has_thoughts=True)

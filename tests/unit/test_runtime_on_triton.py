@@ -124,7 +124,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
             list(server.pool_keys), server.req_to_token, v_layers=list(server.pool_values)
         )
         assert cache is not None
-        steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, rows=4)
+        steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, 4, server.device)
         width = server.req_to_token.shape[1]
         warm_up(recorder, cache, windows_of(server.config), steerer, width=width)
         for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
