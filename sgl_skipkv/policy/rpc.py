@@ -9,7 +9,8 @@ output; the paper requests ``interval`` P (1,024 or 4,096), ``window`` R (32) an
 paper's setting it is ``window + ceil(max_new_tokens / interval) * interval / ratio``.
 
 Deviations: one set for all layers, where the paper chooses in each; ``window`` is 8 by default, and
-the paper's 32 needs a server with ``query_window: 32``.
+the paper's 32 needs a server with ``query_window: 32``. Its authors' program counts the newest
+selector query twice and rounds ``interval / ratio`` before it multiplies.
 """
 
 from __future__ import annotations

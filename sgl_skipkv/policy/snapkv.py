@@ -4,7 +4,8 @@
 prompt once, after the prefill; this is its adaptation to generated tokens by R-KV (arXiv
 2505.24133, section 4.1), at every compaction.
 
-Deviation: one set for all layers and heads, because one slot holds the KV of all of them.
+Deviation: one set for all layers and heads, because one slot holds the KV of all of them. SnapKV's
+own program takes the softmax over the window's keys as well, and pools each query head.
 """
 
 from __future__ import annotations
