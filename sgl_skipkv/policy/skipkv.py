@@ -9,12 +9,13 @@ eq. 1 is a dot product.
 
 Deviations: ``I`` and ``R`` as in its code, where eqs 4 and 5 normalise in another order; the
 maximum over several later partners; a sentence of one token is never penalised, but the last token
-that is left of a longer one is, where its code no longer does; the open sentence stays, as far as that is no more than half of the budget; the first ``sink`` tokens stay; the prompt
-is protected by default (``protect_prompt: false, count_prompt: true, sink: 0``, and the server's
-``delimiters: "paper"``, are the paper's), and its sentences are neither compared nor counted; each
-request compacts by its own generated length instead of the batch's, the first time ``interval``
-tokens behind its budget. Only the most recent sentences are compared (``max_sentences``), but what
-was found of one stays.
+that is left of a longer one is, where its code no longer does; the open sentence stays, as far as
+that is no more than half of the budget; the first ``sink`` tokens stay; the prompt is protected by
+default (``protect_prompt: false, count_prompt: true, sink: 0``, and the server's ``delimiters:
+"paper"``, are the paper's), and its sentences are neither compared nor counted; each request
+compacts by its own generated length instead of the batch's, the first time ``interval`` tokens
+behind its budget. Only the most recent sentences are compared (``max_sentences``), but what was
+found of one stays.
 """
 
 from __future__ import annotations
