@@ -132,7 +132,51 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.release:close_request",
         "close or back up a request that loses its row",
     ),
+    uses(
+        "managers.scheduler._make_abort_req(req, finished_reason=None)",
+        "engine.scheduler:end_stranded",
+        "end a request that waits",
+    ),
+    # -- rows in the radix tree
+    uses(
+        "mem_cache.common._req_radix_key(tree_cache, req, token_ids, max_prefix_len=None)",
+        "engine.reuse:_has_whole_row",
+        "the key of a history is in its request's namespace",
+    ),
+    uses(
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.match_prefix(self, params)",
+        "engine.reuse:_has_whole_row",
+        "find the last page of a history, and what a copied row still shares",
+    ),
+    uses(
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.lock(self, node_id, "
+        "skip_lock_components=())",
+        "engine.reuse:_lock_shared",
+        "a copied row locks what it still shares",
+    ),
+    uses(
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.unlock(self, lock)",
+        "engine.reuse:_lock_shared",
+        "and no more than that",
+    ),
+    uses(
+        "mem_cache.allocation.alloc_token_slots(tree_cache, num_tokens)",
+        "engine.kv_cache:own_slots",
+        "slots for a restored or copied row",
+    ),
     # -- the compaction
+    uses(
+        "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.kv_cache:release_evicted",
+        "give evicted slots back",
+    ),
+    uses(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.kv_cache:release_evicted",
+        "give pages back that hold no token any more",
+    ),
     before(
         "managers.schedule_batch.ScheduleBatch.check_decode_mem(self, selected_indices=None)",
         "engine.batch:compact_due_requests",
