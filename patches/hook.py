@@ -104,7 +104,17 @@ def check(hook: Hook) -> str | None:
         return f"hook {hook.target} not found ({error!r:.100})"
     if signature != hook.signature:
         return f"hook {hook.target} has signature {signature}, expected {hook.signature}"
-    others = [
-        hook for kind, hook, _ in HookRegistry._hooks.get(hook.path, ()) if kind is HookType.REPLACE
+    return replaced(hook)
+
+
+def replaced(hook: Hook) -> str | None:
+    """That another plugin puts a function of its own in a target's place, or None. One that is
+    loaded after ours does so too."""
+    functions = [
+        function
+        for kind, function, _ in HookRegistry._hooks.get(hook.path, ())
+        if kind is HookType.REPLACE
     ]
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
+    others = [module for module in modules if not module.startswith("sgl_skipkv.")]
     return f"hook {hook.target} is replaced by another plugin" if others else None

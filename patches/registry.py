@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
-from sgl_skipkv.patches.hook import Hook, check
+from sgl_skipkv.patches.hook import Hook, check, replaced
 from sgl_skipkv.patches.startup.hooks import MEMORY_HOOKS, STARTUP_HOOKS
 
 #: from the oldest to the newest
@@ -84,6 +84,12 @@ def install(sglang_version: str) -> list[str]:
     return list(_problems_before)
 
 
+def note(problem: str) -> None:
+    """What is wrong with this SGLang and shows only later than ``install``."""
+    if problem not in _problems_before:
+        _problems_before.append(problem)
+
+
 def function_of(hook: Hook) -> Callable[..., Any]:
     """Ours, imported. Its module may not import beside an SGLang that is not tested."""
     function: Callable[..., Any] = pkgutil.resolve_name(f"sgl_skipkv.patches.{hook.function}")
@@ -94,8 +100,10 @@ def problems() -> list[str]:
     """Every problem with a hook, after SGLang applied them."""
     if _problems_before:
         return list(_problems_before)
-    return [
-        f"hook {hook.target} was not applied"
-        for hook in of_version(HOOKS, sglang.__version__)
-        if hook.hooked and hook.path not in HookRegistry._patched
-    ]
+    found = []
+    for hook in of_version(HOOKS, sglang.__version__):
+        if hook.hooked and hook.path not in HookRegistry._patched:
+            found.append(f"hook {hook.target} was not applied")
+        elif (problem := replaced(hook)) is not None:
+            found.append(problem)
+    return found

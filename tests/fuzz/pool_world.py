@@ -226,6 +226,7 @@ class World(Loop):
         extra_key: str | None = None,
         cache_salt: str | None = None,
         becomes: Sequence[int] | None = None,
+        rid: str | None = None,
         **keys: Any,
     ) -> Any:
         """A request is received: state, limits, queue. ``keys`` are those of the API; ``becomes``
@@ -247,7 +248,7 @@ class World(Loop):
         )
         params.normalize(None)
         req = Req(
-            rid=f"r{self.count['arrived']}",
+            rid=rid or f"r{self.count['arrived']}",
             origin_input_text="",
             origin_input_ids=array("q", prompt),
             sampling_params=params,
@@ -257,8 +258,12 @@ class World(Loop):
             cache_salt=cache_salt,
         )
         self.arrived.append(req)
-        received = SimpleNamespace(
+        self.received = received = SimpleNamespace(
+            rid=req.rid,
             sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=5,
+            mm_inputs=None,
             session_params=None,
             session_id=None,
             return_routed_experts=False,

@@ -10,6 +10,7 @@ from pool_calls import asks, long_calls, same_draws, turn
 from pool_content import POOL
 from pool_machine import PARAMETERS
 from pool_world import World
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sgl_skipkv.eviction.page_table import LedgerError
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
@@ -17,6 +18,23 @@ from sgl_skipkv.policy.rkv import RKV
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
+
+
+def test_a_refusal_is_not_replaced_by_another() -> None:
+    """SGLang goes on to check what else a refused request asks for, against a prompt of one."""
+    world = World()
+    refused = world.arrive([5, 6, 7, 20], 10, kv_budget=0)
+    assert refused.to_finish.message.startswith("kv_budget: ")
+    assert (world.received.return_logprob, world.received.logprob_start_len) == (False, -1)
+    served = world.arrive([5, 6, 7, 20], 10, kv_budget=64)
+    assert served.to_finish is None and world.received.logprob_start_len == 5
+
+
+def test_a_probe_has_no_budget() -> None:
+    world = World()
+    probe = world.arrive([5], 1, rid=f"{HEALTH_CHECK_RID_PREFIX}_1", **asks(8, "streaming"))
+    assert not hasattr(probe, "skipkv") and world.runtime.open_requests == 0
+    world.run_dry()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -141,7 +141,9 @@ def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_an_encoder_does_not_start_with_our_flags() -> None:
     for given, starts in ((None, True), ("rkv", False)):
-        arguments = argparse.Namespace(kv_policy=given)
+        parser = argparse.ArgumentParser()
+        flags.add_flags(None, parser)
+        arguments = parser.parse_args([] if given is None else ["--kv-policy", given])
         server_args = SimpleNamespace(encoder_only=True)
         refused = pytest.raises(SystemExit, match="refused: --encoder-only")
         with contextlib.nullcontext() if starts else refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import tomllib
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 import sglang
 from sglang.srt.entrypoints.engine import SchedulerInitResult
+from sglang.srt.plugins.hook_registry import HookType
 
 import sgl_skipkv
 from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.api.metadata import Keys
 from sgl_skipkv.patches.hook import Hook, before
-from sgl_skipkv.patches.startup import hook_bodies, open_gate
+from sgl_skipkv.patches.startup import bind, flags, hook_bodies, open_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -106,6 +109,49 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         open_gate.open_gate(None, manager, started)
     assert f"{registry.GATE_VARIABLE} names it" in caplog.text and UNTESTED in caplog.text
+
+
+def test_an_untested_sglang_serves_whatever_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the package: of the scheduler nothing is read. If enabled, it does not start."""
+    monkeypatch.setattr(registry, "_problems_before", ["hook a.b not found"])
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(_skipkv={}, is_embedding=False))
+    bind.bind(None, scheduler)
+    assert scheduler.skipkv.readiness.state == "unavailable" and scheduler.skipkv.runtime is None
+    manager = SimpleNamespace(server_args=scheduler.server_args, preferred_sampling_params={})
+    open_gate.open_gate(None, manager, SimpleNamespace(all_child_pids=[]))
+    with pytest.raises(ValueError, match=r"hook a\.b not found"):
+        manager.skipkv.check(Keys({"kv_budget": 64}))
+    manager.server_args._skipkv = {"kv_budget": 64}
+    with pytest.raises(SystemExit, match=r"refused: hook a\.b not found"):
+        open_gate.open_gate(None, manager, SimpleNamespace(all_child_pids=[]))
+
+
+def test_a_flag_of_sglangs_own_remains_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_problems_before", [])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kv-policy", default="theirs")
+    flags.add_flags(None, parser)
+    given, server_args = parser.parse_args(["--kv-budget", "64"]), SimpleNamespace()
+    assert given.kv_policy == "theirs"
+    flags.read_flags(server_args, object, given)
+    assert server_args._skipkv == {"kv_budget": 64}
+    assert registry.problems() == ["--kv-policy is a flag of this SGLang's own"]
+
+
+def test_a_function_that_another_plugin_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ours was loaded or behind it."""
+    newest = registry.TESTED_SGLANG[-1]
+    hooked = [one for one in registry.of_version(registry.HOOKS, newest) if one.hooked]
+    entries: Any = {
+        one.path: [(HookType(one.kind), registry.function_of(one), None)] for one in hooked
+    }
+    monkeypatch.setattr(registry, "_problems_before", [])
+    monkeypatch.setattr(registry.HookRegistry, "_hooks", entries)
+    monkeypatch.setattr(registry.HookRegistry, "_patched", set(entries))
+    assert registry.problems() == []
+    target = next(one for one in hooked if one.kind == "around")
+    entries[target.path].append((HookType.REPLACE, print, None))
+    assert registry.problems() == [f"hook {target.target} is replaced by another plugin"]
 
 
 def test_replicas_of_an_older_sglang_report_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
