@@ -95,11 +95,12 @@ class Runtime:
         self._kv_token_bytes = kv_token_bytes
         self.backs_up = self.is_measured = True
         self.has_opened, self.open_requests = False, 0
-        if ranks.size > 1:
+        if ranks.size > 1 or pinned:
             self._reserve()
 
     def _reserve(self) -> None:
-        """Take all memory at start: ranks that find none later would part.
+        """Take all memory at start: ranks that find none later would part, and running requests
+        would wait while memory is pinned.
 
         Raises:
             torch.OutOfMemoryError: no device memory for recording.
@@ -118,7 +119,8 @@ class Runtime:
         """Create the state of a request that arrives: it has no row, no KV slot, no track yet.
 
         Raises:
-            MemoryError: the first request that evicts: no host memory for backups.
+            MemoryError: the first request that evicts: no host memory for backups. On a GPU it was
+                taken at start.
         """
         state = RequestState(
             self,

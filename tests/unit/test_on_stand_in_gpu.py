@@ -80,6 +80,17 @@ def test_a_copy_arrives_with_its_event() -> None:
         assert not stand_in.waits
 
 
+def test_pinned_memory_is_taken_at_start() -> None:
+    """Running requests would wait while it is pinned."""
+    config = {"retraction_backup_bytes": 1 << 16, "kv_reuse_bytes": 1 << 15}
+    with stand_in_gpu() as stand_in:
+        runtime = SyntheticServer(device=gpu(), check_ledger=False, **config).runtime
+        for memory in (runtime.host_memory, runtime.histories.memory):
+            assert memory.free_chunks and all(map(stand_in.is_pinned, memory.free_chunks))
+    lazy = SyntheticServer(check_ledger=False, **config).runtime
+    assert not lazy.host_memory.free_chunks and not lazy.histories.memory.free_chunks
+
+
 def test_what_waits_is_listed() -> None:
     with stand_in_gpu() as stand_in:
         some_reach(1, 2, gpu())  # of a test
