@@ -34,6 +34,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
+from sgl_skipkv.policy.inputs import ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 #: every byte of pinned memory whose copy has not arrived: NaN, -1, True
 UNSEEN = 0xFF
@@ -261,7 +263,8 @@ def _is_ours(filename: str) -> bool:
 
 @contextmanager
 def stand_in_gpu() -> Iterator[StandInGpu]:
-    """While open, there is a GPU. Launches of interpreted kernels take its tensors alone."""
+    """While open, there is a GPU. Launches of interpreted kernels, and gathers over ranks, take its
+    tensors alone."""
     made = StandInGpu()
     launch = GridExecutor.__call__
 
@@ -291,8 +294,16 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         with _disable_current_modes():
             launch(executor, *tree_map(numbers_of, arguments), **tree_map(numbers_of, options))
 
+    gather = ranks._all_gather
+
+    def gather_on_gpus(parts: Tensor, part: Tensor, **options: Any) -> None:
+        assert isinstance(parts, GpuTensor) and isinstance(part, GpuTensor), "a gather of the CPU"
+        with _disable_current_modes():
+            gather(parts.numbers, part.numbers, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Event", Event)
+        patch.setattr(ranks, "_all_gather", gather_on_gpus)
         patch.setattr(GridExecutor, "__call__", launch_on_gpu)
         gpu()
         with made:

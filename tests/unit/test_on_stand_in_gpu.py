@@ -6,22 +6,29 @@ A backup and everything else of an engine is in ``fuzz/test_lives_on_gpu.py``.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from kernels_on_cpu import on_triton
+from rank_world import on_ranks
 from score_inputs import some_reach
 from stand_in_gpu import gpu, stand_in_gpu
 from synthetic import SyntheticServer, unlike
+from test_ranks import SCORED, lives
 from test_runtime_on_triton import ASKED
 
 from sgl_skipkv.kernels.on_device import device_tensors, started_copy
+from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.demand import Demand
 
 #: more than each of these requests evicts at, and a second time
 STEPS = 62
 #: what is copied while a server starts, or at its first budgeted request
-WHEN_STARTING = ("policy/inputs/query_centres.py", "recording/sentence_table.py")
+FIRST_FILES = (
+    "sgl_skipkv/policy/inputs/query_centres.py",
+    "sgl_skipkv/recording/sentence_table.py",
+)
 
 
 def kept_positions(device: torch.device) -> list[list[list[int]]]:
@@ -40,9 +47,26 @@ def test_every_policy_keeps_the_same_on_a_gpu(kernels: bool) -> None:
     with on_triton() if kernels else nullcontext(), stand_in_gpu() as stand_in:
         found = kept_positions(gpu())
     assert found == expected and all(len(kept) >= 3 for kept in found)
-    start = tuple(f"sgl_skipkv/{file}" for file in WHEN_STARTING)
-    waits = [at for _, at in stand_in.waits if not at.startswith(start)]
+    waits = [at for _, at in stand_in.waits if not at.startswith(FIRST_FILES)]
     assert not waits, "a running server waits for its GPU"
+
+
+def _on_gpus(ranks: Ranks, policies: list[str], kernels: bool) -> tuple[Any, list[str]]:
+    """What was kept, and what was waited for."""
+    with on_triton() if kernels else nullcontext(), stand_in_gpu() as stand_in:
+        found = lives(ranks, policies, device=gpu(), steps=70)
+    return found, [at for _, at in stand_in.waits if not at.startswith(FIRST_FILES)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policies", "kernels"), [(SCORED, False), (["skipkv", "vase", "raas", "distinct"], True)]
+)
+def test_ranks_with_gpus_keep_what_one_process_keeps(policies: list[str], kernels: bool) -> None:
+    """No machine with two GPUs has run them."""
+    first, second = on_ranks(2, _on_gpus, policies, kernels)
+    assert first == second
+    assert first == (lives(ONE_RANK, policies, steps=70), [])
 
 
 def test_operands_of_two_devices_are_an_error() -> None:
@@ -96,4 +120,4 @@ def test_what_waits_is_listed() -> None:
         some_reach(1, 2, gpu())  # of a test
         SyntheticServer(device=gpu(), check_ledger=False).recorder.reserve()
     files = {at.partition(":")[0] for _, at in stand_in.waits}
-    assert files == {f"sgl_skipkv/{file}" for file in WHEN_STARTING}
+    assert files == set(FIRST_FILES)

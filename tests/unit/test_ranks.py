@@ -36,13 +36,20 @@ Plant = Callable[[Ranks], None]
 
 
 def lives(
-    ranks: Ranks, policies: Sequence[str], plant: Plant | None = None, *, steps: int = 90
+    ranks: Ranks,
+    policies: Sequence[str],
+    plant: Plant | None = None,
+    *,
+    steps: int = 90,
+    device: torch.device | None = None,
 ) -> dict[str, tuple[list[list[int]], str | None]]:
     """Of a request of each policy, side by side: its kept sets and its failure."""
     if plant is not None:
         plant(ranks)
     count = len(policies)
-    server = SyntheticServer(rows=count, tracks=count, pool_tokens=4000, ranks=ranks, **SMALL)
+    sizes = {"rows": count, "tracks": count, "pool_tokens": 4000}
+    debug = {"check_ledger": device is None}  # which waits for a device
+    server = SyntheticServer(**sizes, ranks=ranks, device=device, **SMALL, **debug)
     calls = unlike(server, [(name, PARAMETERS.get(name, {})) for name in policies])
     for _ in range(steps):
         running = [call for call in calls if call.state.failure is None]
