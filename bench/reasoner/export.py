@@ -105,7 +105,7 @@ def check_against_transformers(model: Reasoner, folder: Path, tokenizer: Tokeniz
 def write_heldout(path: Path, learned: Literal["problems", "conversations", "families"]) -> None:
     """Write what to evaluate with, one JSON object per line."""
     records = {
-        "problems": _heldout_problems,
+        "problems": heldout_problems,
         "conversations": _heldout_conversations,
         "families": _heldout_tasks,
     }[learned]()
@@ -115,9 +115,10 @@ def write_heldout(path: Path, learned: Literal["problems", "conversations", "fam
     partial.replace(path)
 
 
-def _heldout_problems() -> Iterator[dict[str, Any]]:
+def heldout_problems(first: int = 0) -> Iterator[dict[str, Any]]:
+    """Of each level ``HELDOUT_PER_LEVEL`` from this index on, as lines of a problem file."""
     for level in LEVELS:
-        for index in range(HELDOUT_PER_LEVEL):
+        for index in range(first, first + HELDOUT_PER_LEVEL):
             problem = heldout_problem(level, index)
             yield {
                 "id": f"{level}-{index:03d}",
