@@ -19,6 +19,8 @@ EARLIER_DEFAULT = f"Rows of `distinct` above 194 tokens from before {CHANGED}: w
 #: when `lazy` got the sigmoids of its authors' program, and what is said of answers before
 LAZY_CHANGED = "2026-11-29"
 EARLIER_LAZY = f"Rows of `lazy` from before {LAZY_CHANGED}: with other sigmoids."
+#: of fewer paired rounds the bootstrap interval of the median is the smallest and the largest one
+FEWEST_ROUNDS = 6
 #: characters of a command that a caption prints
 LONGEST_COMMAND = 120
 
@@ -33,7 +35,9 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     last = source[-1]
     versions = f"SGLang {last['sglang']}, torch {last['torch']}"
     origin = _origin(list(dict.fromkeys(row["command"] for row in source)), name)
-    caption = f"{last['device']}, {versions}, {last['date']}: {origin}"
+    dates = sorted({row["date"] for row in source})
+    made = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    caption = f"{last['device']}, {versions}, {made}: {origin}"
     earlier = {EARLIER_DEFAULT: _of_earlier_default, EARLIER_LAZY: _of_earlier_lazy}
     said = [text for text, is_earlier in earlier.items() if any(map(is_earlier, source))]
     caption = " ".join([caption, *said])
@@ -84,6 +88,13 @@ def budget(row: Row) -> str:
     return row["kv_budget"] or "none"
 
 
+def spread(rows: list[Row]) -> str:
+    """What the brackets of paired rounds are: an interval of the median, of few their range."""
+    rounds = sorted({int(row["rounds"]) for row in rows})
+    few = rounds[0] < FEWEST_ROUNDS
+    return f"range of {' or '.join(map(str, rounds))} rounds" if few else "95% interval"
+
+
 def ratio_with_interval(row: Row) -> str:
     return f"{row['ratio_p50']} [{row['ratio_low']}, {row['ratio_high']}]"
 
@@ -93,4 +104,4 @@ def ratio_table(name: str, what: str, rows: list[Row]) -> str:
     lines = [
         [row["ratio_p50"], f"{row['ratio_low']}-{row['ratio_high']}", row["rounds"]] for row in rows
     ]
-    return table([what, "95% interval", "paired rounds"], lines, rows, name)
+    return table([what, spread(rows), "paired rounds"], lines, rows, name)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, ratio_with_interval, table
+from bench.lib.table_text import Row, ratio_with_interval, spread, table
 
 #: columns that say how a conversation is served
 WAY = ("policy", "kv_budget", "kv_reuse", "kv_params")
@@ -46,7 +46,7 @@ def conversation() -> str:
 def conversation_first_token() -> str:
     rows = recorded("conversation_first_token")
     header = ["policy", "`kv_budget`", "`kv_reuse`", "first token, ms"]
-    header += ["over the same budget without reuse", "prompt tokens computed"]
+    header += [f"over the same budget without reuse, {spread(rows)}", "prompt tokens computed"]
     lines = [
         [
             *way(row),
@@ -63,7 +63,8 @@ def conversation_pressure() -> str:
     """More conversations at once than the pool holds in full."""
     rows = recorded("conversation_pressure")
     header = ["conversations", "policy", "`kv_budget`", "`kv_reuse`", "turns per minute"]
-    header += ["over the full cache", "right answers, %", "prompt tokens computed per turn"]
+    header += [f"over the full cache, {spread(rows)}", "right answers, %"]
+    header += ["prompt tokens computed per turn"]
     header += ["requests at once", "retractions"]
     lines = [
         [
@@ -82,24 +83,27 @@ def conversation_pressure() -> str:
 
 
 def gain() -> list[str]:
-    """Case and result where all histories fit: a line of the table of gains."""
+    """Case and result of every crowd: a line of the table of gains."""
     rows = recorded("conversation_pressure")
-    row = min(
-        (row for row in rows if row["kv_reuse"] == "budget"),
-        key=lambda row: int(row["conversations"]),
+    crowds = {row["conversations"]: row for row in rows if row["kv_reuse"] == "budget"}
+    shown = [crowds[count] for count in sorted(crowds, key=int)]
+    full = [row for row in rows if not row["policy"]]
+    least, least_of_full = (
+        100 * min(float(row["accuracy"]) for row in own) for own in (shown, full)
     )
-    (full,) = (
-        other
-        for other in rows
-        if not other["policy"] and other["conversations"] == row["conversations"]
-    )
-    ratio, low, high = (float(row[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
     held = max(float(one["held_kv_tokens"]) for one in recorded("conversation"))
-    right, right_in_full = (100 * float(one["accuracy"]) for one in (row, full))
+    row = shown[-1]
+    ratios = [
+        "{:.2f} [{:.2f}, {:.2f}]".format(
+            *(float(one[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
+        )
+        for one in shown
+    ]
     return [
-        f"{row['conversations']} conversations of eight turns at once in memory for "
-        f"{int(row['pool_tokens']):,} KV tokens, of which each fills {held:,.0f} in full, "
-        f"`kv_reuse` budget, `kv_budget` {row['kv_budget']} ({row['device']}, `{row['policy']}`)",
-        f"{ratio:.2f} [{low:.2f}, {high:.2f}] times the turns per minute of SGLang without a "
-        f"budget; right answers {right:.1f}%, without a budget {right_in_full:.1f}%",
+        f"{' or '.join(one['conversations'] for one in shown)} conversations of eight turns at "
+        f"once in memory for {int(row['pool_tokens']):,} KV tokens, of which each fills "
+        f"{held:,.0f} in full, `kv_reuse` budget, `kv_budget` {row['kv_budget']} "
+        f"({row['device']}, `{row['policy']}`)",
+        f"{' and '.join(ratios)} times ({spread(shown)}) the turns per minute of the same server "
+        f"without a budget; right answers {least:.1f}%, without a budget {least_of_full:.1f}%",
     ]

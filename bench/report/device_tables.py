@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.lib.record import recorded
-from bench.lib.table_text import Row, budget, markdown, ratio_with_interval, table
+from bench.lib.table_text import Row, budget, markdown, ratio_with_interval, spread, table
 from bench.report import conversation_tables
 
 
@@ -115,27 +115,30 @@ def gains() -> str:
             f"KV memory full, outputs of 16K tokens, `kv_budget` {budgeted['kv_budget']} "
             f"({budgeted['device']}, {int(budgeted['pool_tokens']):,} KV tokens as beside a 7B "
             "model on 80 GB, its shapes with random weights, `distinct`)",
-            f"{ratio:.2f} times the tokens/s of SGLang without a budget; {least:.1f} if that one "
+            f"{ratio:.2f} times the tokens/s {plain} (one run of each); {least:.1f} if that one "
             "ran as many requests as fit by arithmetic",
         ],
         conversation_tables.gain(),
         [
             f"memory for all requests, `kv_budget` {with_budget['kv_budget']} ({same})",
-            f"{float(with_budget['ratio_p50']):.3f} {plain}",
+            f"{_rounded(with_budget)} {plain}",
         ],
         [
             f"eviction enabled at start, no request with a budget ({same})",
-            f"{float(ample['with', '']['ratio_p50']):.3f} {plain}",
+            f"{_rounded(ample['with', ''])} {plain}",
         ],
         [
             f"eviction not enabled ({off['device']}; not measured on a GPU)",
-            "{:.3f} [{:.3f}, {:.3f}] ".format(
-                *(float(off[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
-            )
-            + plain,
+            f"{_rounded(off)} {plain}",
         ],
     ]
     return markdown(["case", "result"], lines)
+
+
+def _rounded(row: Row) -> str:
+    """A ratio of paired rounds, and what its brackets are."""
+    ratio, low, high = (float(row[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
+    return f"{ratio:.3f} [{low:.3f}, {high:.3f}] ({spread([row])})"
 
 
 def _steady_rows() -> list[Row]:
@@ -149,7 +152,7 @@ def serve_ample() -> str:
     """Servers whose memory holds every request."""
     rows = on_gpu("serve_ample")
     header = ["SGLang", "`kv_budget`", "requests at once", "tokens/s"]
-    header.append("over SGLang without the plugin, 95% interval")
+    header.append(f"over SGLang without the plugin, {spread(rows)}")
     names = {"without": "without the plugin", "with": "with it, eviction enabled at start"}
     lines = [
         [

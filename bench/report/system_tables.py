@@ -14,6 +14,7 @@ from bench.lib.table_text import (
     markdown,
     ratio_table,
     ratio_with_interval,
+    spread,
     table,
 )
 
@@ -44,8 +45,8 @@ def serve_latency() -> str:
 
 def serve_pressure() -> str:
     rows = on_cpu("serve_pressure")
-    header = ["`kv_budget`", "tokens/s", "over the full cache", "requests at once", "by arithmetic"]
-    header += ["retractions"]
+    header = ["`kv_budget`", "tokens/s", f"over the full cache, {spread(rows)}"]
+    header += ["requests at once", "by arithmetic", "retractions"]
     lines = [
         [
             budget(row),
@@ -66,13 +67,15 @@ def compaction_cost() -> str:
         [
             f"`{row['policy']}`",
             row["ms_p50"],
+            row["base_ms_p50"],
             ratio_with_interval(row),
         ]
         for row in rows
     ]
     base = rows[-1]
     header = ["policy", "ms, median"]
-    header.append(f"over `{base['base']}` ({base['base_ms_p50']} ms), 95% interval")
+    header.append(f"`{base['base']}` beside it, ms")
+    header.append(f"over that, {spread(rows)}")
     return table(header, lines, rows, "compaction_cost")
 
 

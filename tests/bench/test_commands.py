@@ -56,6 +56,7 @@ ALONE = {
     "--problems 2",
     "reasoner.similarity": "--problems 1",
     "reasoner.steering_prompts": "--problems 1",
+    "reasoner.unseen": "",
     "reasoner.train": "--out {out} --steps 1 --batch-tokens 1024 --start {reasoner} "
     "--learn conversations",
     "report": "--check",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench.lib.pairs import paired_ratio
 from bench.lib.table_text import (
     CHANGED,
     EARLIER_DEFAULT,
     EARLIER_LAZY,
+    FEWEST_ROUNDS,
     LAZY_CHANGED,
     LONGEST_COMMAND,
+    spread,
     table,
     without_flags,
 )
@@ -59,6 +62,23 @@ def test_a_long_command_is_left_to_its_row() -> None:
         f"{start} `python -m bench.decode` (`bench/rows/decode.csv`). "
         "The rows' `command` column has all flags.",
     ]
+
+
+def test_a_caption_has_the_first_and_the_last_date() -> None:
+    row = {"device": "a CPU", "sglang": "1", "torch": "2", "command": "python one.py"}
+    rows = [{**row, "date": f"2026-11-{day}"} for day in ("22", "21", "23", "22")]
+    caption = table(["one"], [["1"]], rows, "decode").splitlines()[-1]
+    assert caption.startswith("a CPU, SGLang 1, torch 2, 2026-11-21 to 2026-11-23: ")
+
+
+def test_few_rounds_have_a_range_and_no_interval() -> None:
+    """The bootstrap interval of the median of few rounds is the smallest and the largest."""
+    for rounds, called in ((2, "range of 2 rounds"), (5, "range of 5 rounds"), (6, "95% interval")):
+        ratios = [1 + i / 10 for i in range(rounds)]
+        row = paired_ratio(ratios, [1.0] * rounds)
+        ends = [round(ratios[0], 4), round(ratios[-1], 4)]
+        assert spread([{"rounds": str(rounds)}]) == called
+        assert ([row["ratio_low"], row["ratio_high"]] == ends) is (rounds < FEWEST_ROUNDS)
 
 
 def test_a_caption_names_rows_of_an_earlier_default() -> None:
