@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "long_traces": family_tables.long_traces,
     "many_long_traces": family_tables.many_long_traces,
     "unseen": family_tables.unseen,
+    "unseen_answers": accuracy_tables.unseen,
     "needed_in_total": family_tables.needed_in_total,
     "needed_by_family": family_tables.needed_by_family,
     "parts": default_tables.parts,

@@ -35,8 +35,12 @@ def demo() -> str:
 
 def accuracy(row: Row) -> str:
     """Accuracy in percent, with its interval."""
-    low, high = (100 * float(row[f"wilson_{side}"]) for side in ("low", "high"))
-    return f"{100 * float(row['accuracy']):.1f} [{low:.0f}, {high:.0f}]"
+    return f"{100 * float(row['accuracy']):.1f} [{accuracy_ends(row)}]"
+
+
+def accuracy_ends(row: Row) -> str:
+    """The ends of that interval."""
+    return ", ".join(f"{100 * float(row[f'wilson_{side}']):.0f}" for side in ("low", "high"))
 
 
 def share_of_trace(row: Row, full: Row) -> int:
@@ -69,6 +73,30 @@ def comparison(
                 lines.append([level, f"`{policy}`", *(cells.get(share, "-") for share in shares)])
     header = ["level", "policy", *(f"budget {share}%" for share in shares)]
     return table(header, lines, rows, "accuracy")
+
+
+def unseen() -> str:
+    """Answers of the default at a quarter of the trace: problems of the tables, and of none."""
+    fresh = recorded("unseen_answers")
+    known = [row for row in recorded("accuracy") if row["model"] == "reasoner"]
+    known = [row for row in known if (row["sampling"], row["problems"]) == ("greedy", "200")]
+    header = ["level", "FullKV, problems of the tables", "others"]
+    header += ["`distinct`, problems of the tables", "others"]
+    lines = []
+    for level in LEVELS:
+        lines.append([level])
+        for policy, share in (("full", None), ("distinct", 25)):
+            for rows in (known, fresh):
+                here = [row for row in rows if row["level"] == level]
+                full = next(row for row in here if row["policy"] == "full")
+                (row,) = (
+                    row
+                    for row in here
+                    if row["policy"] == policy
+                    and (share is None or share_of_trace(row, full) == share)
+                )
+                lines[-1].append(f"{row['right']} of {row['answers']} [{accuracy_ends(row)}]")
+    return table(header, lines, fresh, "unseen_answers")
 
 
 def ablation(label: Callable[[Row], str | None], first: str) -> str:

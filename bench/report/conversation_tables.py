@@ -104,6 +104,6 @@ def gain() -> list[str]:
         f"once in memory for {int(row['pool_tokens']):,} KV tokens, of which each fills "
         f"{held:,.0f} in full, `kv_reuse` budget, `kv_budget` {row['kv_budget']} "
         f"({row['device']}, `{row['policy']}`)",
-        f"{' and '.join(ratios)} times ({spread(shown)}) the turns per minute of the same server "
+        f"{' or '.join(ratios)} times ({spread(shown)}) the turns per minute of the same server "
         f"without a budget; right answers {least:.1f}%, without a budget {least_of_full:.1f}%",
     ]
