@@ -2,18 +2,20 @@
 
 A cell is one setting, run on every problem. Its generations go to a log that is not committed and
 its summary to a row, so a sweep that was stopped repeats nothing: not a finished cell, and on the
-same machine not a finished generation. Requests of different cells share the servers' batches,
-which is what per-call budgets are for.
+same machine not a finished generation of the same code. Requests of different cells share the
+servers' batches, which is what per-call budgets are for.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +28,19 @@ SAMPLED = {"temperature": 0.6, "top_p": 0.95}
 GREEDY = {"temperature": 0}
 #: seconds that one answer may take: a trace of 4,000 tokens beside 63 others, on two cores
 ANSWER_S = 3600.0
+PACKAGE = Path(__file__).resolve().parents[2] / "sgl_skipkv"
+#: its folders that answers come from
+ANSWERING = ("cpu", "eviction", "kernels", "policy", "recording", "steering")
+
+
+@cache
+def code() -> str:
+    """A digest of what answers come from; a commit that changes something else leaves it alone."""
+    versions = [metadata.version(name) for name in ("sglang", "torch")]
+    digest = hashlib.sha256(" ".join(versions).encode())
+    for path in sorted(path for name in ANSWERING for path in (PACKAGE / name).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,7 @@ class Sweep:
         problems: of every level that a cell names.
         expected_tokens: level -> mean trace, for the time that is left.
         labels: columns of every row of this sweep, put before the cell's.
-        log: generations, one JSON line each.
+        log: generations, one JSON line each; those of other code are left alone and not used.
         cell_type: class of the cells; its fields are columns.
         measures: of one generation's text, name -> number; their means are columns.
     """
@@ -131,7 +146,8 @@ class Sweep:
                 for future in as_completed(running):
                     cell, problem, _ = task = running[future]
                     reply = future.result()
-                    answer = {"key": self._identity(*task), **_digest(reply, problem)}
+                    answer = {"key": self._identity(*task), "code": code()}
+                    answer |= _digest(reply, problem)
                     answer["measures"] = self.measures(problem, reply["text"])
                     log.write(json.dumps(answer) + "\n")
                     log.flush()
@@ -197,7 +213,8 @@ class Sweep:
             return {}
         written, end, _ = self.log.read_text().rpartition("\n")
         self.log.write_text(written + end)  # a line without its end was being written at the stop
-        return {answer["key"]: answer for answer in map(json.loads, written.splitlines())}
+        answers = map(json.loads, written.splitlines())
+        return {one["key"]: one for one in answers if one.get("code") == code()}
 
 
 def _digest(answer: Mapping[str, Any], problem: Problem) -> dict[str, Any]:

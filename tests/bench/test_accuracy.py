@@ -15,7 +15,7 @@ from fleet import Fleet
 from servers import Server
 
 from bench.accuracy import figure
-from bench.lib import record
+from bench.lib import record, sweep
 from bench.lib import serving as lib_serving
 from bench.lib.forced import ForcedModel
 from bench.lib.sweep import Cell, Sweep
@@ -108,6 +108,38 @@ def test_a_forced_trace_is_compacted_as_on_a_server(
     assert len(kept) > 8 and found.kept == kept and found.wrong == []
     held = answer["meta_info"]["skipkv"]["mean_kv_tokens"]
     assert found.mean_kv_tokens == pytest.approx(held, abs=1)
+
+
+class Answering:
+    """A server that answers at once, and how often it was asked."""
+
+    asked = 0
+
+    def post(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
+        self.asked += 1
+        held = {"mean_kv_tokens": 3, "peak_kv_tokens": 5, "compactions": 0, "evicted_sentences": 0}
+        counts = {"prompt_tokens": 7, "completion_tokens": 5}
+        info = {"finish_reason": {"type": "stop"}, **counts, "skipkv": held}
+        return {"text": "Answer: 1", "meta_info": info}
+
+
+def test_a_sweep_uses_no_answers_of_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted rows come back from the log, but not where a policy has changed since."""
+    server, rows = Answering(), tmp_path / "trial.csv"
+    package = tmp_path / "sgl_skipkv"
+    (package / "policy").mkdir(parents=True)
+    monkeypatch.setattr(sweep, "PACKAGE", package)
+    asked = []
+    for file in ("policy/one.py", "cli.py", "policy/one.py"):
+        (package / file).write_text(f"changed = {len(asked)}")
+        sweep.code.cache_clear()
+        sweep_of(server, tmp_path, monkeypatch).run([Cell("easy", "full")])
+        asked.append(server.asked)
+        rows.unlink()
+    sweep.code.cache_clear()
+    assert asked == [2, 2, 4]
 
 
 def test_a_setting_that_changed_is_another_cell() -> None:

@@ -157,7 +157,7 @@ def _next(report: Report) -> list[str]:
     enough = pairs_to_bound(best.lost, best.gained, report.tolerance, alone)
     if enough is not None:
         lines.append(
-            f"At this rate about {enough} prompts can show it: "
+            f"At this rate about {enough} prompts that are not among these can show it: "
             f"--policies {best.policy} --budgets {best.kv_budget} --problems {enough}"
         )
     return lines
