@@ -13,7 +13,6 @@ Levels that are named ``family-size`` are drawn in a row per size.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -40,7 +39,8 @@ Row = dict[str, str]
 
 
 def selected(name: str, model: str, sampling: str) -> list[Row]:
-    """The rows of one comparison, of each level those with as many problems as most cells have.
+    """The rows of one comparison, of each level, policy and share of the trace that with the most
+    problems.
 
     Raises:
         ValueError: there are none.
@@ -48,10 +48,14 @@ def selected(name: str, model: str, sampling: str) -> list[Row]:
     rows = [row for row in recorded(name) if row["model"] == model and row["sampling"] == sampling]
     if not rows:
         raise ValueError(f"{name}.csv: no rows of model {model!r}, sampling {sampling!r}")
-    cells = Counter((row["level"], int(row["problems"])) for row in rows)
-    # The last one stays: of equally many cells those with more problems.
-    most = dict(sorted(cells, key=lambda cell: (cells[cell], cell[1])))
-    return [row for row in rows if int(row["problems"]) == most[row["level"]]]
+    same_problems = {(row["level"], row["problems"]): row for row in rows if not row["kv_budget"]}
+    cells: dict[tuple[str, str, int], Row] = {}
+    for row in sorted(rows, key=lambda row: int(row["problems"])):
+        full = same_problems.get((row["level"], row["problems"]))
+        if full is not None:
+            place = round(share(row, full)) if row["kv_budget"] else 100
+            cells[row["level"], row["policy"], place] = row
+    return [*cells.values()]
 
 
 def levels_of(rows: Sequence[Row]) -> list[str]:
@@ -76,7 +80,7 @@ def peak_kib(row: Row) -> float:
 
 
 def share(row: Row, full: Row) -> float:
-    """Budget in percent of the mean FullKV trace."""
+    """Budget in percent of FullKV's mean trace."""
     return 100 * int(row["kv_budget"]) / float(full["output_tokens"])
 
 
@@ -147,7 +151,9 @@ def figure(
         *(len(levels), columns),
         **{"figsize": (width * columns + 1.4, 3.4 * len(levels)), "squeeze": False},
         sharey=interval,
+        sharex="row" if full_at is None else False,
     )
+    most = len({row["policy"] for row in rows if row["policy"] != "full"})
     for axes, level in chain.from_iterable(map(zip_longest, panels, levels)):
         if level is None:
             axes.set_axis_off()
@@ -164,8 +170,7 @@ def figure(
                 **{"color": "#444444", "marker": "*", "markersize": 10, "linestyle": "none"},
                 label="FullKV",
             )
-        tokens = f"{float(full['output_tokens']):,.0f} tokens"
-        axes.set_title(f"{level}\n{full['problems']} problems, mean trace {tokens}", fontsize=9)
+        axes.set_title(title(level, full, budgeted, most), fontsize=9)
         quiet(axes)
     for axes in panels[-1]:
         axes.set_xlabel(x_label)
@@ -175,9 +180,30 @@ def figure(
     for axes in panels.flat:
         handles, labels = axes.get_legend_handles_labels()
         names.update(zip(labels, handles, strict=True))
-    canvas.legend(list(names.values()), list(names), loc="center right", frameon=False, fontsize=8)
+    legend = {"loc": "center right", "frameon": False, "fontsize": 8, "title_fontsize": 8}
+    legend["title"] = "bands: 95%\nWilson" if interval else None
+    canvas.legend(list(names.values()), list(names), **legend)
     canvas.tight_layout(rect=(0, 0, 1 - 1.1 / canvas.get_figwidth(), 1))
     save(canvas, path)
+
+
+def title(level: str, full: Row, budgeted: Sequence[Row], policies: int) -> str:
+    """What a panel shows; where another number of problems or fewer policies ran, that too.
+
+    Args:
+        policies: that other panels have.
+    """
+    ran = sorted({row["policy"] for row in budgeted})
+    only = f", only {ran[0]}" if len(ran) == 1 < policies else ""
+    fewer = {
+        row["problems"]: f"{share(row, full):.0f}%"
+        for row in budgeted
+        if row["problems"] != full["problems"]
+    }
+    said = "".join(f" ({count} at {place})" for count, place in fewer.items())
+    space = "\n" if said else " "
+    tokens = f"mean trace {float(full['output_tokens']):,.0f} tokens"
+    return f"{level}{only}\n{full['problems']} problems{said},{space}{tokens}"
 
 
 BUDGET_LABEL, RIGHT_LABEL = "KV budget, % of the mean FullKV trace", "right answers, %"

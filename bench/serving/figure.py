@@ -18,6 +18,7 @@ from bench.lib.record import recorded
 
 Row = dict[str, str]
 FULL, OURS, TAIL = "#444444", "#d55e00", "#e69f00"
+TIMES = {"p50_ms": "p50", "p99_ms": "p99", "longest_ms": "longest"}
 
 
 def latest(name: str, key: str) -> list[Row]:
@@ -42,20 +43,28 @@ def draw(pressure: list[Row], latency: list[Row], path: Path) -> None:
     pool = f"{int(pressure[0]['pool_tokens']):,} KV tokens for {pressure[0]['calls']} calls"
     rates = [float(row["tokens_per_s_p50"]) for row in pressure]
     bars(rate, names, rates, colours, f"tokens per second, {pool}")
+    for place, row in enumerate(pressure):
+        if row["kv_budget"]:
+            low, high = (f"{float(row[f'ratio_{end}']):.2f}" for end in ("low", "high"))
+            how = {"ha": "center", "va": "top", "fontsize": 7, "color": "white"}
+            how |= {"xytext": (0, -4), "textcoords": "offset points"}
+            text = f"{low} to\n{high} x full\nin {row['rounds']} rounds"
+            rate.annotate(text, (place, rates[place]), **how)
     calls = [float(row["peak_running"]) for row in pressure]
     bars(running, names, calls, colours, "requests at once (line: arithmetic)")
     for place, row in enumerate(pressure):
         limit = min(int(row["fits_by_arithmetic"]), int(row["calls"]))
         running.hlines(limit, place - 0.4, place + 0.4, color="#0072b2", linewidth=1.5)
     for place, row in enumerate(latency):
-        for shift, name, colour in ((-0.2, "p50_ms", FULL), (0.2, "p99_ms", TAIL)):
+        for shift, name, colour in zip((-0.27, 0.0, 0.27), TIMES, (FULL, TAIL, OURS), strict=True):
             value = float(row[name])
-            gaps.bar(place + shift, value, width=0.38, color=colour, label=name[:3])
-            gaps.annotate(f"{value:.0f}", (place + shift, value), ha="center", fontsize=8)
+            gaps.bar(place + shift, value, width=0.25, color=colour, label=TIMES[name])
+            where = (place + shift, value)
+            gaps.annotate(f"{value:.0f}", where, ha="center", va="bottom", fontsize=8)
     gaps.set_xticks(range(len(latency)), [row["neighbours"] for row in latency], fontsize=8)
     gaps.set_title(f"ms between two tokens beside {latency[0]['calls']} calls", fontsize=9)
     handles, labels = gaps.get_legend_handles_labels()
-    gaps.legend(handles[:2], labels[:2], frameon=False, fontsize=8)
+    gaps.legend(handles[: len(TIMES)], labels[: len(TIMES)], frameon=False, fontsize=8)
     quiet(gaps)
     canvas.tight_layout()
     save(canvas, path)

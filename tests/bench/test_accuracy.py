@@ -147,6 +147,30 @@ def test_a_setting_that_changed_is_another_cell() -> None:
     assert len({one, dataclasses.replace(one, kv_budget=65), dataclasses.replace(one)}) == 2
 
 
+def test_a_figure_has_the_cell_with_the_most_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each share of the trace; a title says where there were fewer, and who ran alone."""
+    monkeypatch.setenv(record.FOLDER, str(tmp_path))
+    same = {"model": "one", "sampling": "greedy", "level": "chains-long"}
+    for problems, policy, kv_budget, tokens in (
+        *((20, "full", "", 1000), (20, "rkv", 150, 990), (20, "rkv", 250, 990)),
+        *((200, "full", "", 1010), (200, "rkv", 253, 990)),
+    ):
+        sizes = {"problems": problems, "kv_budget": kv_budget, "output_tokens": tokens}
+        record.append_row("trial", {**same, **sizes, "policy": policy})
+    full, *rows = sorted(
+        figure.selected("trial", "one", "greedy"), key=lambda row: row["kv_budget"]
+    )
+    assert [full["problems"], *(row["kv_budget"] for row in rows)] == ["200", "150", "253"]
+    assert figure.title("chains-long", full, rows, policies=2) == (
+        "chains-long, only rkv\n200 problems (20 at 15%),\nmean trace 1,010 tokens"
+    )
+    assert figure.title("chains-long", full, rows[1:], policies=1) == (
+        "chains-long\n200 problems, mean trace 1,010 tokens"
+    )
+
+
 def test_figures_are_drawn_from_the_rows(drawn: Any) -> None:
     """Two drawings of the same rows are the same file; another number gives another one."""
     rows = figure.selected("accuracy", "reasoner", "greedy")

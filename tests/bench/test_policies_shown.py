@@ -31,6 +31,11 @@ def test_a_registered_policy_is_everywhere(monkeypatch: pytest.MonkeyPatch) -> N
     assert "| `age` | 3 | `newest` | how new |" in report.TABLES["parameters"]()
 
 
+def test_every_policy_has_a_colour_and_a_marker_of_its_own() -> None:
+    colours, markers = zip(*styles().values(), strict=True)
+    assert len({*colours}) == len({*markers}) == len(compared())
+
+
 def test_documents_have_the_tables() -> None:
     marked = "".join(document.read_text() for document in report.DOCUMENTS)
     assert {"policies", "parameters"} <= {name for _, name, _ in report.SECTION.findall(marked)}
