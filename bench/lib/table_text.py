@@ -16,9 +16,6 @@ MOST_COMMANDS = 3
 #: when `recent` of `distinct` became a third of the budget, and what is said of rows before
 CHANGED = "2026-11-28"
 EARLIER_DEFAULT = f"Rows of `distinct` above 194 tokens from before {CHANGED}: with `recent` 64."
-#: when `lazy` got the sigmoids of its authors' program, and what is said of answers before
-LAZY_CHANGED = "2026-11-29"
-EARLIER_LAZY = f"Rows of `lazy` from before {LAZY_CHANGED}: with other sigmoids."
 #: of fewer paired rounds the bootstrap interval of the median is the smallest and the largest one
 FEWEST_ROUNDS = 6
 #: characters of a command that a caption prints
@@ -38,9 +35,8 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     dates = sorted({row["date"] for row in source})
     made = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     caption = f"{last['device']}, {versions}, {made}: {origin}"
-    earlier = {EARLIER_DEFAULT: _of_earlier_default, EARLIER_LAZY: _of_earlier_lazy}
-    said = [text for text, is_earlier in earlier.items() if any(map(is_earlier, source))]
-    caption = " ".join([caption, *said])
+    if any(map(_of_earlier_default, source)):
+        caption = f"{caption} {EARLIER_DEFAULT}"
     return "\n".join([markdown(header, lines), "", caption])
 
 
@@ -53,12 +49,6 @@ def _of_earlier_default(row: Row) -> bool:
         and '"recent"' not in row.get("kv_params", "")
         and row["date"] < CHANGED
     )
-
-
-def _of_earlier_lazy(row: Row) -> bool:
-    """Answers made with other sigmoids; what a compaction costs is the same."""
-    answers = row.get("policy") == "lazy" and "right" in row
-    return answers and row["date"] < LAZY_CHANGED
 
 
 def _origin(commands: list[str], name: str) -> str:

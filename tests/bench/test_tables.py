@@ -9,9 +9,7 @@ from bench.lib.pairs import paired_ratio
 from bench.lib.table_text import (
     CHANGED,
     EARLIER_DEFAULT,
-    EARLIER_LAZY,
     FEWEST_ROUNDS,
-    LAZY_CHANGED,
     LONGEST_COMMAND,
     spread,
     table,
@@ -98,15 +96,3 @@ def test_a_caption_names_rows_of_an_earlier_default() -> None:
         for other in others
     ]
     assert all(told) and not any(silent)
-
-
-def test_a_caption_names_answers_of_lazy_as_it_was() -> None:
-    """Not its times, which are the same."""
-    row = {"device": "a CPU", "sglang": "1", "torch": "2", "command": "python -m bench.accuracy"}
-    row |= {"policy": "lazy", "right": "3", "date": "2026-11-25"}
-    times = {key: value for key, value in row.items() if key != "right"}
-    said = [
-        EARLIER_LAZY in table(["one"], [["1"]], [other], "accuracy")
-        for other in (row, {**row, "policy": "raas"}, {**row, "date": LAZY_CHANGED}, times)
-    ]
-    assert said == [True, False, False, False]
