@@ -39,12 +39,12 @@ def request_kind(session_params: object, beam_width: object) -> RequestKind | No
     """The kind of a request with these parameters; None: one that can have all of ours.
 
     Args:
-        session_params: None if it has none.
+        session_params: None if it has none; to SGLang an empty object is none as well.
         beam_width: of its sampling parameters, unchecked.
     """
     if isinstance(beam_width, int) and beam_width > 1:
         return RequestKind("no beam search with it", f"beam_width={beam_width}")
     # A session_id alone labels metrics and cache events; it does not change the prompt.
-    if session_params is not None:
+    if session_params:
         return RequestKind("no session with it", "session_params")
     return None

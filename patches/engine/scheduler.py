@@ -27,14 +27,16 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
     """AFTER ``Scheduler._create_generation_req``: a request with a budget gets its state.
 
     The tokenizer manager has validated the keys. Requests that bypass it (gRPC) are validated here:
-    a wrong key gets 400. A probe of SGLang's (``/health_generate``) has no budget.
+    a wrong key gets 400. The server's defaults are not for SGLang's probes (``/health_generate``).
     """
     from sglang.srt.managers.utils import is_health_check_generate_req
 
-    binding = None if is_health_check_generate_req(recv_req) else binding_of(scheduler)
+    binding = binding_of(scheduler)
     params = req.sampling_params.custom_params
     rest, keys = take_keys(params) if isinstance(params, dict) else ({}, {})
     if binding is None or not (keys or binding.config.defaults_apply or misspelt_keys(rest)):
+        return
+    if not keys and is_health_check_generate_req(recv_req):
         return
     opened = partial(_open, req, binding, recv_req, keys, rest)
     _, error = attempt(f"kv_budget request {req.rid}", opened)
@@ -50,13 +52,14 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
             err_type="InternalServerError",
         )
     if req.to_finish is not None:
-        _skip_what_follows(recv_req)
+        _skip_what_follows(req, recv_req)
 
 
-def _skip_what_follows(recv_req: Any) -> None:
-    """Of a refused request SGLang goes on to check log-probabilities and grammar, whose refusal
-    would replace ours, and to take over its images."""
+def _skip_what_follows(req: Any, recv_req: Any) -> None:
+    """SGLang goes on to check what else a refused request asks for, against a prompt of one token,
+    and its refusal would replace ours; and to take over images."""
     recv_req.return_logprob, recv_req.logprob_start_len, recv_req.mm_inputs = False, -1, None
+    recv_req.return_routed_experts = req.return_sampling_mask = False
     params = recv_req.sampling_params
     params.json_schema = params.regex = params.ebnf = params.structural_tag = None
 

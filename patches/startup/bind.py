@@ -131,28 +131,22 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.skipkv_workspace = None
         torch.cuda.empty_cache()
     config = config_of(scheduler.server_args)
-    if problems := registry.problems():
-        _bind_without_eviction(scheduler, config, problems)
-        return
-    reasons = missing_capabilities(scheduler)
+    problems = registry.problems()
+    # The checks read attributes that another SGLang version may not have.
+    reasons = problems or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
     facts = ModelFacts()
-    if not reasons:  # where eviction is not supported, nothing more is read
+    if not reasons:  # as above: where eviction is not supported, nothing more is read
         facts = _facts(scheduler)
         reasons += _wrong_settings(config, facts)
     trace = None
     try:
         check_server_defaults(config, facts.window_tokens)
-        if config.trace is not None and is_first_rank():
+        if config.trace is not None and not problems and is_first_rank():
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
-    if joins_running_server():
-        reasons.append("a rank that joins a running server")
-    else:
-        reasons = reasons_of_ranks(reasons)
-    counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
-    metrics = Metrics(scheduler.metrics_collector.labels if counts else None)
+    reasons, metrics = _shared(scheduler, reasons, problems)
     built: Built | None = None
     if not reasons:
         build = partial(_build, scheduler, config, facts, trace, metrics, reasons)
@@ -175,22 +169,31 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
         measure_again=partial(_measure_again, scheduler, config),
     )
-    scheduler.skipkv = scheduler.req_to_token_pool.skipkv = binding
+    scheduler.skipkv = binding
+    if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
+        pool.skipkv = binding
     if built is not None:
         _warm_up(binding, built.runtime)
     logger.info(readiness.message())
 
 
-def _bind_without_eviction(scheduler: Any, config: ServerConfig, problems: Sequence[str]) -> None:
-    """Beside a problem with hooks. Another version of SGLang may lack all that ``bind`` reads
-    otherwise, and it serves without budgets all the same."""
-    readiness = Readiness(tuple(problems), config.enabled)
-    if readiness.state == "refused" and _has_no_gate(scheduler):
-        raise SystemExit(readiness.message())
-    scheduler.skipkv = binding = Binding(config, readiness, None, scheduler, Metrics())
-    if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
-        pool.skipkv = binding
-    logger.info(readiness.message())
+def _shared(
+    scheduler: Any, reasons: list[str], problems: Sequence[str]
+) -> tuple[list[str], Metrics]:
+    """The reasons of all ranks, and the metrics, which one of them exports."""
+
+    def labels() -> Any:
+        counts = scheduler.metrics_reporter.enable_metrics and is_first_rank()
+        return scheduler.metrics_collector.labels if counts else None
+
+    if not problems:
+        if joins_running_server():
+            return [*reasons, "a rank that joins a running server"], Metrics(labels())
+        return reasons_of_ranks(reasons), Metrics(labels())
+    # What these read another SGLang may lack, and it serves without budgets all the same.
+    told, _ = attempt("sgl_skipkv: ranks of this SGLang", partial(reasons_of_ranks, reasons))
+    of_scheduler, _ = attempt("sgl_skipkv: metrics of this SGLang", labels)
+    return reasons if told is None else told, Metrics(of_scheduler)
 
 
 def _facts(scheduler: Any) -> ModelFacts:

@@ -32,7 +32,7 @@ CONFIG_FLAG = "--skipkv-config"
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``. A flag that another SGLang has itself remains SGLang's:
-    eviction is unavailable then, and the server starts."""
+    requests with a budget are refused then, and the server starts."""
     group = parser.add_argument_group("sgl_skipkv", "A KV budget for every request.")
 
     def add(flag: str, help_text: str | None, **how: Any) -> None:
@@ -49,8 +49,10 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _dest(flag: str) -> str:
-    """Where the value is: no name that SGLang may have for a flag of its own."""
-    return f"sgl_skipkv{flag.replace('-', '_')}"
+    """Where the value is: no name that SGLang may have for a flag of its own. For a flag without a
+    value SGLang 0.5.22 expects the usual name, if it is in a ``--config`` file."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return name if name.startswith("skipkv_") else f"sgl_skipkv_{name}"
 
 
 def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ import sglang
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.explorer import add_explorer
@@ -44,7 +45,7 @@ def open_gate(result: None, manager: Any, init_result: Any, *args: Any, **kwargs
         logger.warning(untested)
     config = config_of(manager.server_args)
     reasons, limits = list(registry.problems()), NO_LIMITS
-    # With a problem the schedulers have the same, and another SGLang may not say what they report.
+    # With a problem nothing they report would help, and another SGLang may not say it.
     for info in () if reasons else init_result.scheduler_infos:
         report = info.get("skipkv")
         reasons += [_NO_REPORT] if report is None else report["reasons"]
@@ -86,14 +87,24 @@ def open_worker(result: None, manager: Any, startup_time: dict[str, Any]) -> Non
 
 def _accept_requests(manager: Any, readiness: Readiness, limits: ServerLimits) -> None:
     config = config_of(manager.server_args)
-    counts = not registry.problems() and manager.enable_metrics
-    labels = manager.metrics_collector.labels if counts else None
-    manager.skipkv = Gate(config, readiness, limits, Refusals(labels))
+    manager.skipkv = Gate(config, readiness, limits, Refusals(_labels(manager)))
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
         if config.explorer and config.trace is not None:
             paths = trace_paths(config.trace, manager.server_args.dp_size)
             add_explorer(server.app, paths, manager.tokenizer)
+
+
+def _labels(manager: Any) -> Any:
+    """SGLang's for metrics; None: it exports none."""
+
+    def read() -> Any:
+        return manager.metrics_collector.labels if manager.enable_metrics else None
+
+    if not registry.problems():
+        return read()
+    found, _ = attempt("sgl_skipkv: metrics of this SGLang", read)  # another one may lack them
+    return found
 
 
 def _wrong_of_router(config: ServerConfig) -> str | None:

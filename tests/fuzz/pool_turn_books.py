@@ -15,6 +15,7 @@ from pool_turns import (
     Left,
     closed_sentences,
     namespace_of,
+    opener_of,
     reuse_of,
     separated,
     thought_of,
@@ -81,11 +82,12 @@ class TurnBooks:
             assert first == len(prompt)
             return
         own, compactions = self.first_prompts[namespace_of(req)], state.prompt.earlier_compactions
-        # The template drops at most a THINK_START and a BLANK from the end of one.
         ends = [
             text for text, at in own if text[:first] == (*prompt[:first],) and at == compactions
         ]
-        assert any(len(text) - first <= 2 for text in ends), "no first prompt ends there"
+        assert any(len(text) - first <= opener_of(text) for text in ends), (
+            "no first prompt ends there"
+        )
         self.talks[req.rid] = Conversation(
             prompt, first, first, sentences_from=first, compactions=compactions
         )

@@ -117,11 +117,15 @@ def thought_of(prompt: Sequence[int], output: Sequence[int]) -> tuple[int, int]:
     stop = ends[-1] + 1
     while stop < len(output) and output[stop] == BLANK:
         stop += 1
+    return (opener_of(prompt), stop) if stop < len(output) else (0, 0)
+
+
+def opener_of(prompt: Sequence[int]) -> int:
+    """How many tokens at its end a template drops with a thought: the mark and all blanks."""
     start = len(prompt)
     while start and prompt[start - 1] == BLANK:
         start -= 1
-    opener = len(prompt) - start + 1 if start and prompt[start - 1] == THINK_START else 0
-    return (opener, stop) if stop < len(output) else (0, 0)
+    return len(prompt) - start + 1 if start and prompt[start - 1] == THINK_START else 0
 
 
 def closed_sentences(tokens: Sequence[int], begins: int, delimiter: int) -> list[Span]:

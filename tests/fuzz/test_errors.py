@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pool_world import World
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sgl_skipkv.eviction.page_table import LedgerError
+from sgl_skipkv.patches.engine import scheduler
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
 
@@ -25,16 +28,24 @@ def test_a_refusal_is_not_replaced_by_another() -> None:
     world = World()
     refused = world.arrive([5, 6, 7, 20], 10, kv_budget=0)
     assert refused.to_finish.message.startswith("kv_budget: ")
-    assert (world.received.return_logprob, world.received.logprob_start_len) == (False, -1)
+    assert world.received.logprob_start_len == -1
     served = world.arrive([5, 6, 7, 20], 10, kv_budget=64)
     assert served.to_finish is None and world.received.logprob_start_len == 5
+    params = SimpleNamespace(json_schema=None, regex="a", ebnf=None, structural_tag=None)
+    received = SimpleNamespace(sampling_params=params, mm_inputs=[3], return_routed_experts=True)
+    asked = SimpleNamespace(return_sampling_mask=True)
+    scheduler._skip_what_follows(asked, received)
+    assert not any((received.return_logprob, received.mm_inputs, received.return_routed_experts))
+    assert not asked.return_sampling_mask and params.regex is None
 
 
-def test_a_probe_has_no_budget() -> None:
-    world = World()
-    probe = world.arrive([5], 1, rid=f"{HEALTH_CHECK_RID_PREFIX}_1", **asks(8, "streaming"))
-    assert not hasattr(probe, "skipkv") and world.runtime.open_requests == 0
-    world.run_dry()
+def test_the_defaults_are_not_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, rid = World(), f"{HEALTH_CHECK_RID_PREFIX}_1"
+    defaults = world.skipkv.config.model_copy(update={"kv_budget": 64, "kv_policy": "streaming"})
+    monkeypatch.setattr(world, "skipkv", replace(world.skipkv, config=defaults))
+    assert not hasattr(world.arrive([5], 1, rid=rid), "skipkv")
+    for others in ({"rid": "another"}, {"rid": rid, **asks(64, "streaming")}):
+        assert world.arrive([5], 1, **others).skipkv.settings.kv_budget == 64
 
 
 @pytest.mark.parametrize("overlap", [True, False])

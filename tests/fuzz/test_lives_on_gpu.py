@@ -40,6 +40,6 @@ class GpuPoolMachine(PagedPoolMachine):
 def test_memory_stays_sound_on_a_gpu() -> None:
     seen = run_machine(8, steps=50, seed=1, kind=GpuPoolMachine)
     assert min(seen["backups"], seen["restored"], seen["copied"], seen["demands"]) > 0
-    assert seen["compactions"] > 300 and seen["compactions in pages"] > 30
+    assert seen["compactions"] > 200 and seen["compactions in pages"] > 30
     waits = [at for at in GpuPoolMachine.waits if not at.startswith(FIRST_REQUEST)]
     assert not waits, "a running server waits for its GPU"

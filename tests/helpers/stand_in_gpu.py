@@ -8,8 +8,9 @@ Tensors of ``GPU`` say that they are on another device and keep their numbers on
   ``UNSEEN`` there,
 - everything that makes the CPU wait is listed.
 
-What it cannot show: times, the order of two streams, and kernels of other libraries. A launch of
-one of our Triton kernels is interpreted (``kernels_on_cpu.on_triton``).
+What it cannot show: times, the order of two streams, kernels of other libraries, and pinned memory
+that is written while a copy to the GPU still reads it. A launch of one of our Triton kernels is
+interpreted (``kernels_on_cpu.on_triton``).
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class _Module:
     def device_count(self) -> int:
         return 1
 
+    def manual_seed_all(self, seed: int) -> None:
+        """It draws nothing."""
+
 
 class _Hook(torch._C._acc.PrivateUse1Hooks):
     def is_available(self) -> bool:
@@ -78,7 +82,10 @@ class _Hook(torch._C._acc.PrivateUse1Hooks):
 
 @functools.cache
 def gpu() -> torch.device:
-    """The device. Torch has room for one that it does not know; the first call takes it."""
+    """The device. Torch has room for one that it does not know; the first call takes it, for the
+    whole process: then torch would pin no memory for a real GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     backend_registration._setup_privateuseone_for_python_backend("gpu", _Module(), _Hook())
     # of lists that become tensors, which no dispatch mode sees
     _KERNELS.impl("empty_strided", _empty_strided, "PrivateUse1")
@@ -151,11 +158,13 @@ class StandInGpu(TorchDispatchMode):
         self.unseen: list[tuple[Tensor, Tensor]] = []
         self._pinned: dict[int, Tensor] = {}  # by storage; keeps it, so that no other gets its id
 
-    def arrive(self) -> None:
-        """Every copy so far is there."""
-        for host, numbers in self.unseen:
+    def arrive(self, copies: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        """These copies are there; None: every copy so far."""
+        for host, numbers in self.unseen if copies is None else copies:
             host.copy_(numbers)
-        self.unseen.clear()
+        self.unseen = [
+            one for one in self.unseen if copies is not None and not any(one is c for c in copies)
+        ]
 
     def wait(self, what: str) -> None:
         frame = next(one for one in reversed(traceback.extract_stack()) if _is_ours(one.filename))
@@ -213,11 +222,15 @@ class StandInGpu(TorchDispatchMode):
             self.wait(f"a copy to the {'GPU' if host is source else 'CPU'}")
             numbers_of(to).copy_(numbers)
         elif host is source:
-            self.arrive()  # what it reads comes first on its stream
+            # What arrives there is there for the stream, and not yet for the CPU.
+            seen = [destination.clone() for destination, _ in self.unseen]
+            for destination, arriving in self.unseen:
+                destination.copy_(arriving)
             numbers_of(to).copy_(numbers)
+            for (destination, _), before in zip(self.unseen, seen, strict=True):
+                destination.copy_(before)
         else:
             arriving = torch.empty_like(to).copy_(numbers)
-            to.untyped_storage()  # of the slice alone
             _bytes_of(to).fill_(UNSEEN)
             self.unseen.append((to, arriving))
         return to
@@ -272,14 +285,14 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         """Of a stream that is behind: it has passed once somebody waits, or asks twice."""
 
         def __init__(self, device: torch.device) -> None:
-            self._asked = False
+            self.record()
 
         def record(self) -> None:
-            self._asked = False
+            self._asked, self._before = False, list(made.unseen)
 
         def synchronize(self) -> None:
             with _disable_current_modes():
-                made.arrive()
+                made.arrive([one for one in self._before if any(one is c for c in made.unseen)])
 
         def query(self) -> bool:
             passed, self._asked = self._asked, True

@@ -89,13 +89,18 @@ def test_operands_of_two_devices_are_an_error() -> None:
 
 
 def test_a_copy_arrives_with_its_event() -> None:
-    """Read too early it is not there; another copy on its stream finds it."""
+    """Read too early it is not there, nor by an earlier event; its own stream finds it."""
     with stand_in_gpu() as stand_in:
-        counts, copied = started_copy(torch.tensor([5, 7]).pin_memory().to(gpu()))
-        assert counts.tolist() == [-1, -1]
+        given = torch.tensor([5, 7]).pin_memory().to(gpu(), non_blocking=True)
+        earlier = torch.Event(gpu())
+        earlier.record()
+        counts, copied = started_copy(given)
+        earlier.synchronize()
         back = torch.empty(2, dtype=torch.int64, device=gpu())
         back.copy_(counts, non_blocking=True)
-        assert back.tolist() == counts.tolist() == [5, 7]
+        assert back.tolist() == [5, 7] and counts.tolist() == [-1, -1]
+        copied.synchronize()
+        assert counts.tolist() == [5, 7]
         counts, copied = started_copy(back.sum())
         assert (int(counts), copied.query(), int(counts)) == (-1, False, -1)
         assert Demand(20, counts, copied).measured_row_tokens == 12
@@ -111,6 +116,8 @@ def test_pinned_memory_is_taken_at_start() -> None:
         runtime = SyntheticServer(device=gpu(), check_ledger=False, **config).runtime
         for memory in (runtime.host_memory, runtime.histories.memory):
             assert memory.free_chunks and all(map(stand_in.is_pinned, memory.free_chunks))
+        with pytest.raises(MemoryError, match="bytes of host memory"):
+            SyntheticServer(device=gpu(), **{**config, "retraction_backup_bytes": 1 << 60})
     lazy = SyntheticServer(check_ledger=False, **config).runtime
     assert not lazy.host_memory.free_chunks and not lazy.histories.memory.free_chunks
 
