@@ -126,6 +126,31 @@ def test_an_untested_sglang_serves_whatever_it_lacks(monkeypatch: pytest.MonkeyP
         open_gate.open_gate(None, manager, SimpleNamespace(all_child_pids=[]))
 
 
+def test_an_untested_sglang_says_so_in_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every rank joins the gather of reasons: another one may have no problem, and waits."""
+    monkeypatch.setattr(registry, "_problems_before", ["hook a.b not found"])
+    monkeypatch.setattr(bind, "is_first_rank", lambda: True)
+    monkeypatch.setattr(bind, "reasons_of_ranks", lambda reasons: [*reasons, "of another rank"])
+    exported: list[Any] = []
+
+    class Metrics:
+        def __init__(self, labels: Any) -> None:
+            exported.append(labels)
+
+        def decided(self, state: str) -> None:
+            exported.append(state)
+
+    monkeypatch.setattr(bind, "Metrics", Metrics)
+    scheduler = SimpleNamespace(
+        server_args=SimpleNamespace(_skipkv={}, is_embedding=False),
+        metrics_reporter=SimpleNamespace(enable_metrics=True),
+        metrics_collector=SimpleNamespace(labels={"model_name": "m"}),
+    )
+    bind.bind(None, scheduler)
+    assert scheduler.skipkv.readiness.reasons == ("hook a.b not found", "of another rank")
+    assert exported == [{"model_name": "m"}, "unavailable"]
+
+
 def test_a_flag_of_sglangs_own_remains_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_problems_before", [])
     parser = argparse.ArgumentParser()
