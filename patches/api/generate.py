@@ -14,6 +14,7 @@ from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 #: whose places among the ids may be marked with any number
 _MEDIA = ("image_data", "video_data", "audio_data")
+_PLACES = "sampling_params, or custom_params in it"
 
 
 def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
@@ -33,10 +34,13 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
 
 
 def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> str | None:
+    expected_there = "in sampling_params, not at the top of the body"
     for name in (*take_keys(body)[1], *misspelt_keys(body)):
         # SGLang ignores unknown names at the top, where the OpenAI API has our keys.
-        expected = "in sampling_params, not at the top of the body"
-        raise SettingError(name, expected, body[name], "sampling_params or custom_params")
+        raise SettingError(name, expected_there, body[name], _PLACES)
+    if isinstance(custom := body.get("custom_params"), Mapping):  # SGLang ignores this, too
+        for name, value in take_keys(custom)[1].items():
+            raise SettingError(f"custom_params.{name}", expected_there, value, _PLACES)
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
     none = Keys({})

@@ -37,6 +37,7 @@ class OurFields(BaseModel):
     def _note_misspelt(cls, body: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         request = build(body)
         if isinstance(body, Mapping):
+            _refuse_misplaced(body)
             request._misspelt = {name: body[name] for name in misspelt_keys(body)}
             request._in_metadata = MetadataKeys.of(body.get(METADATA))
         return request
@@ -62,6 +63,17 @@ class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[
 
 class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``ResponsesRequest``: SGLang's, with our fields."""
+
+
+def _refuse_misplaced(body: Mapping[str, Any]) -> None:
+    """SGLang drops these objects. ``extra_body`` is of OpenAI's client, which puts what is in it at
+    the top."""
+    for place in ("extra_body", "sampling_params"):
+        inner = body.get(place)
+        keys = take_keys(inner)[1] if isinstance(inner, Mapping) else {}
+        for name, value in keys.items():
+            choices = f"{name} at the top of the body"
+            raise SettingError(f"{place}.{name}", "nothing", value, choices)
 
 
 async def check_response_keys(

@@ -187,6 +187,7 @@ class Runtime:
             state.kv.not_before = max(prefill_tokens + 1, recorded_tokens)
         if offloaded.waiting_with is not None:
             event = "recompute" if offloaded.backup is None else "restore"
+            state.report.recomputations += offloaded.backup is None
             self.metrics.returned(event)
             if self._trace is not None:
                 self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)

@@ -276,6 +276,7 @@ class Report:
     """Counts over the life of the request, updated at each decode step and compaction.
 
     Attributes:
+        recomputations: how often its tokens were prefilled again after a retraction.
         budgeted_token_steps: sum of budgeted tokens over the ``observed_steps``.
         summary: of ``meta_info``; None until the request has finished.
     """
@@ -283,6 +284,7 @@ class Report:
     compactions: int = 0
     evicted_tokens: int = 0
     evicted_sentences: int = 0
+    recomputations: int = 0
     peak_budgeted_tokens: int = 0
     budgeted_token_steps: int = 0
     observed_steps: int = 0

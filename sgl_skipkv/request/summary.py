@@ -32,6 +32,7 @@ def summarise(state: RequestState, generated: int, output_ids: Sequence[int]) ->
         "full_kv_tokens": full,
         "sentences": len(state.sentences.tracker.closed),
         "evicted_sentences": report.evicted_sentences,
+        "recomputations": report.recomputations or None,
     }
     if state.schedule is not None:
         steered = state.schedule.copy()

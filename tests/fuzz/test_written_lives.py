@@ -74,6 +74,19 @@ def test_a_history_that_the_pool_cannot_hold_twice_is_not_continued() -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("pauses", [0, 2])
+def test_a_request_says_how_often_it_was_recomputed(pauses: int) -> None:
+    world = World(backup_bytes=1 << 20)
+    call = world.arrive([5, 6, 7, 20], 60, **asks(20, "streaming"))
+    for _ in range(pauses):
+        for _ in range(12):
+            world.step()
+        world.pause()
+    world.run_dry()
+    assert call.skipkv.report.summary.get("recomputations", 0) == pauses
+    assert ("recomputations" in call.skipkv.report.summary) == (pauses > 0)
+
+
 def test_a_prompt_that_is_cut_on_its_way_to_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --allow-auto-truncate, behind the bound of its output."""
     from sglang.srt.managers.scheduler import Scheduler

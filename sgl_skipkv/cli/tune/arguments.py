@@ -19,7 +19,11 @@ def add_tune(commands: Any) -> None:
         "tune", help="compare policies and budgets on your own prompts, and recommend one"
     )
     tune.set_defaults(run=run_tune)
-    tune.add_argument("--model-path", required=True, help="folder or name of a model")
+    tune.add_argument(
+        "--model-path",
+        required=True,
+        help="a model's folder or name; with --url for its tokenizer",
+    )
     tune.add_argument(
         "--prompts",
         type=Path,
