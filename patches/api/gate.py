@@ -21,6 +21,7 @@ from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches.api.metadata import METADATA, Keys, MetadataKeys
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
+from sgl_skipkv.patches.request_kind import RequestKind
 from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolve_request, take_keys
 
 _UNCOUNTED: Final = Refusals()
@@ -39,8 +40,13 @@ class Gate:
     limits: ServerLimits = NO_LIMITS
     refusals: Refusals = _UNCOUNTED
 
-    def check(self, keys: Keys, prompt_tokens: int = 0) -> RequestSettings | None:
+    def check(
+        self, keys: Keys, prompt_tokens: int = 0, kind: RequestKind | None = None
+    ) -> RequestSettings | None:
         """Validate one request's keys, with its prompt as far as its length is known.
+
+        Args:
+            kind: of a request that cannot have all of them.
 
         Raises:
             SettingError, Unavailable: both are ``ValueError``; SGLang answers 400.
@@ -53,6 +59,8 @@ class Gate:
             if settings is not None:
                 self.limits.check(settings)
                 settings.check_prompt(prompt_tokens)
+            if kind is not None:
+                kind.refuse_beside(settings)
         except SettingError as error:
             field = keys.written(error.field)
             raise SettingError(field, error.expected, error.got, error.choices) from None

@@ -34,13 +34,13 @@ def allow_keys(original: Callable[[Any], str | None], body: Any) -> str | None:
 
 
 def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> str | None:
-    expected_there = "in sampling_params, not at the top of the body"
+    expected = "in sampling_params, not at the top of the body"
     for name in (*take_keys(body)[1], *misspelt_keys(body)):
         # SGLang ignores unknown names at the top, where the OpenAI API has our keys.
-        raise SettingError(name, expected_there, body[name], _PLACES)
+        raise SettingError(name, expected, body[name], _PLACES)
     if isinstance(custom := body.get("custom_params"), Mapping):  # SGLang ignores this, too
         for name, value in take_keys(custom)[1].items():
-            raise SettingError(f"custom_params.{name}", expected_there, value, _PLACES)
+            raise SettingError(f"custom_params.{name}", expected, value, _PLACES)
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
     none = Keys({})
@@ -54,11 +54,8 @@ def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> 
             own = prompts[i : i + 1] if isinstance(params, list) else prompts
             if not any(map(body.get, _MEDIA)):
                 check_ids(manager, keys, without_keys or {}, [*itertools.chain(*own)])
-            settings = gate_of(manager).check(keys, max(map(len, own), default=0))
-            beam_width = (without_keys or {}).get("beam_width")
-            kind = request_kind(body.get("session_params"), beam_width)
-            if keys and kind is not None:
-                kind.refuse_beside(settings)
+            kind = request_kind(body.get("session_params"), (without_keys or {}).get("beam_width"))
+            gate_of(manager).check(keys, max(map(len, own), default=0), kind if keys else None)
     return error
 
 

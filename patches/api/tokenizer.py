@@ -43,9 +43,7 @@ def _move_keys(
     kind = request_kind(session_params, rest.get("beam_width"))
     if not keys and kind is not None:
         return  # it runs in full
-    settings = gate.check(keys, len(input_ids or ()))
-    if kind is not None:
-        kind.refuse_beside(settings)  # the scheduler would first change its session
+    gate.check(keys, len(input_ids or ()), kind)  # the scheduler would first change its session
     if keys:
         # As SGLang merges them: the request's custom_params replace the preferred ones.
         preferred = manager.preferred_sampling_params or {}
