@@ -30,7 +30,7 @@ GREEDY = {"temperature": 0}
 ANSWER_S = 3600.0
 PACKAGE = Path(__file__).resolve().parents[2] / "sgl_skipkv"
 #: its folders that answers come from
-ANSWERING = ("cpu", "eviction", "kernels", "policy", "recording", "steering")
+ANSWERING = ("cpu", "eviction", "kernels", "policy", "recording", "request", "steering")
 
 
 @cache

@@ -6,8 +6,7 @@ has its own step. Tokens with the oldest timestamps are evicted first.
 Deviations: attention is the mean over heads and layers, so one timestamp serves all of them; the
 paper works on pages of tokens, this on single ones; eviction every ``interval`` tokens instead of
 one per step; the prefill activates nothing. Its authors' program has no ``alpha``: it stamps a
-fixed number of pages per step and head, the best by an estimate. In short rows most tokens get more
-than ``alpha``, so this is close to ``streaming`` there.
+fixed number of pages per step and head, the best by an estimate.
 """
 
 from __future__ import annotations

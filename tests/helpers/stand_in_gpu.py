@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,22 +150,23 @@ class StandInGpu(TorchDispatchMode):
     """Attributes:
     waits: what the package made the CPU wait for, and the line that it came from. What a test
         reads is not listed, and nothing arrives by it.
-    unseen: pinned destination and what arrives there, of copies that nobody has waited for.
+    launched: how many copies to pinned memory there were so far.
+    unseen: of those that nobody has waited for, in order: its number from 1, pinned destination,
+        and what arrives there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[tuple[str, str]] = []
-        self.unseen: list[tuple[Tensor, Tensor]] = []
+        self.launched = 0
+        self.unseen: deque[tuple[int, Tensor, Tensor]] = deque()
         self._pinned: dict[int, Tensor] = {}  # by storage; keeps it, so that no other gets its id
 
-    def arrive(self, copies: list[tuple[Tensor, Tensor]] | None = None) -> None:
-        """These copies are there; None: every copy so far."""
-        for host, numbers in self.unseen if copies is None else copies:
+    def arrive(self, launched: int) -> None:
+        """The first copies, as many as were launched then, are there."""
+        while self.unseen and self.unseen[0][0] <= launched:
+            _, host, numbers = self.unseen.popleft()
             host.copy_(numbers)
-        self.unseen = [
-            one for one in self.unseen if copies is not None and not any(one is c for c in copies)
-        ]
 
     def wait(self, what: str) -> None:
         frame = next(one for one in reversed(traceback.extract_stack()) if _is_ours(one.filename))
@@ -172,7 +174,7 @@ class StandInGpu(TorchDispatchMode):
         if file.parts[0] != "tests":
             self.waits.append((what, f"{file}:{frame.lineno}"))
             with _disable_current_modes():
-                self.arrive()
+                self.arrive(self.launched)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pinned
@@ -223,16 +225,17 @@ class StandInGpu(TorchDispatchMode):
             numbers_of(to).copy_(numbers)
         elif host is source:
             # What arrives there is there for the stream, and not yet for the CPU.
-            seen = [destination.clone() for destination, _ in self.unseen]
-            for destination, arriving in self.unseen:
+            seen = [destination.clone() for _, destination, _ in self.unseen]
+            for _, destination, arriving in self.unseen:
                 destination.copy_(arriving)
             numbers_of(to).copy_(numbers)
-            for (destination, _), before in zip(self.unseen, seen, strict=True):
+            for (_, destination, _), before in zip(self.unseen, seen, strict=True):
                 destination.copy_(before)
         else:
             arriving = torch.empty_like(to).copy_(numbers)
             _bytes_of(to).fill_(UNSEEN)
-            self.unseen.append((to, arriving))
+            self.launched += 1
+            self.unseen.append((self.launched, to, arriving))
         return to
 
     def _check_devices(self, name: str, tensors: list[Tensor]) -> None:
@@ -288,11 +291,11 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
             self.record()
 
         def record(self) -> None:
-            self._asked, self._before = False, list(made.unseen)
+            self._asked, self._launched = False, made.launched
 
         def synchronize(self) -> None:
             with _disable_current_modes():
-                made.arrive([one for one in self._before if any(one is c for c in made.unseen)])
+                made.arrive(self._launched)
 
         def query(self) -> bool:
             passed, self._asked = self._asked, True
