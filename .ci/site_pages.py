@@ -31,18 +31,9 @@ FOREIGN = re.compile(
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made of files outside docs/."""
     texts = {page: (ROOT / name).read_text() for name, page in PAGES.items()}
-    texts["write-a-policy.md"] = section(texts["contributing.md"], "Add a policy", "Write a policy")
     for page, text in texts.items():
         files.append(File.generated(config, page, content=LINK.sub(_link, text)))
     return files
-
-
-def section(text: str, name: str, title: str) -> str:
-    """One section of a document as a page of its own."""
-    found = re.search(rf"^## {name}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise PluginError(f"CONTRIBUTING.md: expected a section {name!r}, got none")
-    return f"# {title}\n{found[1]}"
 
 
 def _link(match: re.Match[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_skipkv.policy import names, policy_class
+from sgl_skipkv.policy import built_in, policy_class
 
 #: colours and markers, taken in turn
 PALETTE = (
@@ -15,7 +15,7 @@ PALETTE = (
 
 def compared() -> tuple[str, ...]:
     """All that evict."""
-    return tuple(name for name in names() if policy_class(name).evicts)
+    return tuple(name for name in built_in() if policy_class(name).evicts)
 
 
 def styles() -> dict[str, tuple[str, str]]:

@@ -6,14 +6,14 @@ import json
 from typing import Literal, get_args, get_origin
 
 from bench.lib.table_text import markdown
-from sgl_skipkv.policy import PolicyParams, names, policy_class
+from sgl_skipkv.policy import PolicyParams, built_in, policy_class
 
 
 def policies() -> str:
     """In the order of the registry, whose first is the default."""
     lines = []
-    for name in names():
-        policy, default = policy_class(name), " (default)" if name == names()[0] else ""
+    for name in built_in():
+        policy, default = policy_class(name), " (default)" if name == built_in()[0] else ""
         lines.append([f"`{name}`{default}", policy.keeps, policy.source])
     return markdown(["`kv_policy`", "keeps", "source"], lines)
 
@@ -21,7 +21,7 @@ def policies() -> str:
 def parameters() -> str:
     """Every parameter once, with the policies that have it."""
     of_policies: dict[tuple[str, str, str], list[str]] = {}
-    for name in names():
+    for name in built_in():
         for parameter, field in policy_class(name).Params.model_fields.items():
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
             given = field.annotation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from sgl_skipkv.patches.startup.parallel import (
     reasons_of_ranks,
 )
 from sgl_skipkv.patches.startup.replicas import trace_path
+from sgl_skipkv.policy import policy_class
 from sgl_skipkv.policy.inputs.ranks import RanksError
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
@@ -120,7 +121,7 @@ class Built(NamedTuple):
     runtime: Runtime
     capture: HiddenCapture | None
     kv_scales: Any
-    refused_policies: Mapping[str, str]
+    without_rotation: str | None
 
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +164,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         limits=ServerLimits(
             facts.window_tokens,
             tuple(facts.without_reuse),
-            built.refused_policies if built else {},
+            built.without_rotation if built else None,
             has_thoughts=facts.thoughts is not None,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
@@ -232,9 +233,9 @@ def _build(
             side = build_model_side(config, scheduler)
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
-        centres, reach, refused_policies = measure_model(scheduler, side, config, ranks)
-        if (why := refused_policies.get(config.kv_policy)) is not None:
-            reasons.append(f"kv_policy {config.kv_policy}: {why}")
+        centres, reach, without_rotation = measure_model(scheduler, side, config, ranks)
+        if without_rotation and policy_class(config.kv_policy).needs_rotation:
+            reasons.append(f"kv_policy {config.kv_policy}: {without_rotation}")
         buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
         runtime = Runtime(
             config,
@@ -254,7 +255,7 @@ def _build(
     except (SettingError, AttentionMismatch, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
         return None
-    return Built(runtime, side.capture, kv_scales_of(runner), refused_policies)
+    return Built(runtime, side.capture, kv_scales_of(runner), without_rotation)
 
 
 def _measure_again(scheduler: Any, config: ServerConfig) -> str | None:

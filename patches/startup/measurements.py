@@ -17,7 +17,6 @@ from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
-from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.inputs.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.inputs.query_centres import (
     MOST_TOKENS,
@@ -45,12 +44,12 @@ class Measurements(NamedTuple):
         centres: of its queries, and their rotation; None where it does not follow from the
             position.
         reach: float32 [layers, Hkv of all ranks], how far its heads look.
-        refused: policies that need centres where there are none: name -> why.
+        without_rotation: why there are no centres, where there are none.
     """
 
     centres: QueryCentres | None
     reach: Tensor
-    refused: dict[str, str]
+    without_rotation: str | None
 
 
 def measure_model(
@@ -85,18 +84,18 @@ def measure_model(
     if len(ids) <= FIRST_QUERY:
         expected = f"more than {FIRST_QUERY} tokens that this server has room for"
         raise SettingError("query_text", expected, len(ids), "a longer text, or a larger pool")
-    rotation, refused = None, dict[str, str]()
+    rotation, without_rotation = None, None
     try:
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)
     except NoRotation as error:
-        refused = {name: str(error) for name in names() if policy_class(name).needs_rotation}
+        without_rotation = str(error)
     check = AttentionCheck(scheduler, side.scale)
     centres, reach = _seen(scheduler, side, rotation, ids, check, serving)
     check.conclude(ranks)
     return Measurements(
         None if rotation is None else QueryCentres.of_means(rotation, centres),
         torch.cat(ranks.gathered(torch.stack(reach)).unbind(), dim=1),
-        refused,
+        without_rotation,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_skipkv.policy import names
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
 
@@ -23,13 +24,19 @@ def is_first_rank() -> bool:
 
 
 def reasons_of_ranks(reasons: list[str]) -> list[str]:
-    """Every rank's reasons why it cannot evict: all of them can, or none."""
+    """Every rank's reasons why it cannot evict: all of them can, or none.
+
+    Ranks on machines with other policies installed would not refuse the same requests.
+    """
     group = _group()
     if group.world_size == 1:
         return reasons
-    found: list[list[str]] = [[] for _ in range(group.world_size)]
-    dist.all_gather_object(found, reasons, group=group.cpu_group)
-    return [*dict.fromkeys(chain(*found))]
+    found: list[Any] = [None] * group.world_size
+    dist.all_gather_object(found, (reasons, names()), group=group.cpu_group)
+    of_ranks, policies = zip(*found, strict=True)
+    if odd := {*chain(*policies)} - set.intersection(*map(set, policies)):
+        of_ranks += ([f"policies that are not installed for every rank: {', '.join(sorted(odd))}"],)
+    return [*dict.fromkeys(chain(*of_ranks))]
 
 
 def joins_running_server() -> bool:

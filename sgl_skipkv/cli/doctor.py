@@ -18,6 +18,8 @@ from rich.text import Text
 from sgl_skipkv.cli.doctor_model import show_model
 from sgl_skipkv.cli.doctor_url import check_endpoint
 from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
+from sgl_skipkv.config import SettingError
+from sgl_skipkv.policy import installed, policy_class
 
 #: columns of a file or a pipe, which has no width of its own
 LEAST_WIDTH: Final = 110
@@ -74,7 +76,7 @@ def examine() -> dict[str, Any]:
     versions["python"] = platform.python_version()
     report: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
     report |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
-    report |= {"device": None, "hooks": [], "capabilities": []}
+    report |= {"device": None, "hooks": [], "capabilities": [], "policies": []}
     if find_spec("sglang") is None:
         report["problems"] = [f"no SGLang here; choices: {CHOICES}"]
         return report
@@ -97,10 +99,21 @@ def examine() -> dict[str, Any]:
     report["capabilities"] = [
         {"feature": row.name, "supported": row.supported, "why": row.why} for row in CAPABILITIES
     ]
+    report["policies"] = [_of_package(name) for name in installed.entries()]
     report["warning"] = registry.opened_for(metadata.version("sglang"))
     report["problems"] = problems
     report["state"] = "unavailable" if problems else "ready"
     return report
+
+
+def _of_package(name: str) -> dict[str, str | None]:
+    """A policy that another package registers, or why it cannot be used."""
+    try:
+        policy, wrong = policy_class(name), None
+    except SettingError as error:
+        policy, wrong = None, str(error.got)
+    keeps = getattr(policy, "keeps", None)
+    return {"policy": name, "package": installed.owners(name), "keeps": keeps, "problem": wrong}
 
 
 def version_of(package: str) -> str | None:
@@ -136,6 +149,14 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     columns = Column("feature", "feature"), supported, Column("why", "why")
     console.print(table_of("capabilities", columns, report["capabilities"]))
+    if report["policies"]:
+        rows = [
+            {**row, "keeps": Text(row["keeps"] or "") + Text(row["problem"] or "", "red")}
+            for row in report["policies"]
+        ]
+        keeps = Column("keeps", "keeps", lambda text: text)
+        columns = Column("policy", "policy"), Column("package", "package"), keeps
+        console.print(table_of("policies of other packages", columns, rows))
     if report["warning"] is not None:
         console.print(f"[bold yellow]warning[/]: {report['warning']}")
     if report["problems"]:

@@ -4,6 +4,8 @@ An exception that leaves a hook ends the scheduler, and with it every running re
 is rewritten, an error of the plugin affects one request: it ends with 500, and the log has the
 traceback. After that nothing is caught, because a half-written row must not be served. Errors that
 show corrupted memory, a failed device or ranks that cannot act as one are never caught.
+
+What another package's policy raises while it is imported is caught in ``policy/installed.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Eviction policies by name. A policy is one file here and one line in ``_POLICIES``."""
+"""Eviction policies by name. A policy is one file here and one line in ``_POLICIES``, or a class of
+another package (``installed.py``)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sgl_skipkv.config import SettingError, build
-from sgl_skipkv.policy.base import Policy, PolicyParams
+from sgl_skipkv.config import SettingError, Unabridged, build
+from sgl_skipkv.policy import installed
+from sgl_skipkv.policy.base import JointPolicy, Policy, PolicyParams
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Steps
 from sgl_skipkv.policy.sentence_quotas import with_quotas
 
 # Name -> "module:class". Imported when first asked for, so one policy's imports cost the others
@@ -36,7 +39,12 @@ _POLICIES: Final[Mapping[str, str]] = {
 
 
 def names() -> tuple[str, ...]:
-    """All policy names, the default first."""
+    """All policy names, the default first, those of other packages last."""
+    return (*_POLICIES, *(name for name in installed.entries() if name not in _POLICIES))
+
+
+def built_in() -> tuple[str, ...]:
+    """The names of this package's policies, the default first."""
     return tuple(_POLICIES)
 
 
@@ -44,13 +52,22 @@ def policy_class(name: object) -> type[Policy]:
     """The class behind a name.
 
     Raises:
-        SettingError: no such policy; the message lists the names.
+        SettingError: no such policy, or one of another package that cannot be used; the message
+            lists the names.
     """
-    if not isinstance(name, str) or name not in _POLICIES:
-        choices = ", ".join(_POLICIES)
-        raise SettingError("kv_policy", "a policy name", name, choices)
-    cls: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
-    return cls
+    if not isinstance(name, str) or name not in names():
+        raise SettingError("kv_policy", "a policy name", name, ", ".join(names()))
+    if name not in installed.entries():
+        cls: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
+        return cls
+    if name in _POLICIES:
+        found: type[Policy] | str = f"{name}: package {installed.owners(name)} registers it too"
+    else:
+        found = installed.load(name)
+    if isinstance(found, str):
+        others = ", ".join(other for other in names() if other != name)
+        raise SettingError("kv_policy", "a policy that can be used", Unabridged(found), others)
+    return found
 
 
 def make_policy(name: str, **params: Any) -> Policy:
@@ -80,4 +97,15 @@ def with_params(
     return (with_quotas(cls) if checked.quotas else cls)(checked, model_window_tokens)
 
 
-__all__ = ["Policy", "PolicyParams", "make_policy", "names", "policy_class", "with_params"]
+__all__ = [
+    "JointPolicy",
+    "Policy",
+    "PolicyParams",
+    "ScoreInput",
+    "Steps",
+    "built_in",
+    "make_policy",
+    "names",
+    "policy_class",
+    "with_params",
+]

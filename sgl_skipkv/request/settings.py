@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from sgl_skipkv.config import BUDGET_LIMIT_TOKENS, ServerConfig, SettingError, brief
-from sgl_skipkv.policy import Policy, make_policy, names, policy_class, with_params
+from sgl_skipkv.policy import Policy, built_in, make_policy, policy_class, with_params
 
 KEYS: Final = ("kv_budget", "kv_policy", "kv_params", "kv_reuse", "steering")
 
@@ -238,7 +238,7 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
 def _check_track(policy: Policy, server: ServerConfig) -> None:
     if not policy.evicts or not policy.needs_track or server.max_tracked_requests:
         return
-    free = [name for name in names() if not make_policy(name).needs_track]
+    free = [name for name in built_in() if not make_policy(name).needs_track]
     expected = f"one of {', '.join(free)}, because this server records nothing"
     choices = "one of these without coverage and quotas, or a server without max_tracked_requests 0"
     raise SettingError("kv_policy", expected, policy.name, choices)

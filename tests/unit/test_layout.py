@@ -190,7 +190,8 @@ def test_reference_kernels_import_without_triton_and_sglang() -> None:
     assert run_fresh(code) == "(2, 2)"
 
 
-BOUNDARY = SOURCE / "eviction" / "error_boundary.py"  # the one place that says why it may
+#: the place that says why it may, and the import of another package's policy
+BOUNDARIES = (SOURCE / "eviction" / "error_boundary.py", SOURCE / "policy" / "installed.py")
 FORBIDDEN_NAMES = {"eval", "exec", "__import__"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml"}
 
@@ -199,7 +200,7 @@ def faults_of(path: Path) -> list[str]:
     """Swallowed exceptions and ways to run foreign data as code."""
     faults = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler) and path != BOUNDARY:
+        if isinstance(node, ast.ExceptHandler) and path not in BOUNDARIES:
             caught = [] if node.type is None else list(ast.walk(node.type))
             names = {part.id for part in caught if isinstance(part, ast.Name)}
             if node.type is None or names & {"Exception", "BaseException"}:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 #: pages that .ci/site_pages.py makes of files outside docs/
-MADE = {"index.md", "contributing.md", "security.md", "changelog.md", "write-a-policy.md"}
+MADE = {"index.md", "contributing.md", "security.md", "changelog.md"}
 
 
 def pages_of(nav: list[Any]) -> Iterator[str]:

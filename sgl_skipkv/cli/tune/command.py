@@ -190,7 +190,7 @@ def _checked(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in arguments.policies:
         if not policy.policy_class(name).evicts:
             evicting = ", ".join(
-                name for name in policy.names() if policy.policy_class(name).evicts
+                name for name in policy.built_in() if policy.policy_class(name).evicts
             )
             raise SettingError("policies", "policies that evict", name, evicting)
         for budget in arguments.budgets or [ServerConfig().kv_budget_max]:

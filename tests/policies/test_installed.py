@@ -1,0 +1,177 @@
+"""Policies of other packages: what is found, and how what cannot be used is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from packages import OWN_POLICY, install, install_example
+from rank_world import on_ranks
+from refusals import assert_refused
+from synthetic import BUDGET, DELIMITER, INTERVAL, PROMPT, SyntheticServer, served
+
+from sgl_skipkv import policy
+from sgl_skipkv.cli.main import main
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.startup import parallel
+from sgl_skipkv.policy import installed
+from sgl_skipkv.policy.inputs.ranks import Ranks
+from sgl_skipkv.request.settings import check_server_defaults, resolve_request
+
+ROOT = OWN_POLICY.parents[1]
+MODULES = ("broken", "first", "second", "package", "openings")
+HEAD = "from sgl_skipkv.policy import Policy\n\nclass Own(Policy):\n    name = 'own'\n"
+
+
+def forget() -> None:
+    """What this process has read and imported of other packages."""
+    installed.entries.cache_clear()
+    installed.load.cache_clear()
+    for module in MODULES:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that Python imports from."""
+    place = tmp_path / "packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(str(place))
+    forget()
+    yield place
+    forget()
+
+
+def test_without_other_packages_there_are_the_built_in_ones() -> None:
+    assert policy.names() == policy.built_in() and not installed.entries()
+
+
+def test_the_example_keeps_the_openings_of_sentences(folder: Path, tmp_path: Path) -> None:
+    """Of each closed sentence the first two tokens stay, then the newest up to the budget."""
+    install_example(folder, tmp_path)
+    assert policy.names() == (*policy.built_in(), "openings")
+    server = SyntheticServer()
+    parameters = {"opening": 2, "window": 1, "sink": 0}
+    call = served(server, kv_policy="openings", kv_params=parameters)
+    (before, *_) = server.compacting(call, 60)
+    closed = [p for p in before if p >= PROMPT and call.tokens[p - PROMPT] == DELIMITER]
+    starts = [PROMPT, *(stop + 1 for stop in closed[:-1])]
+    openings = {start + i for start in starts for i in range(2)}
+    newest = [p for p in before if p >= PROMPT and p not in openings]
+    newest = newest[len(openings) - BUDGET :]
+    assert len(openings) >= 16 and len(before) == PROMPT + BUDGET + INTERVAL
+    assert call.compactions[0] == [*range(PROMPT), *sorted(openings.union(newest))]
+
+
+def test_its_parameters_are_checked_as_ours(folder: Path, tmp_path: Path) -> None:
+    install_example(folder, tmp_path)
+    with assert_refused("kv_params.opening", "[1, 64]"):
+        policy.make_policy("openings", opening=0)
+    with assert_refused("kv_params.openning", "opening"):
+        policy.make_policy("openings", openning=1)
+    quotas = policy.make_policy("openings", quotas=True)
+    assert quotas.params.quotas and quotas.name == "openings"
+    check_server_defaults(ServerConfig(kv_policy="openings", kv_params={"opening": 8}))
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_module", "fails to import, ModuleNotFoundError; see the log"),
+        ("raise SystemError('x')", "fails to import, SystemError; see the log"),
+        ("", "fails to import, AttributeError; see the log"),
+        ("Own = 3", "is no subclass of sgl_skipkv.policy.Policy"),
+        ("class Own: name = 'own'", "is no subclass of sgl_skipkv.policy.Policy"),
+        (HEAD.replace("'own'", "'other'"), "has another name: 'other'"),
+        (HEAD.replace("name", "other"), "has another name: None"),
+        (f"{HEAD}    Params = dict", "has Params that are no subclass of sgl_skipkv.policy.P"),
+        (f"{HEAD}    over_ranks = 'sum'", "has over_ranks 'sum', not one of mean, max, None"),
+        (f"{HEAD}    attention_over = 'all'", "has attention_over 'all', not one of mean, group"),
+    ],
+)
+def test_what_is_no_policy_is_refused(
+    folder: Path, source: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It affects the requests that name it, and a server that has it as a default; the import is
+    tried once."""
+    install(folder, "broken", {"own": "broken:Own"}, source)
+    for _ in range(2):
+        with assert_refused("kv_policy", f"broken:Own of package broken {why}"):
+            resolve_request({"kv_policy": "own", "kv_budget": 64}, ServerConfig())
+    assert caplog.text.count("Traceback") == ("see the log" in why)
+    with assert_refused("kv_policy", "broken:Own"):
+        check_server_defaults(ServerConfig(kv_policy="own"))
+    for name in policy.built_in():
+        keys = {"kv_policy": name, "kv_budget": 64}
+        assert resolve_request(keys, ServerConfig()) is not None
+    with assert_refused("kv_policy", "records nothing"):  # lists policies
+        resolve_request({"kv_policy": "rkv", "kv_budget": 64}, ServerConfig(max_tracked_requests=0))
+
+
+def test_a_name_that_two_packages_register_is_refused(folder: Path) -> None:
+    """Of the two, and of ours, none is chosen by the order of installation."""
+    install(folder, "first", {"own": "first:Own", "rkv": "first:Own"}, HEAD)
+    install(folder, "second", {"own": "second:Own"}, HEAD)
+    assert policy.names() == (*policy.built_in(), "own")
+    with assert_refused("kv_policy", "several packages register it: first and second"):
+        policy.make_policy("own")
+    with assert_refused("kv_policy", "rkv: package first registers it too"):
+        policy.make_policy("rkv")
+    assert policy.make_policy("snapkv").name == "snapkv"
+
+
+def test_scores_that_are_missing_end_their_request(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(folder, "package", {"own": "package:Own"}, HEAD)
+    server = SyntheticServer()
+    call = served(server, kv_policy="own")
+    with caplog.at_level(logging.ERROR):
+        server.run(call, 60)
+    assert "NotImplementedError" in str(call.state.failure)
+
+
+def reasons_of_rank(ranks: Ranks, folder: Path) -> list[str]:
+    """What one rank of two is told, of which the last finds the packages of the folder."""
+    parallel._group = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+    if ranks.index == 1:
+        sys.path.insert(0, str(folder))
+    return parallel.reasons_of_ranks(["of rank 1"] if ranks.index else [])
+
+
+def test_ranks_with_other_policies_cannot_evict(tmp_path: Path) -> None:
+    """A request that one of them refuses would let the others wait."""
+    forget()
+    assert on_ranks(2, reasons_of_rank, tmp_path) == [["of rank 1"]] * 2
+    install(tmp_path, "package", {"own": "package:Own"}, HEAD)
+    reasons = ["of rank 1", "policies that are not installed for every rank: own"]
+    assert on_ranks(2, reasons_of_rank, tmp_path) == [reasons] * 2
+
+
+def test_doctor_lists_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_example(folder, tmp_path)
+    install(folder, "broken", {"own": "broken:Own"}, "import no_such_module")
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("policies of other packages"))
+    table = "\n".join(lines[at:])
+    row = re.search(r"openings +│ openings-policy +│ (.*)", table)
+    assert row is not None and "the first tokens of every sentence" in row[1]
+    assert re.search(r"own +│ broken +│ broken:Own of package broken fails to import", table)
+    assert "ready" in table  # nothing else minds
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (ROOT / "docs" / "write-a-policy.md").read_text()
+    for file in ("openings.py", "pyproject.toml"):
+        shown = [block.partition("\n")[2] for block in page.split("```")[1::2]]
+        source = (OWN_POLICY / file).read_text()
+        assert any(len(block) > 90 and block in source for block in shown), file
