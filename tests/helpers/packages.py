@@ -16,7 +16,8 @@ _BUILD = "from setuptools.build_meta import build_wheel; build_wheel('.')"
 
 def install_example(folder: Path, scratch: Path) -> None:
     """Build the wheel of ``examples/own_policy`` and unpack it, as pip does."""
-    source = shutil.copytree(OWN_POLICY, scratch / "own_policy")
+    source = scratch / "own_policy"
+    shutil.copytree(OWN_POLICY, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     subprocess.run(
         [sys.executable, "-P", "-c", _BUILD], cwd=source, check=True, capture_output=True
     )
