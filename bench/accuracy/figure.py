@@ -146,7 +146,7 @@ def figure(
     """
     levels = arranged(levels_of(rows))
     columns = max(map(len, levels))
-    width = 3.6 if columns < 4 else 2.8
+    width = 2.9 if columns < 4 else 2.3
     canvas, panels = plt.subplots(
         *(len(levels), columns),
         **{"figsize": (width * columns + 1.4, 3.4 * len(levels)), "squeeze": False},

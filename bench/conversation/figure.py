@@ -51,14 +51,16 @@ def by_turn(axes: Axes, rows: list[Row], column: str, title: str) -> None:
 
 
 def traded(axes: Axes, rows: list[Row]) -> None:
-    """One point per way, policy and budget, of the last turn."""
+    """One point per way, policy and budget, of the last turn: ways by the colours of the other
+    panels, policies by markers."""
     last = max(int(row["turn"]) for row in rows)
     for row in (row for row in rows if int(row["turn"]) == last):
-        colour = styles()[row["policy"]][0] if row["policy"] else WAYS["full"][1]
+        marker = styles()[row["policy"]][1] if row["policy"] else "*"
         held = float(row["held_kv_tokens"])
-        axes.plot(held, percent(row), color=colour, marker=WAYS[way(row)][2], markersize=6)
+        axes.plot(held, percent(row), color=WAYS[way(row)][1], marker=marker, markersize=6)
     for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"]):
-        axes.plot([], [], color=styles()[policy][0], linewidth=3, label=policy)
+        look = {"color": "#888888", "marker": styles()[policy][1], "linestyle": "none"}
+        axes.plot([], [], **look, label=policy)
     axes.legend(frameon=False, fontsize=8)
     axes.set_xlabel(f"KV tokens held after turn {last}")
     axes.set_title(f"turn {last}: right answers, %, every policy and budget", fontsize=9)
@@ -77,7 +79,8 @@ def main() -> None:
     rows = [row for row in rows if int(row["conversations"]) == most]
     asked = (arguments.policy, arguments.kv_budget)
     shown = [row for row in rows if (row["policy"], row["kv_budget"]) in (asked, ("", ""))]
-    canvas, (right, held, computed, all_of_them) = plt.subplots(1, 4, figsize=(16, 3.6))
+    canvas, panels = plt.subplots(2, 2, figsize=(9.5, 6.8))
+    right, held, computed, all_of_them = panels.flat
     by_turn(right, shown, "accuracy", f"right answers, %: {asked[0]}, kv_budget {asked[1]}")
     by_turn(held, shown, "held_kv_tokens", "KV tokens held after the turn")
     by_turn(computed, shown, "computed_tokens", "prompt tokens computed in the turn")

@@ -85,7 +85,7 @@ def draw(rows: list[Row], path: Path) -> None:
     def ratio(row: Row) -> float:
         return rate(row) / rate(full[row["generated_tokens"]])
 
-    canvas, (left, right) = plt.subplots(1, 2, figsize=(13.5, 3.8))
+    canvas, (left, right) = plt.subplots(1, 2, figsize=(9.5, 5.4))
     lines(left, rows, rate, full=True)
     lines(right, [row for row in rows if row["generated_tokens"] in full], ratio, full=False)
     for one, marker, dashes in zip(PUBLISHED, MARKERS, DASHES, strict=True):
@@ -109,8 +109,9 @@ def draw(rows: list[Row], path: Path) -> None:
         handles, labels = axes.get_legend_handles_labels()
         names |= dict(zip(labels, handles, strict=True))
         quiet(axes)
-    canvas.legend(list(names.values()), list(names), loc="center right", frameon=False, fontsize=7)
-    canvas.tight_layout(rect=(0, 0, 0.71, 1))
+    below = {"loc": "lower center", "ncols": 2, "frameon": False, "fontsize": 8}
+    canvas.legend(list(names.values()), list(names), **below)
+    canvas.tight_layout(rect=(0, 0.3, 1, 1))
     save(canvas, path)
 
 

@@ -51,7 +51,7 @@ PACKAGES = {
     "patches/startup": "flags, capabilities, start",
     "plugin": "SGLang's entry point",
     "frontend": "sgl.gen(kv_budget=)",
-    "cli": "skipkv doctor, trace, view,\ntune, report, steering",
+    "cli": "skipkv doctor, trace, view,\ntop, tune, report, steering",
     "": "sgl_skipkv.install()",
 }
 
@@ -153,7 +153,10 @@ def draw(path: Path) -> None:
     for package, other in sorted(edges):
         (x, y), (to_x, to_y) = centre[package], centre[other]
         arrow = FancyArrowPatch((x, y - 0.42), (to_x, to_y + 0.42), arrowstyle="-|>")
-        arrow.set(mutation_scale=8, linewidth=0.7, color="#888888", zorder=0)
+        # Behind a box, an arrow that passes it would look like two imports.
+        passes = y - to_y > 1.5
+        arrow.set(mutation_scale=8, linewidth=0.7, color="#0072b2" if passes else "#888888")
+        arrow.set(zorder=3 if passes else 0, alpha=0.6 if passes else 1)
         axes.add_patch(arrow)
     axes.set_xlim(-1.3, 2.6 * (width - 1) + 1.3)
     axes.set_ylim(-0.6, 1.3 * (len(of_floor) - 1) + 0.6)

@@ -37,7 +37,8 @@ def bars(axes: Axes, names: list[str], values: list[float], colours: list[str], 
 
 
 def draw(pressure: list[Row], latency: list[Row], path: Path) -> None:
-    canvas, (rate, running, gaps) = plt.subplots(1, 3, figsize=(13.5, 3.4))
+    canvas, panels = plt.subplot_mosaic("AB;CC", figsize=(9.5, 6.6))
+    rate, running, gaps = panels["A"], panels["B"], panels["C"]
     names = [f"budget {row['kv_budget']}" if row["kv_budget"] else "full" for row in pressure]
     colours = [OURS if row["kv_budget"] else FULL for row in pressure]
     pool = f"{int(pressure[0]['pool_tokens']):,} KV tokens for {pressure[0]['calls']} calls"
@@ -46,12 +47,13 @@ def draw(pressure: list[Row], latency: list[Row], path: Path) -> None:
     for place, row in enumerate(pressure):
         if row["kv_budget"]:
             low, high = (f"{float(row[f'ratio_{end}']):.2f}" for end in ("low", "high"))
-            how = {"ha": "center", "va": "top", "fontsize": 7, "color": "white"}
+            how = {"ha": "center", "va": "top", "fontsize": 8, "color": "white"}
             how |= {"xytext": (0, -4), "textcoords": "offset points"}
             text = f"{low} to\n{high} x full\nin {row['rounds']} rounds"
             rate.annotate(text, (place, rates[place]), **how)
     calls = [float(row["peak_running"]) for row in pressure]
-    bars(running, names, calls, colours, "requests at once (line: arithmetic)")
+    line = f"line: arithmetic, at most {pressure[0]['calls']} calls"
+    bars(running, names, calls, colours, f"requests at once ({line})")
     for place, row in enumerate(pressure):
         limit = min(int(row["fits_by_arithmetic"]), int(row["calls"]))
         running.hlines(limit, place - 0.4, place + 0.4, color="#0072b2", linewidth=1.5)

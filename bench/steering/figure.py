@@ -49,8 +49,8 @@ def steering_of(row: Row) -> str:
 
 def draw_budgets(rows: list[Row], full: Row, path: Path) -> None:
     """One panel per number, against the budget in percent of the unsteered trace."""
-    canvas, axes = plt.subplots(1, len(PANELS), figsize=(15, 3.2))
-    for panel, (title, value) in zip(axes, PANELS.items(), strict=True):
+    canvas, axes = plt.subplots(2, 2, figsize=(10, 6))
+    for panel, (title, value) in zip(axes.flat, PANELS.items(), strict=True):
         for (policy, steering), (label, line) in BUDGET_LINES.items():
             colour, marker = styles()[policy]
             here = [r for r in rows if r["policy"] == policy and steering_of(r) == steering]
@@ -66,7 +66,7 @@ def draw_budgets(rows: list[Row], full: Row, path: Path) -> None:
         panel.set_title(title, fontsize=9)
         panel.set_ylim(bottom=0)
         quiet(panel)
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = axes.flat[0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="center right", frameon=False, fontsize=8)
     canvas.tight_layout(rect=(0, 0, 1 - 1.7 / canvas.get_figwidth(), 1))
     save(canvas, path)
@@ -75,8 +75,8 @@ def draw_budgets(rows: list[Row], full: Row, path: Path) -> None:
 def draw_strengths(rows: list[Row], path: Path) -> None:
     """One panel per number."""
     off = next(row for row in rows if not row["steering"])
-    canvas, axes = plt.subplots(1, len(PANELS), figsize=(13.5, 3.2))
-    for panel, (title, value) in zip(axes, PANELS.items(), strict=True):
+    canvas, axes = plt.subplots(2, 2, figsize=(9.5, 6))
+    for panel, (title, value) in zip(axes.flat, PANELS.items(), strict=True):
         for gamma, (colour, marker) in STYLE.items():
             here = [row for row in rows if row["steering"] and float(row["gamma"]) == gamma]
             here.sort(key=lambda row: float(row["steering"]))
@@ -94,7 +94,7 @@ def draw_strengths(rows: list[Row], path: Path) -> None:
         panel.set_title(title, fontsize=9)
         quiet(panel)
         panel.set_ylim(bottom=0)
-    axes[0].legend(frameon=False, fontsize=8)
+    axes.flat[0].legend(frameon=False, fontsize=8)
     canvas.tight_layout()
     save(canvas, path)
 

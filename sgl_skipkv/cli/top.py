@@ -156,7 +156,8 @@ def view(look: dict[str, Any]) -> Group:
         Column("requests_per_s", "ended/s", "{:,.2f}".format),
     )
     options: Any = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    table = table_of("requests with a budget", columns, look["policies"], **options)
+    title = "requests with a budget, and the KV that counts against it"
+    table = table_of(title, columns, look["policies"], **options)
     for column in table.columns:
         column.no_wrap, column.justify = True, "left" if column.header == "policy" else "right"
     return Group(_head(look), table if look["policies"] else Text("no request with a budget yet"))

@@ -52,15 +52,18 @@ def view_trace(arguments: argparse.Namespace, console: Console) -> int:
     decode = None
     if arguments.model_path is not None:
         decode = partial(pieces, load_tokenizer("model-path", arguments.model_path))
-    write_page(trace, out, decode, arguments.rid)
-    console.print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)", soft_wrap=True, markup=False)
+    shown, traced = write_page(trace, out, decode, arguments.rid)
+    what = f"{shown} of {traced} requests" if shown < traced else "all requests"
+    told = f"{out} ({what}, {out.stat().st_size / 1e6:.1f} MB)"
+    console.print(told, soft_wrap=True, markup=False)
     return 0
 
 
 def write_page(
     trace: Path, out: Path, decode: Decode | None, rids: Sequence[str] | None = None
-) -> None:
-    """Write a page of these requests of a trace, or of its last ones.
+) -> tuple[int, int]:
+    """Write a page of these requests of a trace, or of its last ones; returns how many it has, of
+    how many.
 
     Raises:
         SettingError: no trace, no such request, or a file that cannot be written or is the trace.
@@ -71,7 +74,8 @@ def write_page(
         )
     book = Book()
     with TraceFile(trace) as file:
-        chosen = _chosen(Outline(file.events()).requests, rids)
+        traced = Outline(file.events()).requests
+        chosen = _chosen(traced, rids)
         turns = _with_earlier_turns(chosen)
         for event in file.at(sorted(begin for turn in turns for begin in turn.lines)):
             book.add(event)
@@ -86,6 +90,7 @@ def write_page(
     except (OSError, ValueError) as error:
         expected, got = "a file that can be written", Unabridged(f"{out} ({why_unopened(error)})")
         raise SettingError("out", expected, got, "a writable path") from error
+    return len(turns), len(traced)
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

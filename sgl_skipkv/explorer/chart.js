@@ -1,7 +1,7 @@
 "use strict";
 // KV tokens over generated tokens: held, and what a full cache would hold.
 
-const CHART_HEIGHT = 170;
+const CHART_HEIGHT = 190;
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -22,12 +22,13 @@ class Chart {
       ticks: { show: false },
       font: "11px system-ui, sans-serif",
     };
+    const named = { label: "generated tokens", labelSize: 18, labelGap: 0, labelFont: axis.font };
     const thousands = (_, values) => values.map((value) => count.format(value));
     this.plot = new uPlot(
       {
         width: 400,
         height: CHART_HEIGHT,
-        padding: [8, 8, 0, 0],
+        padding: [8, 24, 0, 0], // half of the last number is beside the plot
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
         scales: {
@@ -35,7 +36,7 @@ class Chart {
           y: { range: [0, limits.kv] },
         },
         axes: [
-          { ...axis, size: 26, gap: 4, values: thousands, space: 70 },
+          { ...axis, ...named, size: 26, gap: 4, values: thousands, space: 70 },
           { ...axis, size: 52, gap: 6, values: thousands, space: 34 },
         ],
         series: [

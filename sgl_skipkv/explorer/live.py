@@ -53,6 +53,7 @@ class LiveTrace:
             ]
             return {
                 "requests": requests,
+                "most": LIMIT_REQUESTS,
                 "cursor": ",".join(str(tail.at) for tail in self._tails.values()),
                 "unreadable": sum(tail.unreadable for tail in self._tails.values()),
             }

@@ -100,7 +100,8 @@ class LifeMap {
     const { request } = this, rows = count.format(request.steps.length);
     if (point === null || !request.length) {
       const last = count.format(Math.max(request.length - 1, 0));
-      this.read.textContent = `Positions 0 to ${last} from left, compactions 1 to ${rows} from the top`;
+      const steps = request.steps.length ? `compactions 1 to ${rows} from the top` : "no compaction";
+      this.read.textContent = `Positions 0 to ${last} from left, ${steps}`;
       return;
     }
     const evicted = request.evictedAt[request.lives.length - 1][point.position];

@@ -1,7 +1,7 @@
 "use strict";
 // Which requests are shown side by side, where the slider is, and, of a live page, what is new.
 
-const MOST_PANELS = 4, MOST_REQUESTS = 100, POLL_MS = 2000;
+const MOST_PANELS = 4, POLL_MS = 2000;
 const byId = (id) => document.getElementById(id);
 
 class Page {
@@ -11,6 +11,8 @@ class Page {
     this.stops = [];
     this.limits = { generated: 1, kv: 1 };
     this.cursor = data.cursor;
+    this.live = data.live;
+    this.most = data.most;
     this.merge(data.requests);
     const asked = location.hash.slice(1).split(",").map(Number);
     this.shown = asked.filter((number) => this.requests.has(number)).slice(0, MOST_PANELS);
@@ -47,7 +49,8 @@ class Page {
       const item = element("li"), own = element("ul");
       item.append(this.entry(request), own);
       lists.set(request.number, own);
-      parent.append(item);
+      if (this.live && parent === lists.get(undefined)) parent.prepend(item); // the newest first
+      else parent.append(item);
     }
     const top = nav.scrollTop;
     nav.replaceChildren(element("h2", {}, "Requests"), lists.get(undefined));
@@ -91,9 +94,9 @@ class Page {
       generated: Math.max(1, ...shown.map((one) => one.generated)),
       kv: 1.05 * Math.max(1, ...shown.map((one) => one.full(Infinity))),
     };
+    const places = before === this.shown.join() ? this.panels.map((one) => one.text.place()) : [];
     this.panels = shown.map((request) => new Panel(request, this));
     const panels = byId("panels");
-    const scrolled = [...panels.querySelectorAll(".text")].map((text) => text.scrollTop);
     panels.replaceChildren(...this.panels.map((panel) => panel.root));
     panels.dataset.count = this.panels.length;
     const times = new Set(shown.flatMap((request) => request.at));
@@ -102,7 +105,7 @@ class Page {
     this.step(atEnd ? this.stops.length - 1 : Math.max(atMost(this.stops, stop) - 1, 0));
     this.panels.forEach((panel, i) => {
       panel.resize();
-      if (before === this.shown.join()) panel.text.root.scrollTop = scrolled[i] ?? 0;
+      if (places[i]) panel.text.restore(places[i]);
     });
     this.markShown();
     if (this.shown.length) history.replaceState(null, "", `#${this.shown.join(",")}`);
@@ -138,23 +141,23 @@ class Page {
 
   told(moments, generated) {
     if (!moments.length) return "";
-    const [request] = this.panels.map((panel) => panel.request);
+    const requests = this.panels.map((panel) => panel.request), [request] = requests;
+    // A number per request, in the order of the panels, or one where all have the same.
+    const each = (numberOf) => {
+      const all = requests.map((one, i) => count.format(numberOf(one, moments[i])));
+      return new Set(all).size === 1 ? all[0] : all.join(" / ");
+    };
     const compactions = count.format(request.steps.length);
-    const tokens = count.format(Math.min(generated, this.limits.generated));
-    const held = this.panels
-      .map((panel, i) => count.format(panel.request.held(moments[i])))
-      .join(" / ");
-    const full = this.panels
-      .map((panel) => count.format(panel.request.full(generated)))
-      .filter((one, i, all) => all.indexOf(one) === i)
-      .join(" / ");
+    const tokens = each((one) => Math.min(generated, one.generated));
+    const held = each((one, moment) => one.held(moment));
+    const full = each((one) => one.full(generated));
     const alone = this.panels.length === 1;
     const ended = this.panels.every((panel) => panel.request.finished);
     const name = generated === Infinity
       ? ended ? "At the end" : "Now"
       : alone
         ? `Compaction ${count.format(moments[0].step)} of ${compactions}`
-        : `After ${tokens} tokens`;
+        : `After ${count.format(generated)} tokens`;
     const after = alone || generated === Infinity ? `${tokens} tokens generated, ` : "";
     return `${name}: ${after}${held} KV tokens held, a full cache ${full}`;
   }
@@ -165,7 +168,7 @@ class Page {
     byId("previous").addEventListener("click", () => this.step(at() - 1));
     byId("next").addEventListener("click", () => this.step(at() + 1));
     document.addEventListener("keydown", (event) => {
-      const elsewhere = event.target.closest?.("input, button, .text, nav");
+      const elsewhere = event.target.closest?.("input, .text");
       if (elsewhere || event.ctrlKey || event.altKey || event.metaKey) return;
       if (event.key === "ArrowLeft") this.step(at() - 1);
       if (event.key === "ArrowRight") this.step(at() + 1);
@@ -212,7 +215,7 @@ class Page {
     if (!data.requests.length) return;
     this.merge(data.requests);
     for (const number of this.requests.keys()) {
-      if (this.requests.size <= MOST_REQUESTS) break;
+      if (this.requests.size <= this.most) break;
       if (!this.shown.includes(number)) this.requests.delete(number);
     }
     const focused = document.activeElement?.closest(".entry")?.dataset.number;

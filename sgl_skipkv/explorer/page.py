@@ -29,7 +29,7 @@ def page_of(data: Mapping[str, Any], *, live: bool = False) -> str:
 
     Args:
         data: ``requests``, the numbers of those that it begins with (``side_by_side``), and of a
-            live page the ``cursor``.
+            live page the ``cursor`` and how many requests it lists (``most``).
         live: whether it asks its server for what is new.
     """
     html, digests = _assembled()

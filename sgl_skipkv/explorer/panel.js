@@ -37,6 +37,8 @@ class Panel {
     keys.append(
       element("span", { class: "key live" }, "live"),
       element("span", { class: "key lost" }, "evicted"),
+      element("span", { class: "key unborn" }, "not generated yet"),
+      element("span", { class: "key prompt" }, "end of the prompt"),
     );
     drawn.append(keys, this.map.root);
     this.root.append(words, drawn);
@@ -63,7 +65,8 @@ class Panel {
       const share = summary.full_kv_tokens
         ? `${Math.round((100 * summary.peak_kv_tokens) / summary.full_kv_tokens)}% of the full cache’s ${count.format(summary.full_kv_tokens)}`
         : "";
-      add("Peak KV tokens", count.format(summary.peak_kv_tokens), share);
+      const what = request.params?.count_prompt ? "Peak KV tokens" : "Peak KV tokens beside the prompt";
+      add(what, count.format(summary.peak_kv_tokens), share);
       add("Evicted tokens", count.format(summary.evicted_tokens));
       add(
         "Sentences evicted whole",
@@ -105,7 +108,7 @@ class Panel {
     const hint = "Point at a sentence, or walk through them with Tab and the arrow keys.";
     this.info.textContent = "";
     if (index === null) {
-      this.info.append(element("span", { class: "hint" }, hint));
+      if (this.text.sentences.length) this.info.append(element("span", { class: "hint" }, hint));
       return;
     }
     const { request, text } = this, sentence = text.sentences[index];
@@ -122,17 +125,21 @@ class Panel {
   fate({ start, stop }) {
     const moment = this.text.moment ?? this.request.moment(Infinity);
     const last = this.request.evictedAt[moment.life];
-    let gone = 0, latest = 0;
+    let gone = 0, latest = 0, there = 0;
     for (let p = start; p < stop; p++) {
-      if (this.request.stateOf(p, moment) !== EVICTED) continue;
+      const state = this.request.stateOf(p, moment);
+      if (state === LATER) break;
+      there++;
+      if (state !== EVICTED) continue;
       gone++;
       latest = Math.max(latest, last[p] <= moment.step ? last[p] : 0);
     }
-    const tokens = count.format(stop - start);
-    if (!gone) return `all ${tokens} tokens are live.`;
+    if (!there) return "not generated yet.";
+    const tokens = `${count.format(there)} tokens${there < stop - start ? " so far" : ""}`;
+    if (!gone) return `all ${tokens} are live.`;
     const when = latest ? `, the last by compaction ${count.format(latest)}` : " before this request";
-    if (gone === stop - start) return `all ${tokens} tokens are evicted${when}.`;
-    return `${count.format(gone)} of ${tokens} tokens are evicted${when}.`;
+    if (gone === there) return `all ${tokens} are evicted${when}.`;
+    return `${count.format(gone)} of ${tokens} are evicted${when}.`;
   }
 
   similarity(found, other) {

@@ -79,7 +79,10 @@ class TextView {
     }
     for (const gap of this.gaps) gap.node.textContent = this.told(gap, moment);
     this.moment = moment;
-    if (this.marked !== undefined && this.marked !== null) this.onSentence(this, this.marked);
+    const { marked } = this;
+    if (marked === undefined || marked === null) return;
+    this.marked = undefined; // which sentences are similar depends on the moment
+    this.mark(marked);
   }
 
   told(gap, moment) {
@@ -116,13 +119,20 @@ class TextView {
     this.onSentence(this, index);
   }
 
-  /** The later sentence that the trace names, or else the one with the most words in common. */
+  /** Whether a token was not generated yet at the moment that is shown. */
+  isLater(position) {
+    return this.moment !== undefined && this.request.stateOf(position, this.moment) === LATER;
+  }
+
+  /** The later sentence that the trace names, or else the one with the most words in common, of
+   * those that had ended. */
   partner(index) {
     const sentence = this.sentences[index], request = this.request;
     const named = request.similar.find(([start]) => start === sentence.start);
     if (named) {
       const at = this.sentences.findIndex((one) => one.start === named[1]);
-      return at < 0 ? null : { index: at, cosine: named[3] };
+      const ended = at >= 0 && !this.isLater(this.sentences[at].stop - 1);
+      return ended ? { index: at, cosine: named[3] } : null;
     }
     if (!sentence.closed) return null;
     return this.overlapping(index);
@@ -133,6 +143,7 @@ class TextView {
     for (const id of own) words.set(id, (words.get(id) ?? 0) + 1);
     let best = null;
     for (let other = index + 1; other < this.sentences.length; other++) {
+      if (this.isLater(this.sentences[other].stop - 1)) break;
       if (!this.sentences[other].closed) continue;
       const ids = this.idsOf(other), left = new Map(words);
       let common = 0;
@@ -161,6 +172,7 @@ class TextView {
     if (event.key === "Enter") to = this.partner(this.marked)?.index ?? this.marked;
     if (to === this.marked || to < 0 || to >= this.sentences.length) return;
     event.preventDefault();
+    if (this.isLater(this.sentences[to].start)) return;
     this.focus(to);
   }
 
@@ -170,6 +182,20 @@ class TextView {
     const node = this.sentences[index].node;
     node.tabIndex = 0;
     node.focus();
+  }
+
+  /** What the reader looks at: for a view that takes this one's place. */
+  place() {
+    const marked = this.sentences[this.marked ?? -1];
+    const focused = this.root.contains(document.activeElement);
+    return { top: this.root.scrollTop, start: marked?.start, focused };
+  }
+
+  restore({ top, start, focused }) {
+    const index = this.sentences.findIndex((one) => one.start === start);
+    if (index >= 0 && focused) this.focus(index);
+    else if (index >= 0) this.mark(index);
+    this.root.scrollTop = top;
   }
 
   /** The sentence of a position comes into sight. */

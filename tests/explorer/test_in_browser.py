@@ -150,6 +150,62 @@ def test_requests_side_by_side(watched: Watched) -> None:
     assert page.locator(".panel").count() == 1
 
 
+def test_numbers_side_by_side_are_each_requests_own(running: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [finish(rid, [*range(n)]) for rid, n in (("a", 9), ("b", 20), ("c", 9))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(path, path.with_suffix(".html"), None, ["a", "b", "c"])
+    watched = Watched(running, f"{path.with_suffix('.html').as_uri()}#1,2,3")
+    expected = "9 / 20 / 9 tokens generated, 13 / 24 / 13 KV tokens held, a full cache 13 / 24 / 13"
+    assert watched.page.inner_text("#now") == f"At the end: {expected}"
+    assert "no compaction" in watched.page.locator(".read").first.inner_text()
+    watched.close()
+    watched = Watched(running, f"{path.with_suffix('.html').as_uri()}#1,3")
+    expected = "9 tokens generated, 13 KV tokens held, a full cache 13"
+    assert watched.page.inner_text("#now") == f"At the end: {expected}"
+    watched.close()
+
+
+def test_what_was_not_generated_yet_is_not_told(watched: Watched) -> None:
+    page, sentences = watched.page, watched.page.locator(".sentence")
+    page.locator("#slider").press("Home")
+    sentences.last.dispatch_event("mouseover")
+    assert page.inner_text(".info").endswith("not generated yet.")
+    assert page.locator(".partner").count() == 0
+    unborn = page.locator(".sentence:has(> .later)")
+    visible = sentences.count() - unborn.count()
+    assert 0 < visible < sentences.count()
+    for i in range(visible):
+        sentences.nth(i).dispatch_event("mouseover")
+        assert page.locator(".partner .later").count() == 0
+    sentences.nth(0).focus()
+    for _ in range(visible + 5):
+        page.keyboard.press("ArrowDown")
+    reached = int(page.evaluate("document.activeElement.dataset.sentence"))
+    assert reached == visible  # the one that had begun, or the last whole one
+    page.locator("#slider").press("End")
+    assert "tokens are" in page.inner_text(".info")
+
+
+def test_arrows_step_behind_a_click_on_a_control(watched: Watched) -> None:
+    page = watched.page
+    for control in ("#theme", ".pick >> nth=1", "#previous"):
+        page.locator("#slider").press("End")
+        page.locator(control).click()
+        before = page.locator("#slider").input_value()
+        page.keyboard.press("ArrowLeft")
+        assert int(page.locator("#slider").input_value()) == int(before) - 1, control
+
+
+def test_the_slider_fits_a_phone(running: Any, file: Path) -> None:
+    watched = Watched(running, f"{file.as_uri()}#2", viewport={"width": 390, "height": 800})
+    boxes = [watched.page.locator(one).bounding_box() for one in ("#previous", "#slider", "#next")]
+    middles = {round((box["y"] + box["height"] / 2) / 8) for box in boxes}
+    assert len(middles) == 1 and watched.page.locator(".slider").bounding_box()["height"] < 110
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 390
+    watched.close()
+
+
 def test_map_and_chart_lead_to_a_compaction(watched: Watched) -> None:
     page = watched.page
     page.locator(".frame").click(position={"x": 200, "y": 2})
@@ -271,6 +327,16 @@ def test_a_live_page_follows_its_server(running: Any, tmp_path: Path, tokenizer:
                 file.write(json.dumps(finish("second", [6])) + "\n")
             page.locator(".rid", has_text="second").wait_for(timeout=20_000)
             assert page.locator("h2", has_text="first").count() == 1, "what is shown stays"
+            assert page.inner_text(".rid >> nth=0") == "second", "the newest first"
+            page.get_by_label("Show second side by side").check()
+            page.locator(".panel:has-text('first') .sentence").focus()
+            said = page.locator(".info").all_inner_texts()
+            with path.open("a") as file:
+                file.write(json.dumps(finish("second", [6, 7, 8])) + "\n")
+            page.locator(".pick small", has_text="3 tokens").wait_for(timeout=20_000)
+            page.wait_for_timeout(100)
+            assert page.evaluate("document.activeElement.className").startswith("sentence")
+            assert page.locator(".info").all_inner_texts() == said
             assert watched.faults == []
             asked = [url for url in watched.requests if "/skipkv/trace?since=" not in url]
             assert asked == []

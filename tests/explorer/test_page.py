@@ -138,7 +138,7 @@ def test_hostile_text_is_data(trace: Path) -> None:
 def test_texts_ids_and_named_requests(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = trace.parent / "page.html"
     assert main(["view", str(trace), "--model-path", str(MODEL), "--rid", "a", "-o", str(out)]) == 0
-    assert str(out) in capsys.readouterr().out.replace("\n", "")
+    assert f"{out} (1 of 2 requests, 0.1 MB)" in capsys.readouterr().out.replace("\n", "")
     data = Parts(out.read_text()).data
     (request,) = data["requests"]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -53,7 +53,8 @@ def test_a_reader_that_has_gone() -> None:
 def report(**more: Any) -> dict[str, Any]:
     hook = {"hook": NAME, "kind": "after", "state": "ok", "text": "ok", "why": "a reason " * 9}
     return {
-        **{"versions": {}, "platform": None, "device": "d", "hooks": [hook], "capabilities": []},
+        **{"versions": {}, "platform": None, "device": "d", "hooks": [hook]},
+        **{"capabilities": [], "policies": []},
         **{"warning": None, "problems": [], **more},
     }
 
