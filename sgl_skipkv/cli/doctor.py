@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 import warnings
+from contextlib import redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,7 +111,8 @@ def examine() -> dict[str, Any]:
 def _of_package(name: str) -> dict[str, str | None]:
     """A policy that another package registers, or why it cannot be used."""
     try:
-        policy, wrong = policy_class(name), None
+        with redirect_stdout(sys.stderr):  # what its module prints is no part of the JSON
+            policy, wrong = policy_class(name), None
     except SettingError as error:
         policy, wrong = None, str(error.got)
     keeps = getattr(policy, "keeps", None)

@@ -98,7 +98,7 @@ class Planner:
         positions: Sequence[Tensor],
         tables: Sequence[TableEntries | None],
     ) -> list[ScoreInput]:
-        found = self._compared(due, tables) | self._spans(due)
+        found = self._spans(due) | self._compared(due, tables)
         return [
             self._score_input(one, own, found.get(i))
             for i, (one, own) in enumerate(zip(due, positions, strict=True))

@@ -19,7 +19,10 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
     kept, finite = last.read()
     state.kv.last_is_read = True
     if not finite:
-        state.failure = "a score was not finite, so the kept tokens are arbitrary"
+        policy = state.settings.policy.name
+        state.failure = (
+            f"a score was not finite (policy {policy}), so the kept tokens are arbitrary"
+        )
     live, gone = list[int](), list[int]()
     for i in sentences.live:
         (live if _has_kept(state.span(i), kept) else gone).append(i)

@@ -56,14 +56,33 @@ def _tracked(
     positions, lengths = _step_positions(requests, recorder.device), [*map(_row_tokens, requests)]
     seen = Steps(attention, positions, lengths)
     statistics = _statistics(policy, requests, recorder.device)
+
+    def work() -> dict[str, Tensor]:
+        return _checked_statistics(policy, statistics, policy.track(statistics, seen))
+
     if ranks.size == 1:
-        return policy.track(statistics, seen)
+        return work()
     lost = attention.isnan().any(dim=0)
-    tracked, _ = attempt(f"statistics of {policy.name}", lambda: policy.track(statistics, seen))
+    tracked, _ = attempt(f"statistics of {policy.name}", work)
     if tracked is None:
         tracked, lost = statistics, torch.ones_like(lost)
         _mark_lost(requests)
     return {name: values.masked_fill(lost, torch.nan) for name, values in tracked.items()}
+
+
+def _checked_statistics(
+    policy: Policy, before: Mapping[str, Tensor], after: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """A policy that is being written may return something else.
+
+    Raises:
+        ValueError: it did.
+    """
+    expected, got = ({n: [*one.shape] for n, one in of.items()} for of in (before, after))
+    if got != expected:
+        text = f"expected {expected}, got {got}"
+        raise ValueError(f"statistics of policy {policy.name}: {text}")
+    return after
 
 
 def attention_of_ranks(

@@ -33,12 +33,11 @@ def _checked_scores(policy: Policy, requests: Sequence[ScoreInput]) -> list[Tens
     """
     scores = policy.scores_together(requests)
     for request, found in zip(requests, scores, strict=True):
-        (tokens,) = request.positions.shape
-        if found.shape != (tokens,) or found.dtype != torch.float32:
-            got = f"{found.dtype} {list(found.shape)}"
-            raise ValueError(
-                f"scores of policy {policy.name}: expected float32 [{tokens}], got {got}"
-            )
+        (tokens,), device = request.positions.shape, request.positions.device
+        if (found.shape, found.dtype, found.device) != ((tokens,), torch.float32, device):
+            got = f"{found.dtype} {list(found.shape)} on {found.device}"
+            expected = f"float32 [{tokens}] on {device}"
+            raise ValueError(f"scores of policy {policy.name}: expected {expected}, got {got}")
     return scores
 
 

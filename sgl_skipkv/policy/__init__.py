@@ -10,7 +10,8 @@ from typing import Any, Final
 from sgl_skipkv.config import SettingError, Unabridged, build
 from sgl_skipkv.policy import installed
 from sgl_skipkv.policy.base import JointPolicy, Policy, PolicyParams
-from sgl_skipkv.policy.inputs.score_input import ScoreInput, Steps
+from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
+from sgl_skipkv.policy.inputs.sentences import Sentences
 from sgl_skipkv.policy.sentence_quotas import with_quotas
 
 # Name -> "module:class". Imported when first asked for, so one policy's imports cost the others
@@ -102,6 +103,8 @@ __all__ = [
     "Policy",
     "PolicyParams",
     "ScoreInput",
+    "Sentences",
+    "Statistics",
     "Steps",
     "built_in",
     "make_policy",

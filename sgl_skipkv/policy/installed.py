@@ -13,12 +13,18 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, get_args
 
-from sgl_skipkv.policy.base import AttentionOver, Policy, PolicyParams
+from sgl_skipkv.policy.base import AttentionOver, JointPolicy, Policy, PolicyParams
 
 GROUP: Final = "sgl_skipkv.policies"
+#: of all requests, outside of what fails one request alone
+_SEALED: Final = {
+    *("budget_after", "candidates", "span", "min_budget_tokens", "pinned_tail_tokens"),
+    *("needs_track", "records_queries"),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +49,62 @@ def load(name: str) -> type[Policy] | str:
     if len(entries()[name]) > 1:
         return f"several packages register it: {owners(name)}"
     (entry,) = entries()[name]
+    what, failed = f"{entry.value} of package {owners(name)}", "fails to import"
     try:
         found = entry.load()
-    except Exception as error:  # another package's code: whatever it raises, requests go on
-        logger.exception("kv_policy %s of package %s (%s)", name, owners(name), entry.value)
-        why = f"{entry.value} of package {owners(name)} fails to import, {type(error).__name__}"
-        return f"{why}; see the log"
-    wrong = _wrong(found, name)
-    return f"{entry.value} of package {owners(name)} {wrong}" if wrong else found
+        wrong = _wrong(found, name)
+        if wrong is None:
+            failed = "cannot be made without parameters"
+            hash(found(found.Params()).params)  # requests with equal parameters are scored together
+    except (Exception, SystemExit) as error:  # another package's code: requests go on
+        logger.exception("kv_policy %s: %s", name, what)
+        return f"{what} {failed}, {type(error).__name__}; see the log"
+    return f"{what} {wrong}" if wrong else found
 
 
 def _wrong(found: Any, name: str) -> str | None:
-    """What keeps it from being a policy. A wrong word in one of these would go unnoticed until
-    ranks combine their scores."""
+    """What keeps it from being a policy."""
     if not (isinstance(found, type) and issubclass(found, Policy)):
         return "is no subclass of sgl_skipkv.policy.Policy"
     if getattr(found, "name", None) != name:
         return f"has another name: {getattr(found, 'name', None)!r}"
     if not (isinstance(found.Params, type) and issubclass(found.Params, PolicyParams)):
         return "has Params that are no subclass of sgl_skipkv.policy.PolicyParams"
-    if found.over_ranks not in ("mean", "max", None):
-        return f"has over_ranks {found.over_ranks!r}, not one of mean, max, None"
-    if found.attention_over not in get_args(AttentionOver):
+    return _wrong_members(found) or _wrong_parameters(found.Params)
+
+
+def _wrong_members(cls: type[Policy]) -> str | None:
+    """A wrong word in one of these would go unnoticed until ranks combine their scores."""
+    if cls.over_ranks not in ("mean", "max", None):
+        return f"has over_ranks {cls.over_ranks!r}, not one of mean, max, None"
+    if cls.attention_over not in get_args(AttentionOver):
         choices = ", ".join(get_args(AttentionOver))
-        return f"has attention_over {found.attention_over!r}, not one of {choices}"
+        return f"has attention_over {cls.attention_over!r}, not one of {choices}"
+    others = (base for base in cls.__mro__ if base.__module__.partition(".")[0] != "sgl_skipkv")
+    own = {
+        name: value for base in others if base is not object for name, value in vars(base).items()
+    }
+    if sealed := sorted(_SEALED & own.keys()):
+        return f"overrides {', '.join(sealed)}, which the scheduler reads in every step"
+    for name in own.keys() - Policy.__annotations__.keys():
+        meant = get_close_matches(name, Policy.__annotations__, n=1, cutoff=0.87)
+        if meant and not callable(own[name]):
+            return f"has {name}; perhaps {meant[0]} is meant"
+    if cls.evicts and not _scores(cls):
+        return "has neither scores nor scores_together"
+    return None
+
+
+def _scores(cls: type[Policy]) -> bool:
+    if cls.scores_together is Policy.scores_together:
+        return cls.scores is not Policy.scores
+    return cls.scores_together is not JointPolicy.scores_together
+
+
+def _wrong_parameters(params: type[PolicyParams]) -> str | None:
+    """A range of every policy's parameters is what the engine can do."""
+    for name, field in PolicyParams.model_fields.items():
+        own = params.model_fields[name]
+        if (own.annotation, own.metadata) != (field.annotation, field.metadata):
+            return f"has another type or range for {name}"
     return None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from packages import OWN_POLICY, install, install_example
 from rank_world import on_ranks
@@ -26,7 +27,11 @@ from sgl_skipkv.request.settings import check_server_defaults, resolve_request
 
 ROOT = OWN_POLICY.parents[1]
 MODULES = ("broken", "first", "second", "package", "openings")
-HEAD = "from sgl_skipkv.policy import Policy\n\nclass Own(Policy):\n    name = 'own'\n"
+NAMED = (
+    "from sgl_skipkv.policy import Policy, PolicyParams\n\nclass Own(Policy):\n    name = 'own'\n"
+)
+HEAD = NAMED + "    def scores(self, inputs): return inputs.positions.float()\n"
+PARAMS = "class P(PolicyParams):\n    {}\n\nclass Own(Own):\n    Params = P\n"
 
 
 def forget() -> None:
@@ -93,6 +98,15 @@ def test_its_parameters_are_checked_as_ours(folder: Path, tmp_path: Path) -> Non
         (f"{HEAD}    Params = dict", "has Params that are no subclass of sgl_skipkv.policy.P"),
         (f"{HEAD}    over_ranks = 'sum'", "has over_ranks 'sum', not one of mean, max, None"),
         (f"{HEAD}    attention_over = 'all'", "has attention_over 'all', not one of mean, group"),
+        (f"{HEAD}    need_queries = True", "has need_queries; perhaps needs_queries is meant"),
+        (f"{HEAD}    def budget_after(self, *a): return 9", "overrides budget_after, which the s"),
+        (f"{HEAD}    needs_track = False", "overrides needs_track, which the scheduler reads"),
+        (NAMED, "has neither scores nor scores_together"),
+        (f"{HEAD}    def __init__(self): pass", "cannot be made without parameters, TypeError"),
+        (HEAD + PARAMS.format("must: int"), "cannot be made without parameters, ValidationErr"),
+        (HEAD + PARAMS.format("many: list[int] = [1]"), "cannot be made without parameters, Type"),
+        (HEAD + PARAMS.format("interval: int = 3"), "has another type or range for interval"),
+        ("raise SystemExit(3)", "fails to import, SystemExit; see the log"),
     ],
 )
 def test_what_is_no_policy_is_refused(
@@ -104,7 +118,8 @@ def test_what_is_no_policy_is_refused(
     for _ in range(2):
         with assert_refused("kv_policy", f"broken:Own of package broken {why}"):
             resolve_request({"kv_policy": "own", "kv_budget": 64}, ServerConfig())
-    assert caplog.text.count("Traceback") == ("see the log" in why)
+    raised = why.startswith(("fails to import", "cannot be made"))
+    assert caplog.text.count("Traceback") == raised
     with assert_refused("kv_policy", "broken:Own"):
         check_server_defaults(ServerConfig(kv_policy="own"))
     for name in policy.built_in():
@@ -126,15 +141,55 @@ def test_a_name_that_two_packages_register_is_refused(folder: Path) -> None:
     assert policy.make_policy("snapkv").name == "snapkv"
 
 
-def test_scores_that_are_missing_end_their_request(
-    folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "    def scores_together(self, requests): raise KeyError('mine')",
+            "KeyError: 'mine'",
+        ),
+        (
+            "    def scores(self, inputs): return inputs.positions.float().to('meta')",
+            r"scores of policy own: expected float32 \[\d+\] on cpu, got .* on meta",
+        ),
+        (
+            "    needs_attention = True\n    def initial_statistics(self, positions):\n"
+            "        return {'seen': positions.float()}\n"
+            "    def track(self, statistics, seen): return {'other': statistics['seen']}",
+            r"statistics of policy own: expected {'seen': \[\d+\]}, got {'other'",
+        ),
+        (
+            "    needs_attention = True\n    def initial_statistics(self, positions):\n"
+            "        return {'seen': positions.float()}\n"
+            "    def track(self, statistics, seen): return {'seen': statistics['seen'][1:]}",
+            r"statistics of policy own: expected {'seen': \[\d+\]}, got {'seen': \[\d+\]}",
+        ),
+        ("    def protected_tail(self, kv_budget): return 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_goes_wrong_ends_its_request_alone(
+    folder: Path, source: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    install(folder, "package", {"own": "package:Own"}, HEAD)
+    install(folder, "package", {"own": "package:Own"}, HEAD + source)
     server = SyntheticServer()
-    call = served(server, kv_policy="own")
-    with caplog.at_level(logging.ERROR):
-        server.run(call, 60)
-    assert "NotImplementedError" in str(call.state.failure)
+    call, other = (served(server, kv_policy=name, rid=name) for name in ("own", "streaming"))
+    for _ in range(70):
+        server.decode(*(one for one in (call, other) if one.state.failure is None))
+    assert call.state.failure is not None and "error of the plugin" in call.state.failure
+    assert re.search(said, caplog.text)
+    assert other.state.failure is None and len(other.compactions) > 1
+
+
+def test_both_kinds_of_sentences_are_the_compared_ones(folder: Path) -> None:
+    """``needs_sentences`` has the similarity, with ``needs_spans`` too."""
+    told = "    def scores(self, inputs):\n        SEEN.append(inputs.sentences.redundancy)\n"
+    told += "        return inputs.positions.float()\n"
+    needs = "    needs_queries = needs_sentences = needs_spans = True\n"
+    install(folder, "package", {"own": "package:Own"}, f"SEEN = []\n{NAMED}{needs}{told}")
+    server = SyntheticServer()
+    server.run(served(server, kv_policy="own"), 60)
+    seen = sys.modules["package"].SEEN
+    assert seen and max(float(one.max()) for one in seen if len(one)) > 0
 
 
 def reasons_of_rank(ranks: Ranks, folder: Path) -> list[str]:
@@ -169,9 +224,39 @@ def test_doctor_lists_them(
     assert "ready" in table  # nothing else minds
 
 
-def test_the_page_shows_the_example() -> None:
+def shown() -> list[str]:
+    """The blocks of code of the page on policies."""
     page = (ROOT / "docs" / "write-a-policy.md").read_text()
+    return [block.partition("\n")[2] for block in page.split("```")[1::2]]
+
+
+def test_the_page_shows_the_example() -> None:
     for file in ("openings.py", "pyproject.toml"):
-        shown = [block.partition("\n")[2] for block in page.split("```")[1::2]]
         source = (OWN_POLICY / file).read_text()
-        assert any(len(block) > 90 and block in source for block in shown), file
+        assert any(len(block) > 90 and block in source for block in shown()), file
+
+
+def test_the_inputs_of_the_page_can_be_scored(folder: Path, tmp_path: Path) -> None:
+    install_example(folder, tmp_path)
+    (block,) = (block for block in shown() if "inputs = ScoreInput(" in block)
+    names: dict[str, Any] = {"torch": torch}
+    exec(block, names)
+    scores = policy.make_policy("openings", opening=2).scores(names["inputs"])
+    begins = torch.tensor([0, 0, 1, 1, 0, 1, 1, 0])
+    assert torch.equal(scores, begins + torch.arange(8) / 8)
+    for name in ("snapkv", "keydiff", "distinct"):
+        assert policy.make_policy(name, window=4).scores(names["inputs"]).shape == (8,)
+
+
+def test_the_statistics_of_the_page_are_h2os(folder: Path) -> None:
+    (block,) = (block for block in shown() if "def initial_statistics" in block)
+    head = "import torch\nfrom sgl_skipkv.policy import Policy, ScoreInput, Statistics, Steps\n"
+    source = f"{head}class Own(Policy):\n    name = 'own'\n{block}"
+    install(folder, "package", {"own": "package:Own"}, source)
+    kept = []
+    for name in ("own", "h2o"):
+        server = SyntheticServer()
+        call = served(server, kv_policy=name, kv_params={"window": 20} if name == "own" else {})
+        server.run(call, 60)
+        kept.append(call.compactions)
+    assert kept[0] == kept[1] and kept[0]
