@@ -154,8 +154,7 @@ class Policy:
         return self.params.window
 
     def candidates(self, inputs: ScoreInput) -> tuple[int, int]:
-        """Row entries that neither prompt, sink nor the pinned tail protects, half-open. It says
-        what may be evicted; another answer evicts nothing else."""
+        """Row entries that neither prompt, sink nor the pinned tail protects, half-open."""
         return self.span(inputs.prompt_tokens, inputs.positions.shape[0])
 
     def span(self, prompt_tokens: int, row_tokens: int) -> tuple[int, int]:

@@ -251,12 +251,13 @@ def test_the_inputs_of_the_page_can_be_scored(folder: Path, tmp_path: Path) -> N
 def test_the_statistics_of_the_page_are_h2os(folder: Path) -> None:
     (block,) = (block for block in shown() if "def initial_statistics" in block)
     head = "import torch\nfrom sgl_skipkv.policy import Policy, ScoreInput, Statistics, Steps\n"
-    source = f"{head}class Own(Policy):\n    name = 'own'\n{block}"
-    install(folder, "package", {"own": "package:Own"}, source)
+    install(folder, "package", {"received": "package:Received"}, head + block)
     kept = []
-    for name in ("own", "h2o"):
+    for name in ("received", "h2o"):
         server = SyntheticServer()
-        call = served(server, kv_policy=name, kv_params={"window": 20} if name == "own" else {})
+        call = served(
+            server, kv_policy=name, kv_params={"window": 20} if name == "received" else {}
+        )
         server.run(call, 60)
         kept.append(call.compactions)
     assert kept[0] == kept[1] and kept[0]
