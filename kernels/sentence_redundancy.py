@@ -1,11 +1,10 @@
 """How similar each sentence is to a later one of its request: every due request in one launch.
 
-``redundancy[i] = max(redundancy[i], max over j > i of cosine(v_i, v_j))``, without a matrix of
-similarities in memory. The truth is ``SentenceTable.compare``, which takes
-``reference.sentence_similarity``; what was compared before stays.
+``redundancy[i] = max over j > i of cosine(v_i, v_j)``, without a matrix of similarities in memory.
+The truth is ``reference.sentence_redundancy``.
 
-Source: SkipKV (arXiv 2512.07993) eqs 1-3; cosine, as in its code. Mutates ``redundancy``. Not for
-CUDA graphs: the grid depends on the number of sentences.
+Source: SkipKV (arXiv 2512.07993) eqs 1-3; cosine, as in its code. Mutates nothing. Not for CUDA
+graphs: the grid depends on the number of sentences.
 
 One program per pair of tiles of 32 sentences; the same pair gives the same bits in any batch.
 
@@ -15,6 +14,7 @@ Floors for S sentences per request: bytes ``sum of (S (D vector_bytes + 8) + 16)
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -54,40 +54,38 @@ def _raise_redundancy_kernel(
     is_later = (j[None, :] > i[:, None]) & (j < count)[None, :]
     highest = tl.max(tl.where(is_later, cosine, -1.0), axis=1)
     # A maximum is the same in any order, and Triton takes that of floats as one of integers.
-    tl.atomic_max(redundancy + first + i, highest, mask=i < count)
+    tl.atomic_max(redundancy + call * capacity + i, highest, mask=i < count)
 
 
-def raise_redundancy(
-    vectors: Tensor, redundancy: Tensor, tracks: Tensor, counts: Tensor, *, max_count: int
-) -> None:
-    """Raise each entry's redundancy to its similarity with any later entry.
+def sentence_redundancy(
+    vectors: Tensor, tracks: Tensor, counts: Tensor, *, max_count: int
+) -> Tensor:
+    """float32 [B, capacity], similarity of each entry with the most similar later one of its table;
+    -1 where there is none.
 
     Args:
         vectors: float16, bfloat16 or float32 [tracks, capacity, D], contiguous, sentence vectors;
             normalised again here.
-        redundancy: float32 [tracks, capacity], contiguous, -1 or more (changed in place).
-        tracks: int64 [B], whose tables; no track twice.
+        tracks: int64 [B], whose tables.
         counts: int64 or int32 [B], entries in use.
         max_count: the largest of them, or more.
 
     Raises:
-        ValueError: shapes or strides that do not fit.
+        ValueError: a count or strides that do not fit.
     """
-    if redundancy.shape != vectors.shape[:2] or not 0 <= max_count <= vectors.shape[1]:
-        raise ValueError(
-            f"redundancy, max_count: expected {[*vectors.shape[:2]]} and no more than "
-            f"{vectors.shape[1]}, got {[*redundancy.shape]} and {max_count}"
-        )
-    for name, table in (("vectors", vectors), ("redundancy", redundancy)):
-        if not table.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {[*table.stride()]}"
-            )
-    if tracks.shape[0] == 0 or max_count < 2:
-        return
+    if not 0 <= max_count <= vectors.shape[1]:
+        raise ValueError(f"max_count: expected [0, {vectors.shape[1]}], got {max_count}")
+    if not vectors.is_contiguous():
+        strides = [*vectors.stride()]
+        raise ValueError(f"vectors: expected a contiguous tensor, got strides {strides}")
+    requests, capacity = tracks.shape[0], vectors.shape[1]
+    redundancy = torch.full((requests, capacity), -1.0, device=vectors.device)
+    if requests == 0 or max_count < 2:
+        return redundancy
     tiles = triton.cdiv(max_count, _TILE)
-    _raise_redundancy_kernel[(tiles, tiles, tracks.shape[0])](
-        *(vectors, redundancy, tracks, counts, vectors.shape[2], vectors.shape[1]),
+    _raise_redundancy_kernel[(tiles, tiles, requests)](
+        *(vectors, redundancy, tracks, counts, vectors.shape[2], capacity),
         TILE=_TILE,
         TILE_DEPTH=_TILE_DEPTH,
     )
+    return redundancy

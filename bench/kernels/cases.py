@@ -25,7 +25,7 @@ from sgl_skipkv.kernels.kv_move import SlotBuffers, move_kv
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.kernels.paged_keys import PagedKeys
 from sgl_skipkv.kernels.row_compaction import compact_rows
-from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+from sgl_skipkv.kernels.sentence_redundancy import sentence_redundancy
 from sgl_skipkv.kernels.sentence_scores import sentence_scores
 from sgl_skipkv.kernels.step_attention import step_attention
 from sgl_skipkv.kernels.window_attention import window_attention
@@ -197,19 +197,13 @@ def values(cache: Cache) -> Case:
 def sentences(cache: Cache) -> Case:
     shape, count = cache.shape, cache.shape.sentences
     vectors = cache.random(shape.requests + 1, count, shape.hidden_size)
-    highest = torch.full((shape.requests + 1, count), -1.0, device=cache.device)
     counts = torch.full_like(cache.tracks, count)
 
     def launch() -> tuple[Tensor, ...]:
-        raise_redundancy(vectors, highest, cache.tracks, counts, max_count=count)
-        return (highest[1:],)
+        return (sentence_redundancy(vectors, cache.tracks, counts, max_count=count),)
 
     def plain() -> tuple[Tensor, ...]:
-        for own, found in zip(vectors[1:], highest[1:], strict=True):
-            similarity = reference.sentence_similarity(own)
-            earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
-            found.copy_(torch.maximum(found, similarity.masked_fill(earlier, -1.0).amax(dim=1)))
-        return (highest[1:],)
+        return (torch.stack([reference.sentence_redundancy(own) for own in vectors[1:]]),)
 
     return Case([launch], [plain], False, "compaction")
 

@@ -89,9 +89,9 @@ def recorded_bytes(
     """Device memory of the plugin beside the KV pool, by kind.
 
     ``queries = layers * (requests + 1) * window * Hq * d * value_bytes``, the most recent queries
-    of each, with MLA ``d = r + rotary``; ``sentences = (requests + 1) * (S * D * value_bytes + 4 (D
-    + S))`` and a few bytes, the tables of sentence vectors; ``workspace = compaction_work_bytes``
-    on a GPU, for one compaction.
+    of each, with MLA ``d = r + rotary``; ``sentences = (requests + 1) * D * (S * value_bytes + 4)``
+    and a few bytes, the tables of sentence vectors; ``workspace = compaction_work_bytes`` on a GPU,
+    for one compaction.
 
     Args:
         config: a model's ``config.json``.
@@ -104,7 +104,7 @@ def recorded_bytes(
     """
     (layers, heads, _, head_dim, hidden), tracks = _sizes(config), requests + 1
     ring = layers * settings.query_window * heads * head_dim * value_bytes
-    stored = settings.max_sentences * (hidden * value_bytes + 4)
+    stored = settings.max_sentences * hidden * value_bytes
     return {
         "queries": tracks * ring,
         # 14: index, length, flag and preset of the open sentence.

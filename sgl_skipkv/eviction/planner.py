@@ -116,18 +116,19 @@ class Planner:
         scored = [list(state.sentences.live) for state in states]
         earlier = [state.sentences.redundancy for state in states]
         known = [table.known for table in tables if table is not None]
-        places, behind = list[list[int]](), sentences.redundancy.numel()
-        for state, own, found, in_table in zip(states, scored, earlier, known, strict=True):
-            place = dict[int, int]()
-            if found is not None:
-                place.update(zip(found.sentences, count(behind)))
-                behind += len(found.sentences)
-            place.update(zip(in_table, count(state.held.track_id * sentences.capacity)))
+        entries, places = list[list[int]](), list[list[int]]()
+        first, behind = 0, len(asking) * sentences.capacity
+        for own, found, in_table in zip(scored, earlier, known, strict=True):
+            entry = dict(zip(in_table, count(first)))
+            place = {} if found is None else dict(zip(found.sentences, count(behind)))
+            first, behind = first + sentences.capacity, behind + len(place)
+            entries.append([entry.get(sentence, -1) for sentence in own])
             places.append([place.get(sentence, -1) for sentence in own])
         compared = sentences.compare(
             [state.held.track_id for state in states],
             [len(in_table) for in_table in known],
             [[state.span(s) for s in own] for state, own in zip(states, scored, strict=True)],
+            entries,
             places,
             [found.values for found in earlier if found is not None],
         )

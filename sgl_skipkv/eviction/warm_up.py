@@ -53,7 +53,7 @@ def warm_up(
         width: of the page table.
         page_tokens, buffers: of ``Compaction``.
     """
-    from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+    from sgl_skipkv.kernels.sentence_redundancy import sentence_redundancy
 
     device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
     scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
@@ -69,8 +69,7 @@ def warm_up(
         slots = [_one_slot(buffer) for buffer in buffers]
         KVMove(slots, table, rows, selections, [0] * _REQUESTS).apply()
     RowRewrite(table, rows, selections, positions, page_tokens=page_tokens).write()
-    vectors, redundancy = recorder.sentences.vectors, recorder.sentences.redundancy
-    raise_redundancy(vectors, redundancy, scratch[:1], scratch[:1] + 2, max_count=2)
+    sentence_redundancy(recorder.sentences.vectors, scratch[:1], scratch[:1] + 2, max_count=2)
     if cache is not None:
         table.zero_()
         _score(cache, table, recorder.queries.data, windows)

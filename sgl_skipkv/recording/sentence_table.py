@@ -43,7 +43,6 @@ class SentenceTable:
         self.after_delimiter = torch.zeros(rows, dtype=torch.bool, device=device)
         # In the type of the KV cache: vectors are only compared with each other, by cosine.
         self.vectors = torch.zeros(rows, capacity, hidden_size, dtype=dtype, device=device)
-        self.redundancy = torch.full((rows, capacity), -1.0, device=device)
 
     def reset(self, track: int, preset_bit: int) -> None:
         """Clear the track for another request."""
@@ -52,7 +51,7 @@ class SentenceTable:
 
     def tables(self) -> dict[str, Tensor]:
         """The tables with one row per track id, except ``preset``."""
-        names = ("total", "length", "index", "after_delimiter", "vectors", "redundancy")
+        names = ("total", "length", "index", "after_delimiter", "vectors")
         return {name: getattr(self, name) for name in names}
 
     def open_next(self, track: int, entries: int) -> None:
@@ -60,13 +59,11 @@ class SentenceTable:
         for table in (self.total, self.length, self.after_delimiter):
             table[track].zero_()
         self.index[track].fill_(entries)
-        self.redundancy[track, entries:].fill_(-1.0)
 
     def step(self, tracks: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
         """Add S tokens per track, one after the other. tracks: int64 [B]; token_ids: int64 [B S],
         track after track; hidden: float [B S, D]."""
         tables = self.tables()
-        del tables["redundancy"]  # only compactions use it
         if uses_triton(hidden.device):
             from sgl_skipkv.kernels.sentence_step import sentence_step
 
@@ -83,47 +80,39 @@ class SentenceTable:
         tracks: Sequence[int],
         used: Sequence[int],
         spans: Sequence[Spans],
+        entries: Sequence[Sequence[int]],
         places: Sequence[Sequence[int]],
         earlier: Sequence[Tensor],
     ) -> list[Sentences]:
-        """Raise each entry's redundancy to its similarity with any later entry of its table.
-
-        Repeating it changes nothing, so a plan that fails can be repeated.
+        """Raise each sentence's redundancy to its similarity with any later entry of its table.
 
         Args:
-            tracks: of the tables, no track twice.
+            tracks: of the tables.
             used: number of entries of each table.
             spans: logical spans of the sentences that the policy scores, ascending.
-            places: of the redundancy of each of these, in all tables and then ``earlier``, one
-                behind the other; -1: it is not known.
+            entries: of these in all these tables, one behind the other; -1: in none.
+            places: of these in all these tables and then ``earlier``, one behind the other; -1: it
+                is not known.
             earlier: float32 [sentences], what earlier compactions found.
         """
         device, counts = self.vectors.device, [len(of_table) for of_table in spans]
         bounds = [[span[end] for of_table in spans for span in of_table] for end in (0, 1)]
-        parts = [*bounds, [*chain(*places)], tracks, used]
-        starts, stops, place, at, count = device_tensors(parts, device)
+        parts = [*bounds, [*chain(*entries)], [*chain(*places)], tracks, used]
+        starts, stops, entry, place, at, count = device_tensors(parts, device)
         if uses_triton(device):
-            from sgl_skipkv.kernels.sentence_redundancy import raise_redundancy
+            from sgl_skipkv.kernels.sentence_redundancy import sentence_redundancy
 
-            raise_redundancy(self.vectors, self.redundancy, at, count, max_count=max(used))
+            now = sentence_redundancy(self.vectors, at, count, max_count=max(used))
         else:
-            for track, n in zip(tracks, used, strict=True):
-                self._raise(track, n)
-        unknown = self.redundancy.new_full((1,), -1.0)
-        known = torch.cat([self.redundancy.view(-1), *earlier, unknown])
-        columns = [starts, stops, known[place]]
+            now = torch.full((len(tracks), self.capacity), -1.0, device=device)
+            for row, track, n in zip(now, tracks, used, strict=True):
+                if n:
+                    row[:n] = reference.sentence_redundancy(self.vectors[track, :n])
+        unknown = now.new_full((1,), -1.0)
+        known = torch.cat([now.view(-1), *earlier, unknown])
+        columns = [starts, stops, torch.maximum(known[entry], known[place])]
         of_table = zip(*(torch.split(column, counts) for column in columns), strict=True)
         return [Sentences(*parts) for parts in of_table]
-
-    def _raise(self, track: int, count: int) -> None:
-        """``compare`` for one table, in plain torch."""
-        if count < 2:
-            return
-        similarity = reference.sentence_similarity(self.vectors[track, :count])
-        earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
-        later = similarity.masked_fill(earlier, -1.0).amax(dim=1)
-        redundancy = self.redundancy[track, :count]
-        self.redundancy[track, :count] = torch.maximum(redundancy, later)
 
 
 class TableMoves:
@@ -151,25 +140,17 @@ class TableMoves:
         self._table = table
         counts = [len(chosen) for chosen in entries]
         ends = [n - closed for n, closed in zip(counts, closed_last, strict=True)]
-        moves = [
-            (i, track * capacity + to, track * capacity + source)
-            for i, (track, chosen) in enumerate(zip(tracks, entries, strict=True))
+        moved = [  # those before the first dropped one do not move
+            (track * capacity + to, track * capacity + source)
+            for track, chosen in zip(tracks, entries, strict=True)
             for to, source in enumerate(chosen)
+            if to != source
         ]
-        moved = [(to, source) for _, to, source in moves if to != source]
-        row = [i * capacity + to % capacity for i, to, _ in moves]
-        parts: list[Sequence[int]] = [[to for to, _ in moved], [source for _, source in moved]]
-        parts += [row, [source for _, _, source in moves], tracks, ends]
-        self._to, self._source, row_at, source_at, self._tracks, self._ends = device_tensors(
-            parts, device
-        )
-        # Entries before the first dropped one do not move.
+        parts = [[to for to, _ in moved], [source for _, source in moved], tracks, ends]
+        self._to, self._source, self._tracks, self._ends = device_tensors(parts, device)
         self._staging = table.vectors.new_empty(
             min(len(moved), _MOVED_AT_ONCE), table.vectors.shape[-1]
         )
-        self._redundancy = table.redundancy.new_full((len(tracks), capacity), -1.0)
-        kept = table.redundancy.view(-1)[source_at]
-        self._redundancy.view(-1).index_copy_(0, row_at, kept)
 
     def apply(self) -> None:
         """Move the entries. Allocates nothing, so it cannot fail halfway."""
@@ -181,5 +162,4 @@ class TableMoves:
             staged = self._staging[: source.shape[0]]
             torch.index_select(vectors, 0, source, out=staged)
             vectors.index_copy_(0, self._to[start : start + _MOVED_AT_ONCE], staged)
-        table.redundancy.index_copy_(0, self._tracks, self._redundancy)
         table.index.index_copy_(0, self._tracks, self._ends)

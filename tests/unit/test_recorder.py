@@ -107,18 +107,17 @@ def test_reset_forgets_the_last_request() -> None:
     table = sentence_table()
     table.reset(1, PRESETS["paper"])
     feed(table, 1, words(2, 2, 3)[:-1], rows(6))
-    compared(table, [(0, 2), (2, 4)])
     table.reset(1, PRESETS["code"])
     assert not table.total[1].any() and not table.length[1].any() and not table.index[1].any()
-    assert not table.after_delimiter[1] and (table.redundancy[1] == -1).all()
+    assert not table.after_delimiter[1]
     hidden = rows(2, seed=5)
     feed(table, 1, [WORD, DELIMITER], hidden)
     assert_vector(table, 0, hidden)
 
 
 def compared(table: SentenceTable, spans: list[tuple[int, int]]) -> Sentences:
-    entries = [*range(table.capacity, table.capacity + len(spans))]  # of track 1
-    return table.compare([1], [len(spans)], [spans], [entries], [])[0]
+    own = len(spans)
+    return table.compare([1], [own], [spans], [[*range(own)]], [[-1] * own], [])[0]
 
 
 def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +128,11 @@ def test_entries_of_many_tables_move_in_parts(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("sgl_skipkv.recording.sentence_table._MOVED_AT_ONCE", at_once)
         table = sentence_table(tracks=5)
         table.vectors.copy_(torch.rand(table.vectors.shape, generator=torch.Generator()))
-        table.redundancy.copy_(torch.rand(table.redundancy.shape, generator=torch.Generator()))
-        before = table.vectors.clone(), table.redundancy.clone()
+        before = table.vectors.clone()
         TableMoves(table, [4, 1, 2, 5], kept, [False] * 4).apply()
         for track, entries in zip([4, 1, 2, 5], kept, strict=True):
-            assert torch.equal(table.vectors[track, : len(entries)], before[0][track, entries])
-            assert torch.equal(table.redundancy[track, : len(entries)], before[1][track, entries])
-            assert (table.redundancy[track, len(entries) :] == -1).all()
-        assert torch.equal(table.vectors[3], before[0][3])
+            assert torch.equal(table.vectors[track, : len(entries)], before[track, entries])
+        assert torch.equal(table.vectors[3], before[3])
         found.append(table.vectors)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -179,7 +175,7 @@ def table_state(server: SyntheticServer, call: Call) -> dict[str, Tensor]:
     table, track = server.recorder.sentences, call.state.held.track_id
     parts = {
         name: getattr(table, name)[track]
-        for name in ("preset", "total", "length", "index", "after_delimiter", "redundancy")
+        for name in ("preset", "total", "length", "index", "after_delimiter")
     }
     tracker = SentenceTracker(Delimiters([(DELIMITER, ".\n")], 4), "paper")
     tracker.feed(call.tokens[: call.generated])

@@ -50,10 +50,11 @@ def history(steps: int) -> tuple[list[list[list[int]]], dict[str, torch.Tensor]]
     for _ in range(steps):
         server.decode(*calls)
     sentences = server.recorder.sentences
+    redundancy = [call.state.sentences.redundancy for call in calls]
     tables = {
         "queries": server.recorder.queries.data[:, 1:],
         **{name: getattr(sentences, name)[1:] for name in ("total", "length", "index", "vectors")},
-        "redundancy": sentences.redundancy[1:],
+        "redundancy": torch.cat([known.values for known in redundancy if known is not None]),
     }
     return [call.compactions for call in calls], tables
 
