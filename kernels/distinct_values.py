@@ -164,7 +164,6 @@ def distinct_values(
     most_compared: int,
     weights: Tensor,
     compared: range,
-    programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Distance and size of every cached token's value.
 
@@ -175,7 +174,6 @@ def distinct_values(
         most_compared: tokens from there on, of the request that has most.
         weights: float32 [L, Hkv], contiguous, of the sizes.
         compared: layers of the distance, at least one.
-        programs: how many share the means; default four per multiprocessor.
 
     Returns:
         float32 [N] each, request after request.
@@ -188,7 +186,7 @@ def distinct_values(
     dtype, longest = paged.layer.dtype, max(paged.row_tokens)
     heads = compared.start * paged.kv_heads, compared.stop * paged.kv_heads
     options = _options(dtype)
-    _mean_lengths_kernel[(paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)](
+    _mean_lengths_kernel[(paged.programs(_PROGRAMS_PER_PROCESSOR),)](
         *(*paged.arguments, firsts, inverse_means, paged.tasks), **options, **paged.constants
     )
     options["BLOCK"] = _sizes_block(dtype, paged.head_dim)

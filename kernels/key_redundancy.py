@@ -156,13 +156,12 @@ def _mean_kernel(
     tl.store(out + first + i, tl.sum(total, axis=0) / HEADS, mask=i < n)
 
 
-def key_redundancy(paged: PagedKeys, thresholds: Tensor, *, programs: int | None = None) -> Tensor:
+def key_redundancy(paged: PagedKeys, thresholds: Tensor) -> Tensor:
     """Redundancy of every cached token.
 
     Args:
         paged: the requests.
         thresholds: float32 [B], cosine above which two keys count as similar.
-        programs: how many share the tasks; default two per multiprocessor.
 
     Returns:
         float32 [N], request after request, the mean over KV heads and layers.
@@ -176,7 +175,7 @@ def key_redundancy(paged: PagedKeys, thresholds: Tensor, *, programs: int | None
     bounds = out.new_empty(heads, stride)
     if not columns:
         return out
-    grid = (paged.programs(programs, _PROGRAMS_PER_PROCESSOR),)
+    grid = (paged.programs(_PROGRAMS_PER_PROCESSOR),)
     arguments = (*paged.arguments, inverse_norms, unit_sums, sums, columns, paged.tasks)
     (norms_block, sums_block), (norms_warps, sums_warps) = _blocks(paged.layer.dtype)
     constants = paged.constants

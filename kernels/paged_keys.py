@@ -153,14 +153,11 @@ class PagedKeys:
                 f"{self.kv_heads}, {self.head_dim}], got {queries.dtype} {[*queries.shape]}"
             )
 
-    def programs(self, wanted: int | None, per_processor: int) -> int:
-        """How many persistent programs share the tasks.
-
-        Args:
-            wanted: as many, whatever the device; None: ``per_processor`` on each multiprocessor, a
-                handful where there is no GPU.
-        """
-        if wanted is None and self.device.type == "cuda":
+    def programs(self, per_processor: int) -> int:
+        """How many persistent programs share the tasks: so many on each multiprocessor, a handful
+        where there is no GPU."""
+        programs = 4
+        if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
-            wanted = per_processor * properties.multi_processor_count
-        return min(self.tasks, wanted or 4)
+            programs = per_processor * properties.multi_processor_count
+        return min(self.tasks, programs)

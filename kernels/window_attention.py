@@ -171,7 +171,6 @@ def window_attention(
     *,
     window: int,
     scale: float,
-    programs: int | None = None,
 ) -> Tensor:
     """Importance of each request's candidates, the tokens before its last ``window``.
 
@@ -186,7 +185,6 @@ def window_attention(
         widths: int32 [B], odd width of each request's max-pool, in tokens.
         window: W, queries per request, R or fewer.
         scale: factor on the logits.
-        programs: how many share the tasks; default three per multiprocessor.
 
     Returns:
         float32 [sum of n - window], request after request.
@@ -205,8 +203,7 @@ def window_attention(
         return out
     heads, group = paged.layers * paged.kv_heads, queries.shape[3] // paged.kv_heads
     longest = max(paged.row_tokens) - window
-    programs = paged.programs(programs, _PROGRAMS_PER_PROCESSOR)
-    programs = _programs_that_fit(programs, window, longest)
+    programs = _programs_that_fit(paged.programs(_PROGRAMS_PER_PROCESSOR), window, longest)
     scratch = out.new_empty(programs, window, longest)
     importance = out.new_empty(heads, columns)
     options = _options(queries.dtype, paged.head_dim, queries.shape[2], window, group)

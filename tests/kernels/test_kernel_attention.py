@@ -32,6 +32,7 @@ from triton_tools import (
 )
 
 from sgl_skipkv.kernels import reference, step_attention, window_attention
+from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 device = device_fixture(window_attention, step_attention)
 fixtures = (poisoned_memory,)  # for every test
@@ -81,10 +82,10 @@ class Window(Case):
     window: int
     widths: list[int]
 
-    def found(self, **options: Any) -> list[Tensor]:
+    def found(self) -> list[Tensor]:
         widths = torch.tensor(self.widths, dtype=torch.int32, device=self.ring.device)
         flat = window_attention.window_attention(
-            *self.inputs(), widths, window=self.window, scale=SCALE, **options
+            *self.inputs(), widths, window=self.window, scale=SCALE
         )
         assert flat.dtype == torch.float32
         return [*flat.split([n - self.window for n in self.keys.row_tokens])]
@@ -122,7 +123,7 @@ class Steps(Case):
             *inputs, causal=self.causal, scale=SCALE, over=self.over
         )
 
-    def found(self, **options: Any) -> list[Tensor]:
+    def found(self) -> list[Tensor]:
         """What lies below a request's last step is 0."""
         flat = self.flat()
         assert flat.dtype == torch.float32
@@ -299,13 +300,16 @@ def test_a_broken_request_breaks_no_other(device: torch.device) -> None:
 
 
 @KINDS
-def test_the_bits_depend_on_nothing_else(kind: str, device: torch.device) -> None:
+def test_the_bits_depend_on_nothing_else(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither on the batch, nor on how many programs share the work, nor on the run."""
     counts = 8 if kind == "window" else [8, 1, 3]
     batch = case(kind, [71, 130, 20], counts, ring=40, dtype=torch.bfloat16, device=device)
     together = batch.found()
-    for programs in (1, 5, 1000) if kind == "window" else (None,):
-        assert all(map(torch.equal, together, batch.found(programs=programs)))
+    for programs in (1, 5, batch.keys.paged.tasks):
+        monkeypatch.setattr(PagedKeys, "programs", lambda *_, one=programs: one)
+        assert all(map(torch.equal, together, batch.found()))
     for b, found in enumerate(together):
         assert torch.equal(found, batch.alone(b).found()[0])
 
@@ -408,11 +412,12 @@ def test_a_long_request_gets_fewer_scratches(
     takes, besides the output."""
     tokens, shape = [71, 9, 130], {"window": 8, "layers": 2, "kv_heads": 2, "programs": 3}
     batch = case("window", tokens, device=device)
-    expected, one, stated = batch.found(programs=3), 4 * 8 * (130 - 8), []
+    monkeypatch.setattr(PagedKeys, "programs", lambda *_: 3)
+    expected, one, stated = batch.found(), 4 * 8 * (130 - 8), []
     for room in (module_bytes := window_attention._SCRATCH_BYTES, 2 * one, 2 * one - 1, 0):
         monkeypatch.setattr(window_attention, "_SCRATCH_BYTES", room)
         with Allocations() as taken:
-            found = batch.found(programs=3)
+            found = batch.found()
         stated.append(kernel_bytes.window_attention(tokens, **shape))
         assert taken.total_bytes == stated[-1] + 4 * sum(map(len, found))
         assert all(map(torch.equal, found, expected))

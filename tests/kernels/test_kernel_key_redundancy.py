@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import kernel_bytes
 import pytest
 import torch
@@ -31,15 +29,16 @@ from triton_tools import (
 
 from sgl_skipkv.kernels import key_redundancy as module
 from sgl_skipkv.kernels import last_similar, reference
+from sgl_skipkv.kernels.paged_keys import PagedKeys
 
 device = device_fixture(module, last_similar)
 fixtures = (poisoned_memory,)  # for every test
 
 
-def scored(world: PagedWorld, thresholds: list[float], **options: Any) -> list[Tensor]:
+def scored(world: PagedWorld, thresholds: list[float]) -> list[Tensor]:
     """float32 [n] of each request, of the kernel."""
     limits = torch.tensor(thresholds, device=world.rows.device)
-    redundancy = module.key_redundancy(world.paged, limits, **options)
+    redundancy = module.key_redundancy(world.paged, limits)
     assert redundancy.dtype == torch.float32
     return list(redundancy.split(world.row_tokens))
 
@@ -119,14 +118,17 @@ def test_keys_with_a_common_part(noise: float, device: torch.device) -> None:
     assert_as_reference([keys], [0.5], device)
 
 
-def test_the_bits_depend_on_nothing_else(device: torch.device) -> None:
+def test_the_bits_depend_on_nothing_else(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither on the batch, nor on how many programs share the work, nor on the run."""
     thresholds = [0.5, 0.5, 0.9]
     keys = clustered([71, 150, 20], thresholds, dtype=torch.bfloat16)
     world = paged([one.to(device) for one in keys])
     together = scored(world, thresholds)
-    for programs in (1, 5, 1000):
-        for one, other in zip(together, scored(world, thresholds, programs=programs), strict=True):
+    for programs in (1, 5, world.paged.tasks):
+        monkeypatch.setattr(PagedKeys, "programs", lambda *_, one=programs: one)
+        for one, other in zip(together, scored(world, thresholds), strict=True):
             assert torch.equal(one, other)
     for b, redundancy in enumerate(together):
         assert torch.equal(redundancy, scored(world.alone(b), thresholds[b : b + 1])[0])
