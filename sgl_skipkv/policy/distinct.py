@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +108,10 @@ class Distinct(JointPolicy):
         values, firsts = paged_values(requests, first_entries)
         lengths = zip(values.row_tokens, first_entries, strict=True)
         most = max(row_tokens - first for row_tokens, first in lengths)
-        measures = from_pages(values, firsts, most_compared=most, **_model_arguments(requests[0]))
+        weights, compared = _of_model(requests[0])
+        measures = from_pages(
+            values, firsts, most_compared=most, weights=weights, compared=compared
+        )
         joined, positions, _ = joined_sentences(requests)
         old = [is_old for request in requests for is_old in self._old(request)]
         place = self._by_place(joined.places(positions), old)
@@ -117,7 +120,8 @@ class Distinct(JointPolicy):
     def _scores_in_torch(self, requests: Sequence[ScoreInput]) -> list[Tensor]:
         """On every device, over all ranks. Tokens of a protected prompt score 0."""
         firsts = [self.candidates(request)[0] for request in requests]
-        distances, sizes = values_of_ranks(requests, firsts, **_model_arguments(requests[0]))
+        weights, compared = _of_model(requests[0])
+        distances, sizes = values_of_ranks(requests, firsts, weights=weights, compared=compared)
         scores = []
         for request, first, distance, size in zip(requests, firsts, distances, sizes, strict=True):
             assert request.sentences is not None
@@ -160,15 +164,9 @@ class Distinct(JointPolicy):
         return place
 
 
-class _ModelArguments(TypedDict):
-    weights: Tensor
-    compared: range
-
-
-def _model_arguments(inputs: ScoreInput) -> _ModelArguments:
-    """What both forms of ``distinct_values`` are told of the model."""
-    weights = _weights(inputs.reach, inputs.ranks)
-    return {"weights": weights, "compared": middle_layers(inputs.layers)}
+def _of_model(inputs: ScoreInput) -> tuple[Tensor, range]:
+    """The weights of its heads, and the layers that are compared."""
+    return _weights(inputs.reach, inputs.ranks), middle_layers(inputs.layers)
 
 
 @functools.lru_cache(maxsize=1)
