@@ -31,7 +31,7 @@ class Hook:
     signature: str
     function: str
     why: str
-    versions: tuple[str, ...] = ()
+    versions: tuple[str, ...]
 
     @property
     def path(self) -> str:

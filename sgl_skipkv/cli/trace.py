@@ -107,7 +107,7 @@ def show(console: Console, request: FinishedRequest, tokenizer: Any) -> None:
     console.print(Text(legend, style="italic"))
 
 
-def render(request: FinishedRequest, tokenizer: Any, *, mark: str = "") -> Text:
+def render(request: FinishedRequest, tokenizer: Any, *, mark: str) -> Text:
     """The generated text of one request: evicted tokens dim and struck through, each run of them
     in one line between two ``mark``, for output without styles.
     """

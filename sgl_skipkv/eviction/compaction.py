@@ -88,8 +88,8 @@ class Compaction:
         req_to_token: Tensor,
         recorder: Recorder,
         *,
-        page_tokens: int = 1,
-        buffers: Sequence[Tensor] = (),
+        page_tokens: int,
+        buffers: Sequence[Tensor],
         check: bool,
     ) -> None:
         self.plans = plans

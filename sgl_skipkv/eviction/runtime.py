@@ -67,7 +67,7 @@ class Runtime:
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
         thoughts: ThoughtTokens | None = None,
-        centres: QueryCentres | None = None,
+        centres: QueryCentres | None,
         ranks: Ranks = ONE_RANK,
         metrics: Metrics | None = None,
     ) -> None:
@@ -161,7 +161,7 @@ class Runtime:
         """Whether a request without KV can be prefilled again from all of its tokens."""
         return self.fits_pool(state.prompt.sent_tokens + generated)
 
-    def has_track(self, state: RequestState, before: Sequence[RequestState] = ()) -> bool:
+    def has_track(self, state: RequestState, before: Sequence[RequestState]) -> bool:
         """Whether a track is free, after those that are admitted before it in this step."""
         if not state.needs_track or state.held.track_id:
             return True

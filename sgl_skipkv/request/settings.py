@@ -244,7 +244,7 @@ def _check_track(policy: Policy, server: ServerConfig) -> None:
     raise SettingError("kv_policy", expected, policy.name, choices)
 
 
-def check_server_defaults(server: ServerConfig, model_window_tokens: int = 0) -> None:
+def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> None:
     """Validate the server's default policy, parameters and budget, like those of a request.
 
     Args:

@@ -167,7 +167,6 @@ def test_sizes(family: str, size: Size, tokenizer: Tokenizer) -> None:
         trace = len(tokenizer.encode(task.solution).ids)
         assert least <= trace <= most
         assert len(tokenizer.encode(task.prompt).ids) < trace / 2
-    assert trace < 1.3 * FAMILIES[family].tokens_per_step * FAMILIES[family].steps[size][1]
 
 
 def test_a_note_is_needed_long_after_it_was_found(tokenizer: Tokenizer) -> None:

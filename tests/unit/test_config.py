@@ -97,7 +97,7 @@ WRONG_TOGETHER: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("field", "values"), WRONG_TOGETHER, ids=lambda item: repr(item)[:40])
 def test_wrong_server_defaults(field: str, values: dict[str, Any]) -> None:
     with assert_refused(field):
-        check_server_defaults(build(ServerConfig, values))
+        check_server_defaults(build(ServerConfig, values), 0)
 
 
 @pytest.mark.parametrize("name", ["kv_bugdet", "KV_BUDGET", "", LONG, "kv-budget"])
@@ -125,7 +125,7 @@ def test_unknown_setting_lists_the_known_ones(name: str) -> None:
 )
 def test_right_settings_are_taken(values: dict[str, Any]) -> None:
     config = build(ServerConfig, values)
-    check_server_defaults(config)
+    check_server_defaults(config, 0)
     assert {name: getattr(config, name) for name in values} == values
 
 

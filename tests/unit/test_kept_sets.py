@@ -113,7 +113,8 @@ def test_a_flag_outlives_the_sentence_that_raised_it() -> None:
     kept = [i for i in range(len(call.slots)) if i not in drop]
     selection = plan.selection._replace(kept=torch.tensor(kept), evicted=torch.tensor(drop))
     changed = plan._replace(selection=selection, table=plan.table._replace(kept=[0]))
-    compaction = Compaction([changed], server.req_to_token, server.recorder, check=True)
+    parts = [changed], server.req_to_token, server.recorder
+    compaction = Compaction(*parts, page_tokens=1, buffers=(), check=True)
     compaction.apply()
     server.book([compaction], [call])
     server.run(call, 12)

@@ -173,7 +173,7 @@ def test_a_server_without_tracks_serves_what_records_nothing() -> None:
         with pytest.raises(SettingError, match="kv_policy: expected one of distinct, "):
             resolve_request({"kv_budget": 256, "kv_params": parameter}, server)
     with pytest.raises(SettingError, match="kv_policy: expected one of distinct, "):
-        check_server_defaults(ServerConfig(max_tracked_requests=0, kv_policy="rkv"))
+        check_server_defaults(ServerConfig(max_tracked_requests=0, kv_policy="rkv"), 0)
 
 
 @pytest.mark.parametrize(

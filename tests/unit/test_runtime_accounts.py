@@ -187,15 +187,15 @@ def test_slots_bound_admission() -> None:
     streaming = served(server, prefill=False, kv_policy="streaming")
     runtime = server.runtime
     ahead = served(server, prefill=False).state
-    assert runtime.has_track(waiting.state) and not runtime.has_track(waiting.state, [ahead])
+    assert runtime.has_track(waiting.state, []) and not runtime.has_track(waiting.state, [ahead])
     assert runtime.has_track(streaming.state, [ahead]), "nothing is recorded for it"
     assert runtime.has_track(first.state, [ahead]), "it holds its slot"
     assert runtime.has_track(waiting.state, [first.state, streaming.state]), "neither takes one"
     server.prefill(waiting)
     third = served(server, prefill=False)
-    assert not runtime.has_track(third.state)
+    assert not runtime.has_track(third.state, [])
     server.finish(first)
-    assert runtime.has_track(third.state)
+    assert runtime.has_track(third.state, [])
 
 
 def test_policies_that_record_nothing_take_no_slot() -> None:

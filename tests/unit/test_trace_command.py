@@ -78,7 +78,7 @@ def test_a_request_id_that_is_used_again(rid: str | None, path: Path) -> None:
 def test_evicted_stretches_are_styled(
     events: list[dict[str, Any]], path: Path, tokenizer: Any
 ) -> None:
-    text = trace.render(traced(path, *events), tokenizer)
+    text = trace.render(traced(path, *events), tokenizer, mark="")
     pieces = [tokenizer.decode([i]) for i in events[1]["output_ids"]]
     assert text.plain == "".join(pieces)
     struck = [text.plain[span.start : span.end] for span in text.spans]

@@ -53,7 +53,6 @@ class Family:
         fewest: the least number of steps that makes a problem.
         most: the most steps in training; held-out problems may have fewer, since what only the
             longest ones have is learned last.
-        tokens_per_step: prompt and trace, about; only used to size training batches.
         draw: draws a problem with so many steps.
         needed: names the old tokens that later steps of a trace need.
     """
@@ -62,7 +61,6 @@ class Family:
     steps: Mapping[Size, tuple[int, int]]
     fewest: int
     most: int
-    tokens_per_step: int
     draw: Callable[[random.Random, int], Draft]
     needed: Rule
 

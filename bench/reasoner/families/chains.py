@@ -69,7 +69,6 @@ FAMILY = Family(
     steps={"short": (5, 7), "middle": (11, 13), "long": (27, 30)},
     fewest=3,
     most=33,
-    tokens_per_step=95,
     draw=draw,
     needed=first_ends,
 )

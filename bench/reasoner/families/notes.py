@@ -81,7 +81,6 @@ FAMILY = Family(
     steps={"short": (7, 9), "middle": (28, 32), "long": (76, 81)},
     fewest=2,
     most=81,
-    tokens_per_step=38,
     draw=draw,
     needed=newest_ends,
 )

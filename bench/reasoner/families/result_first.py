@@ -72,7 +72,6 @@ FAMILY = Family(
     steps={"short": (6, 8), "middle": (14, 17), "long": (37, 44)},
     fewest=3,
     most=43,
-    tokens_per_step=74,
     draw=draw,
     needed=first_beginnings,
 )

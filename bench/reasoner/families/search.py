@@ -121,7 +121,6 @@ FAMILY = Family(
     steps={"short": (6, 9), "middle": (17, 21), "long": (43, 50)},
     fewest=2,
     most=49,
-    tokens_per_step=60,
     draw=draw,
     needed=open_path,
 )

@@ -103,7 +103,6 @@ FAMILY = Family(
     steps={"short": (10, 13), "middle": (32, 36), "long": (82, 88)},
     fewest=3,
     most=87,
-    tokens_per_step=33,
     draw=draw,
     needed=newest_ends_of_late,
 )

@@ -111,7 +111,7 @@ def _of_repeated(lines: int, path: Path) -> list[str]:
     return [f"Left out: {count} of {path} whose prompt is that of an earlier line."]
 
 
-def compare(runner: Runner, arguments: argparse.Namespace, notes: Sequence[str] = ()) -> Report:
+def compare(runner: Runner, arguments: argparse.Namespace, notes: Sequence[str]) -> Report:
     """Run the full cache, every setting, and the full cache once more."""
     n, start = len(runner.prompts), time.monotonic()
     with progress() as bar:

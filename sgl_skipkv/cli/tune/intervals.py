@@ -16,8 +16,8 @@ def quantile(confidence: float) -> float:
     return NormalDist().inv_cdf(confidence)
 
 
-def wilson(total: float, n: int, z: float = quantile(0.975)) -> tuple[float, float]:
-    """Wilson's score interval of a mean, 95% by default.
+def wilson(total: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% score interval of a mean.
 
     ``(p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)``, p = total / n.
 
@@ -26,7 +26,7 @@ def wilson(total: float, n: int, z: float = quantile(0.975)) -> tuple[float, flo
     Args:
         total: sum of n scores; the number of right answers.
     """
-    p = total / n
+    p, z = total / n, quantile(0.975)
     half = z * sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     middle, scale = p + z * z / (2 * n), 1 + z * z / n
     # Rounding must put neither the mean outside nor an end below 0 or above 1.

@@ -33,11 +33,11 @@ class PagedCache:
     layer: Tensor
     k_ptrs: Tensor
     req_to_token: Tensor
-    k_scales: Tensor | None = None
-    k_layers: Sequence[Tensor] = ()
-    v_layers: Sequence[Tensor] = ()
-    v_scales: Tensor | None = None
-    v_ptrs: Tensor | None = None
+    k_scales: Tensor | None
+    k_layers: Sequence[Tensor]
+    v_layers: Sequence[Tensor]
+    v_scales: Tensor | None
+    v_ptrs: Tensor | None
 
     @property
     def heads(self) -> int:
