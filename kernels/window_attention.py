@@ -134,9 +134,9 @@ def _importance_kernel(
         tl.debug_barrier()  # the next task overwrites the scratch
 
 
-@triton.jit(do_not_specialize=["columns", "blocks"])
+@triton.jit(do_not_specialize=["columns", "width", "blocks"])
 def _pool_kernel(
-    importance, columns, offsets, widths, out, blocks,
+    importance, columns, offsets, width, out, blocks,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) // blocks
@@ -144,7 +144,7 @@ def _pool_kernel(
     first = tl.load(offsets + request)
     candidates = (tl.load(offsets + request + 1) - first).to(tl.int32) - WINDOW
     if tl.program_id(0) % blocks * BLOCK < candidates:
-        half = tl.load(widths + request) // 2
+        half = width // 2
         first -= request * WINDOW
         total = tl.zeros([HEAD_TILE, BLOCK], tl.float32)
         for start in range(0, HEADS, HEAD_TILE):
@@ -167,9 +167,9 @@ def window_attention(
     queries: Tensor,
     query_tracks: Tensor,
     last_positions: Tensor,
-    widths: Tensor,
     *,
     window: int,
+    width: int,
     scale: float,
 ) -> Tensor:
     """Importance of each request's candidates, the tokens before its last ``window``.
@@ -182,8 +182,8 @@ def window_attention(
         query_tracks: int64 [B], where in it each request's queries are.
         last_positions: int64 [B], logical position of each request's newest query, ``window - 1``
             or more.
-        widths: int32 [B], odd width of each request's max-pool, in tokens.
         window: W, queries per request, R or fewer.
+        width: of the max-pool in tokens, odd.
         scale: factor on the logits.
 
     Returns:
@@ -216,7 +216,7 @@ def window_attention(
     )
     blocks = triton.cdiv(longest, _POOL["BLOCK"])
     _pool_kernel[(len(paged.row_tokens) * blocks,)](
-        *(importance, columns, paged.offsets, widths, out, blocks),
+        *(importance, columns, paged.offsets, width, out, blocks),
         WINDOW=window,
         HEADS=heads,
         **_POOL,

@@ -109,12 +109,10 @@ class Cache:
 def importance(cache: Cache) -> Case:
     shape, paged = cache.shape, cache.paged(cache.shape.tokens)
     last = torch.full((shape.requests,), shape.tokens - 1, device=cache.device)
-    widths = torch.full_like(last, POOL_WIDTH, dtype=torch.int32)
+    options = {"window": shape.window, "width": POOL_WIDTH, "scale": shape.head_dim**-0.5}
 
     def launch() -> tuple[Tensor, ...]:
-        queries = (cache.queries, cache.tracks, last, widths)
-        scale = shape.head_dim**-0.5
-        return (window_attention(paged, *queries, window=shape.window, scale=scale),)
+        return (window_attention(paged, cache.queries, cache.tracks, last, **options),)
 
     def plain() -> tuple[Tensor, ...]:
         def score(layer: int, request: int, keys: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def window_attention_cases() -> list[CompileCase]:
             name = f"{KEY_NAMES[dtype]}-d{head_dim}-g{group}-w{window}"
             kernel = window_attention._importance_kernel
             cases.append(CompileCase(name, kernel, signature, constexprs, strides, warps, stages))
-    signature = {"offsets": "*i64", "widths": "*i32", "blocks": "i32", "columns": "i32"}
+    signature = {"offsets": "*i64", **dict.fromkeys(("width", "blocks", "columns"), "i32")}
     signature |= dict.fromkeys(("importance", "out"), "*fp32")
     constexprs = {"WINDOW": 8, "HEADS": 112, **window_attention._POOL}
     return [

@@ -92,12 +92,12 @@ def _score(cache: PagedCache, table: Tensor, ring: Tensor, windows: Collection[i
     device, tokens = table.device, _KEEP_TOKENS + _NEW_TOKENS
     thresholds = torch.ones(_REQUESTS, device=device)
     scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
-    ones, widths = [1] * _REQUESTS, torch.full_like(scratch, 7, dtype=torch.int32)
+    ones = [1] * _REQUESTS
     cache, last = replace(cache, req_to_token=table), max(windows, default=0)
     locations = [KeyLocation(cache, row, ring, 0, last) for row in range(_REQUESTS)]
     for window in windows:
         paged = paged_at(locations, [window + _NEW_TOKENS] * _REQUESTS)
-        window_attention(*paged, widths, window=window, scale=1.0)
+        window_attention(*paged, window=window, width=7, scale=1.0)
     paged = paged_at(locations, [tokens] * _REQUESTS)
     key_redundancy(paged[0], thresholds)
     if cache.v_ptrs is not None:

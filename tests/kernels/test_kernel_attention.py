@@ -80,19 +80,18 @@ class Window(Case):
     """float32 [n - W] of each request: attention of its newest W queries, pooled."""
 
     window: int
-    widths: list[int]
+    width: int
 
     def found(self) -> list[Tensor]:
-        widths = torch.tensor(self.widths, dtype=torch.int32, device=self.ring.device)
         flat = window_attention.window_attention(
-            *self.inputs(), widths, window=self.window, scale=SCALE
+            *self.inputs(), window=self.window, width=self.width, scale=SCALE
         )
         assert flat.dtype == torch.float32
         return [*flat.split([n - self.window for n in self.keys.row_tokens])]
 
     def exact(self, b: int) -> Tensor:
         """float64 [n - W], the mean over layers and KV heads."""
-        q, k, width = self.queries(b), self.keys.of_request[b], self.widths[b]
+        q, k, width = self.queries(b), self.keys.of_request[b], self.width
         window, (layers, _, kv_heads, d) = q.shape[1], k.shape
         grouped = q.double().view(layers, window, kv_heads, -1, d)
         logits = torch.einsum("lwhgd,lnhd->lhwgn", grouped, k[:, :-window].double()) * SCALE
@@ -100,7 +99,7 @@ class Window(Case):
         return max_pool1d(importance, width, stride=1, padding=width // 2).mean((0, 1))
 
     def referred(self, b: int) -> Tensor:
-        q, k, width = self.queries(b), self.keys.of_request[b], self.widths[b]
+        q, k, width = self.queries(b), self.keys.of_request[b], self.width
         total = torch.zeros(k.shape[1] - q.shape[1], device=k.device)
         for own_q, own_k in zip(q, k, strict=True):
             each = reference.window_attention(own_q, own_k, kernel=width, scale=SCALE)
@@ -171,12 +170,13 @@ def case(
     kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 16,
-    own: list[int] | None = None,
+    width: int = 7,
+    firsts: list[int] | None = None,
     causal: bool = True,
     query_dtype: torch.dtype | None = None,
     k_scales: list[float] | None = None,
 ) -> Any:
-    """``own`` are the widths of the pools, or the first columns of the steps."""
+    """``width`` is that of the pool, ``firsts`` are the first columns of the steps."""
     counts = [counts] * len(tokens) if isinstance(counts, int) else counts
     draw = torch.Generator().manual_seed(sum(tokens) + max(counts) + group)
     entries = max(counts) if ring is None else ring
@@ -191,8 +191,8 @@ def case(
     last = [n + 5 * b - 1 for b, n in enumerate(tokens)]
     given = (world, queries.to(query_dtype or dtype).to(device), tracks, last, counts)
     if kind == "window":
-        return Window(*given, counts[0], own or [7] * len(tokens))
-    return Steps(*given, own or [0] * len(tokens), causal)
+        return Window(*given, counts[0], width)
+    return Steps(*given, firsts or [0] * len(tokens), causal)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -238,13 +238,13 @@ def test_float8_keys(
             for group, n in ((1, 1), (1, 40), (3, 5), (7, 9), (16, 6), (32, 3), (5, 33))
             for causal in (True, False)
         ),
-        # pools of their own, among them some wider than the request
-        *(("window", [90, 30, 75], 8, {"own": own}) for own in ([1, 3, 7], [63, 255, 5])),
+        # pools of every width, among them some wider than the request
+        *(("window", [90, 30, 75], 8, {"width": width}) for width in (1, 3, 63, 255)),
         # more heads than the pool takes at once
         ("window", [40, 75], 8, {"layers": 3, "kv_heads": 7, "group": 1}),
         # ranges of columns: first columns inside a block and ranges of one column
         *(
-            ("steps", [130, 72, 42], 8, {"own": firsts, "causal": False})
+            ("steps", [130, 72, 42], 8, {"firsts": firsts, "causal": False})
             for firsts in ([0, 0, 0], [70, 5, 21], [121, 63, 33])
         ),
     ],
@@ -336,7 +336,7 @@ def test_the_count_sees_a_second_load(device: torch.device) -> None:
     batch = case("window", [40], device=device)
     batch.keys.of_request *= 2
     batch.keys.rows = batch.keys.rows.repeat(2)
-    twice = Window(batch.keys, batch.ring, [1, 2], [39, 39], [8, 8], 8, [7, 7])
+    twice = Window(batch.keys, batch.ring, [1, 2], [39, 39], [8, 8], 8, 7)
     with counted_loads(batch.keys.layers) as counts:
         twice.found()
     assert int(counts[0].max()) == 2
@@ -363,7 +363,7 @@ def test_an_empty_batch_launches_nothing(
     forbid_launches(monkeypatch)
     found = step_attention.step_attention(*inputs, [], [], causal=True, scale=SCALE)
     assert found.shape == (0, 0)
-    found = window_attention.window_attention(*inputs, none.int(), window=8, scale=SCALE)
+    found = window_attention.window_attention(*inputs, window=8, width=7, scale=SCALE)
     assert found.shape == (0,)
 
 

@@ -36,8 +36,7 @@ def token_importance(requests: Sequence[ScoreInput], *, window: int, kernel: int
     from sgl_skipkv.kernels.window_attention import window_attention
 
     paged, scale = _paged_requests(requests), requests[0].scale
-    widths = device_tensor([kernel] * len(requests), paged[0].device, torch.int32)
-    scores: Tensor = window_attention(*paged, widths, window=window, scale=scale)
+    scores: Tensor = window_attention(*paged, window=window, width=kernel, scale=scale)
     return list(torch.split(scores, [tokens - window for tokens in paged[0].row_tokens]))
 
 
