@@ -249,20 +249,35 @@ def nearest_later(squares: Tensor, products: Tensor) -> Tensor:
     return between.masked_fill_(earlier, torch.inf).amin(dim=1)
 
 
-def sentence_redundancy(v: Tensor) -> Tensor:
-    """Cosine of each sentence vector and the most similar later one; -1 for the last.
+def sentence_similarity(v: Tensor) -> Tensor:
+    """Cosine similarity of every pair of sentence vectors.
 
     Source: SkipKV (arXiv 2512.07993) eqs 1-3; the cosine, as in its text and code, where eq. 1 is a
     dot product.
 
     Args:
-        v: float [S, D], one or more, mean final hidden states; need not be normalised.
+        v: float [S, D], mean final hidden states; need not be normalised.
+
+    Returns:
+        float32 [S, S], symmetric.
+    """
+    unit = v.float() / v.float().norm(dim=-1, keepdim=True).clamp_min(_EPS)
+    similarity: Tensor = unit @ unit.T
+    return similarity
+
+
+def sentence_redundancy(v: Tensor) -> Tensor:
+    """Cosine of each sentence vector and the most similar later one; -1 for the last.
+
+    Source: SkipKV (arXiv 2512.07993) eqs 1-3.
+
+    Args:
+        v: float [S, D], one or more, as of ``sentence_similarity``.
 
     Returns:
         float32 [S].
     """
-    unit = v.float() / v.float().norm(dim=-1, keepdim=True).clamp_min(_EPS)
-    similarity = unit @ unit.T
+    similarity = sentence_similarity(v)
     earlier = torch.ones_like(similarity, dtype=torch.bool).tril()
     redundancy: Tensor = similarity.masked_fill(earlier, -1.0).amax(dim=1)
     return redundancy

@@ -16,6 +16,7 @@ from sgl_skipkv.kernels.reference import (
     key_redundancy,
     selector_attention,
     sentence_redundancy,
+    sentence_similarity,
     window_attention,
 )
 
@@ -181,6 +182,19 @@ def test_inputs_of_any_precision_give_float32(dtype: torch.dtype) -> None:
 def best_later(v: Tensor) -> list[float]:
     rows = cosine_matrix(v.double().tolist())
     return [max(row[i + 1 :], default=-1.0) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 4), (2, 1), (13, 7), (50, 64)])
+def test_sentence_similarity(count: int, width: int) -> None:
+    v = random(22, count, width, scale=5.0)
+    found = sentence_similarity(v)
+    assert_near(found, cosine_matrix(v.double().tolist()))
+    assert torch.allclose(found, found.T, atol=1e-6)
+
+
+def test_sentence_similarity_of_nothing_and_of_zeros() -> None:
+    assert sentence_similarity(torch.zeros(0, 8)).shape == (0, 0)
+    assert torch.equal(sentence_similarity(torch.zeros(3, 8)), torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 4), (2, 1), (13, 7), (50, 64)])

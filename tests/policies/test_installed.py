@@ -82,7 +82,7 @@ def test_its_parameters_are_checked_as_ours(folder: Path, tmp_path: Path) -> Non
         policy.make_policy("openings", openning=1)
     quotas = policy.make_policy("openings", quotas=True)
     assert quotas.params.quotas and quotas.name == "openings"
-    check_server_defaults(ServerConfig(kv_policy="openings", kv_params={"opening": 8}))
+    check_server_defaults(ServerConfig(kv_policy="openings", kv_params={"opening": 8}), 0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_is_no_policy_is_refused(
     raised = why.startswith(("fails to import", "cannot be made"))
     assert caplog.text.count("Traceback") == raised
     with assert_refused("kv_policy", "broken:Own"):
-        check_server_defaults(ServerConfig(kv_policy="own"))
+        check_server_defaults(ServerConfig(kv_policy="own"), 0)
     for name in policy.built_in():
         keys = {"kv_policy": name, "kv_budget": 64}
         assert resolve_request(keys, ServerConfig()) is not None

@@ -87,7 +87,7 @@ def test_scores_of_another_shape_or_type_fail_their_request(
     call = served(server, kv_policy="streaming")
     server.run(call, 60)
     assert "ValueError" in str(call.state.failure)
-    assert re.search(r"policy streaming: expected float32 \[\d+\], got torch", caplog.text)
+    assert re.search(r"policy streaming: expected float32 \[\d+\] on cpu, got torch", caplog.text)
 
 
 @pytest.mark.parametrize("name", names())
