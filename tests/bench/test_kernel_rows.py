@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from bench.kernels import cases, floors
 from bench.lib import device_clock
 from bench.report import device_tables
 
+ROOT = Path(__file__).resolve().parents[2]
+UNTRIED = sorted((ROOT / "bench" / "kernels" / "untried").glob("*.patch"))
 CPU = torch.device("cpu")
 TIMES = ("time_us_p50", "floor_us", "ratio_to_floor")
 
@@ -126,3 +131,12 @@ def test_floors_of_another_device(rows_of: Any) -> None:
     assert float(importance["memory_us"]) == pytest.approx(int(importance["bytes"]) / 2e6, abs=1)
     assert rows["sentence_redundancy"]["tflop_per_s"] == "500.0"
     assert rows["sentence_step"]["tflop_per_s"] == "50.0"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+@pytest.mark.parametrize("patch", UNTRIED, ids=lambda path: path.stem)
+def test_a_change_that_waits_for_a_gpu_applies(patch: Path) -> None:
+    """Time on a GPU is short."""
+    command = ["git", "apply", "--check", str(patch)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
