@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sgl_skipkv.policy import names
+from sgl_skipkv.policy import installed
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
 
@@ -26,16 +26,17 @@ def is_first_rank() -> bool:
 def reasons_of_ranks(reasons: list[str]) -> list[str]:
     """Every rank's reasons why it cannot evict: all of them can, or none.
 
-    Ranks on machines with other policies installed would not refuse the same requests.
+    Ranks with other policies, or other versions of their packages, would not refuse the same
+    requests.
     """
     group = _group()
     if group.world_size == 1:
         return reasons
     found: list[Any] = [None] * group.world_size
-    dist.all_gather_object(found, (reasons, names()), group=group.cpu_group)
+    dist.all_gather_object(found, (reasons, installed.described()), group=group.cpu_group)
     of_ranks, policies = zip(*found, strict=True)
     if odd := {*chain(*policies)} - set.intersection(*map(set, policies)):
-        of_ranks += ([f"policies that are not installed for every rank: {', '.join(sorted(odd))}"],)
+        of_ranks += ([f"policies that are not the same for every rank: {', '.join(sorted(odd))}"],)
     return [*dict.fromkeys(chain(*of_ranks))]
 
 

@@ -21,7 +21,7 @@ from sgl_skipkv.cli.doctor_model import show_model
 from sgl_skipkv.cli.doctor_url import check_endpoint
 from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.policy import installed, policy_class
+from sgl_skipkv.policy import built_in, installed, policy_class
 
 #: columns of a file or a pipe, which has no width of its own
 LEAST_WIDTH: Final = 110
@@ -110,13 +110,15 @@ def examine() -> dict[str, Any]:
 
 def _of_package(name: str) -> dict[str, str | None]:
     """A policy that another package registers, or why it cannot be used."""
+    row = {"policy": name, "package": installed.owners(name), "keeps": None, "problem": None}
+    if name in built_in():
+        ours = f"{name} is a policy of sgl_skipkv, which is used; the package's is not"
+        return row | {"problem": ours}
     try:
         with redirect_stdout(sys.stderr):  # what its module prints is no part of the JSON
-            policy, wrong = policy_class(name), None
+            return row | {"keeps": policy_class(name).keeps}
     except SettingError as error:
-        policy, wrong = None, str(error.got)
-    keeps = getattr(policy, "keeps", None)
-    return {"policy": name, "package": installed.owners(name), "keeps": keeps, "problem": wrong}
+        return row | {"problem": str(error.got)}
 
 
 def version_of(package: str) -> str | None:

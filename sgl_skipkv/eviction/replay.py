@@ -7,7 +7,7 @@ computed once more, from the step's recorded query and the keys that it saw.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -58,7 +58,8 @@ def _tracked(
     statistics = _statistics(policy, requests, recorder.device)
 
     def work() -> dict[str, Tensor]:
-        return _checked_statistics(policy, statistics, policy.track(statistics, seen))
+        tracked = policy.track(dict(statistics), seen)
+        return _checked_statistics(policy, statistics.keys(), tracked, attention)
 
     if ranks.size == 1:
         return work()
@@ -71,18 +72,21 @@ def _tracked(
 
 
 def _checked_statistics(
-    policy: Policy, before: Mapping[str, Tensor], after: dict[str, Tensor]
+    policy: Policy, names: Collection[str], found: dict[str, Tensor], attention: Tensor
 ) -> dict[str, Tensor]:
     """A policy that is being written may return something else.
 
     Raises:
         ValueError: it did.
     """
-    expected, got = ({n: [*one.shape] for n, one in of.items()} for of in (before, after))
-    if got != expected:
-        text = f"expected {expected}, got {got}"
-        raise ValueError(f"statistics of policy {policy.name}: {text}")
-    return after
+    like = attention.shape[1:], torch.float32, attention.device
+    if any((one.shape, one.dtype, one.device) != like for one in found.values()) or (
+        found.keys() != {*names}
+    ):
+        got = {name: f"{one.dtype} {[*one.shape]} on {one.device}" for name, one in found.items()}
+        expected = f"{', '.join(names)} of float32 {[*like[0]]} on {like[2]}"
+        raise ValueError(f"statistics of policy {policy.name}: expected {expected}, got {got}")
+    return found
 
 
 def attention_of_ranks(

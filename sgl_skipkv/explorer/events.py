@@ -10,6 +10,9 @@ Tokens = Annotated[int, Field(ge=0, lt=1 << 53)]  # a JavaScript number holds th
 Span = tuple[Tokens, Tokens]
 
 
+_Value = bool | int | FiniteFloat | str | None
+
+
 class Event(BaseModel):
     """What every line has. Names that the explorer does not show are left out."""
 
@@ -61,7 +64,7 @@ class Finish(Event):
     sentences: Tokens = 0
     evicted_sentences: Tokens = 0
     sentence_spans: list[Span] = []
-    kv_params: dict[str, bool | int | FiniteFloat | str | None] = {}
+    kv_params: dict[str, _Value | list[_Value]] = {}
     kv_reuse: str | None = None
     continues: Continues | None = None
 

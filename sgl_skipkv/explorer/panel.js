@@ -65,7 +65,8 @@ class Panel {
       const share = summary.full_kv_tokens
         ? `${Math.round((100 * summary.peak_kv_tokens) / summary.full_kv_tokens)}% of the full cache’s ${count.format(summary.full_kv_tokens)}`
         : "";
-      const what = request.params?.count_prompt ? "Peak KV tokens" : "Peak KV tokens beside the prompt";
+      const counted = request.params?.count_prompt || request.reuse === "budget";
+      const what = counted ? "Peak KV tokens" : "Peak KV tokens beside the prompt";
       add(what, count.format(summary.peak_kv_tokens), share);
       add("Evicted tokens", count.format(summary.evicted_tokens));
       add(

@@ -58,13 +58,10 @@ def policy_class(name: object) -> type[Policy]:
     """
     if not isinstance(name, str) or name not in names():
         raise SettingError("kv_policy", "a policy name", name, ", ".join(names()))
-    if name not in installed.entries():
+    if name in _POLICIES:
         cls: type[Policy] = pkgutil.resolve_name(_POLICIES[name])
         return cls
-    if name in _POLICIES:
-        found: type[Policy] | str = f"{name}: package {installed.owners(name)} registers it too"
-    else:
-        found = installed.load(name)
+    found = installed.load(name)
     if isinstance(found, str):
         others = ", ".join(other for other in names() if other != name)
         raise SettingError("kv_policy", "a policy that can be used", Unabridged(found), others)

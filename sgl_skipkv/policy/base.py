@@ -86,7 +86,7 @@ class Policy:
 
     name: ClassVar[str]
     #: what stays, and the paper: its row in README
-    keeps: ClassVar[str]
+    keeps: ClassVar[str] = ""
     source: ClassVar[str] = ""
     Params: ClassVar[type[PolicyParams]] = PolicyParams
     #: whether it reads the last ``window`` queries, which are recorded for it

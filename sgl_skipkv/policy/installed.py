@@ -4,7 +4,7 @@
     openings = "openings:Openings"
 
 A package's code is imported when its policy is first asked for, so one that is broken affects the
-requests with its name and nothing else.
+requests with its name and nothing else. A name of this package stays this package's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _SEALED: Final = {
     *("needs_track", "records_queries"),
 }
 
+#: what a class says of itself, beside its texts
+_FLAGS: Final = Policy.__annotations__.keys() - {"name", "keeps", "source", "Params"}
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,7 +43,17 @@ def entries() -> Mapping[str, Sequence[EntryPoint]]:
 
 def owners(name: str) -> str:
     """The packages that register a name, for messages."""
-    return " and ".join(sorted({entry.dist.name for entry in entries()[name] if entry.dist}))
+    return " and ".join(sorted({str(entry.dist and entry.dist.name) for entry in entries()[name]}))
+
+
+def described() -> list[str]:
+    """Every entry, its package and version, to be compared with another machine's."""
+    every = (entry for found in entries().values() for entry in found)
+    return [
+        f"{entry.name} = {entry.value} ({entry.dist and entry.dist.name} "
+        f"{entry.dist and entry.dist.version})"
+        for entry in every
+    ]
 
 
 @functools.cache
@@ -86,19 +99,17 @@ def _wrong_members(cls: type[Policy]) -> str | None:
     }
     if sealed := sorted(_SEALED & own.keys()):
         return f"overrides {', '.join(sealed)}, which the scheduler reads in every step"
+    if not isinstance(cls.keeps, str):
+        return f"has keeps {cls.keeps!r}, not a text"
     for name in own.keys() - Policy.__annotations__.keys():
-        meant = get_close_matches(name, Policy.__annotations__, n=1, cutoff=0.87)
+        meant = get_close_matches(name, _FLAGS, n=1, cutoff=0.8)
         if meant and not callable(own[name]):
             return f"has {name}; perhaps {meant[0]} is meant"
-    if cls.evicts and not _scores(cls):
+    if cls.evicts and cls.scores_together is JointPolicy.scores_together:
+        return "has no scores_together, as a JointPolicy needs"
+    if cls.evicts and cls.scores_together is Policy.scores_together and cls.scores is Policy.scores:
         return "has neither scores nor scores_together"
     return None
-
-
-def _scores(cls: type[Policy]) -> bool:
-    if cls.scores_together is Policy.scores_together:
-        return cls.scores is not Policy.scores
-    return cls.scores_together is not JointPolicy.scores_together
 
 
 def _wrong_parameters(params: type[PolicyParams]) -> str | None:

@@ -101,7 +101,13 @@ def test_its_parameters_are_checked_as_ours(folder: Path, tmp_path: Path) -> Non
         (f"{HEAD}    need_queries = True", "has need_queries; perhaps needs_queries is meant"),
         (f"{HEAD}    def budget_after(self, *a): return 9", "overrides budget_after, which the s"),
         (f"{HEAD}    needs_track = False", "overrides needs_track, which the scheduler reads"),
+        (f"{HEAD}    needs_query = True", "has needs_query; perhaps needs_queries is meant"),
+        (f"{HEAD}    keeps = 5", "has keeps 5, not a text"),
         (NAMED, "has neither scores nor scores_together"),
+        (
+            HEAD.replace("import Policy", "import JointPolicy as Policy"),
+            "has no scores_together, as a JointPolicy needs",
+        ),
         (f"{HEAD}    def __init__(self): pass", "cannot be made without parameters, TypeError"),
         (HEAD + PARAMS.format("must: int"), "cannot be made without parameters, ValidationErr"),
         (HEAD + PARAMS.format("many: list[int] = [1]"), "cannot be made without parameters, Type"),
@@ -130,15 +136,14 @@ def test_what_is_no_policy_is_refused(
 
 
 def test_a_name_that_two_packages_register_is_refused(folder: Path) -> None:
-    """Of the two, and of ours, none is chosen by the order of installation."""
-    install(folder, "first", {"own": "first:Own", "rkv": "first:Own"}, HEAD)
+    """None is chosen by the order of installation. A name of ours stays ours."""
+    install(folder, "first", {"own": "first:Own", "distinct": "first:Own"}, HEAD)
     install(folder, "second", {"own": "second:Own"}, HEAD)
     assert policy.names() == (*policy.built_in(), "own")
     with assert_refused("kv_policy", "several packages register it: first and second"):
         policy.make_policy("own")
-    with assert_refused("kv_policy", "rkv: package first registers it too"):
-        policy.make_policy("rkv")
-    assert policy.make_policy("snapkv").name == "snapkv"
+    assert type(policy.make_policy("distinct")).__module__ == "sgl_skipkv.policy.distinct"
+    check_server_defaults(ServerConfig(), 0)
 
 
 @pytest.mark.parametrize(
@@ -156,13 +161,19 @@ def test_a_name_that_two_packages_register_is_refused(folder: Path) -> None:
             "    needs_attention = True\n    def initial_statistics(self, positions):\n"
             "        return {'seen': positions.float()}\n"
             "    def track(self, statistics, seen): return {'other': statistics['seen']}",
-            r"statistics of policy own: expected {'seen': \[\d+\]}, got {'other'",
+            r"statistics of policy own: expected seen of float32 \[\d+\] on cpu, got {'other'",
         ),
         (
             "    needs_attention = True\n    def initial_statistics(self, positions):\n"
             "        return {'seen': positions.float()}\n"
             "    def track(self, statistics, seen): return {'seen': statistics['seen'][1:]}",
-            r"statistics of policy own: expected {'seen': \[\d+\]}, got {'seen': \[\d+\]}",
+            r"statistics of policy own: expected seen of float32 \[\d+\] on cpu, got {'seen'",
+        ),
+        (
+            "    needs_attention = True\n    def initial_statistics(self, positions):\n"
+            "        return {'seen': positions}\n    def track(self, statistics, seen):\n"
+            "        statistics['seen'] = statistics['seen'][1:]\n        return statistics",
+            r"statistics of policy own: expected seen of float32 .* got {'seen': 'torch.int64 \[",
         ),
         ("    def protected_tail(self, kv_budget): return 1 / 0", "ZeroDivisionError"),
     ],
@@ -205,7 +216,8 @@ def test_ranks_with_other_policies_cannot_evict(tmp_path: Path) -> None:
     forget()
     assert on_ranks(2, reasons_of_rank, tmp_path) == [["of rank 1"]] * 2
     install(tmp_path, "package", {"own": "package:Own"}, HEAD)
-    reasons = ["of rank 1", "policies that are not installed for every rank: own"]
+    odd = "own = package:Own (package 1.0)"
+    reasons = ["of rank 1", f"policies that are not the same for every rank: {odd}"]
     assert on_ranks(2, reasons_of_rank, tmp_path) == [reasons] * 2
 
 
@@ -213,7 +225,7 @@ def test_doctor_lists_them(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_example(folder, tmp_path)
-    install(folder, "broken", {"own": "broken:Own"}, "import no_such_module")
+    install(folder, "broken", {"own": "broken:Own", "rkv": "broken:Own"}, "import no_such_module")
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     (at,) = (i for i, line in enumerate(lines) if line.startswith("policies of other packages"))
@@ -221,6 +233,7 @@ def test_doctor_lists_them(
     row = re.search(r"openings +│ openings-policy +│ (.*)", table)
     assert row is not None and "the first tokens of every sentence" in row[1]
     assert re.search(r"own +│ broken +│ broken:Own of package broken fails to import", table)
+    assert re.search(r"rkv +│ broken +│ rkv is a policy of sgl_skipkv, which is used", table)
     assert "ready" in table  # nothing else minds
 
 
