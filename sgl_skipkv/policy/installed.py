@@ -20,12 +20,11 @@ from typing import Any, Final, get_args
 from sgl_skipkv.policy.base import AttentionOver, JointPolicy, Policy, PolicyParams
 
 GROUP: Final = "sgl_skipkv.policies"
-#: of all requests, outside of what fails one request alone
+#: read for every running request in every step, where an error would end the server
 _SEALED: Final = {
     *("budget_after", "candidates", "span", "min_budget_tokens", "pinned_tail_tokens"),
     *("needs_track", "records_queries"),
 }
-
 #: what a class says of itself, beside its texts
 _FLAGS: Final = Policy.__annotations__.keys() - {"name", "keeps", "source", "Params"}
 
@@ -87,7 +86,8 @@ def _wrong(found: Any, name: str) -> str | None:
 
 
 def _wrong_members(cls: type[Policy]) -> str | None:
-    """A wrong word in one of these would go unnoticed until ranks combine their scores."""
+    """Members that would go unnoticed until they do harm: a wrong word until ranks combine their
+    scores, a misspelt flag for good."""
     if cls.over_ranks not in ("mean", "max", None):
         return f"has over_ranks {cls.over_ranks!r}, not one of mean, max, None"
     if cls.attention_over not in get_args(AttentionOver):
