@@ -21,7 +21,6 @@ from sgl_skipkv.cli.doctor_model import show_model
 from sgl_skipkv.cli.doctor_url import check_endpoint
 from sgl_skipkv.cli.tables import Column, facts_of, print_json, table_of
 from sgl_skipkv.config import SettingError
-from sgl_skipkv.policy import built_in, installed, policy_class
 
 #: columns of a file or a pipe, which has no width of its own
 LEAST_WIDTH: Final = 110
@@ -85,6 +84,7 @@ def examine() -> dict[str, Any]:
     from sgl_skipkv.patches import registry
     from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
     from sgl_skipkv.patches.startup.hook_bodies import hook_states
+    from sgl_skipkv.policy import installed
 
     states, problems = hook_states()
     report["device"] = platform_name()
@@ -110,6 +110,8 @@ def examine() -> dict[str, Any]:
 
 def _of_package(name: str) -> dict[str, str | None]:
     """A policy that another package registers, or why it cannot be used."""
+    from sgl_skipkv.policy import built_in, installed, policy_class  # need torch
+
     row = {"policy": name, "package": installed.owners(name), "keeps": None, "problem": None}
     if name in built_in():
         ours = f"{name} is a policy of sgl_skipkv, which is used; the package's is not"
