@@ -37,7 +37,7 @@ class Panel {
     keys.append(
       element("span", { class: "key live" }, "live"),
       element("span", { class: "key lost" }, "evicted"),
-      element("span", { class: "key unborn" }, "not generated yet"),
+      element("span", { class: "key not-yet" }, "not generated yet"),
       element("span", { class: "key prompt" }, "end of the prompt"),
     );
     drawn.append(keys, this.map.root);

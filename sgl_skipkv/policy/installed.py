@@ -101,7 +101,7 @@ def _wrong_members(cls: type[Policy]) -> str | None:
         return f"overrides {', '.join(sealed)}, which the scheduler reads in every step"
     if not isinstance(cls.keeps, str):
         return f"has keeps {cls.keeps!r}, not a text"
-    for name in own.keys() - Policy.__annotations__.keys():
+    for name in sorted(own.keys() - Policy.__annotations__.keys()):
         meant = get_close_matches(name, _FLAGS, n=1, cutoff=0.8)
         if meant and not callable(own[name]):
             return f"has {name}; perhaps {meant[0]} is meant"
