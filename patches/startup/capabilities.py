@@ -284,7 +284,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "allocator", "yes", "TokenToKVPoolAllocator and PagedTokenToKVPoolAllocator", allocator
     ),
     Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", kv_pool),
-    Capability("MLA", "yes", "latents by absorbed queries; no float8, one rank", latents),
+    Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
     Capability(
         "images, videos, audio",

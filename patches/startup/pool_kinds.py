@@ -64,15 +64,11 @@ def _latent_pool(scheduler: Any) -> Any:
 
 
 def latents(scheduler: Any) -> str | None:
-    from sglang.srt.runtime_context import get_parallel
-
     pool = _latent_pool(scheduler)
     if pool is None:
         return None
     if pool.dtype not in TRITON_NAMES or pool.store_dtype != pool.dtype:
         return f"MLA with KV cache dtype {pool.dtype}: untested"
-    if (size := get_parallel().tp_size) > 1:
-        return f"MLA with tensor parallelism (tp_size={size}): untested"
     for layer in attention_layers(scheduler.tp_worker.model_runner.model):
         widths = layer.tp_k_head_num, layer.head_dim, layer.v_head_dim
         if widths != (1, pool.kv_cache_dim, pool.kv_lora_rank):

@@ -205,6 +205,15 @@ SPECS: dict[str, Spec] = {
         more=(*ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
     ),
+    # The same on two ranks: each has all latents, and half of the query heads.
+    "latents on two ranks": retracting(
+        40,
+        files=("oracle_latents",),
+        model="deepseek_v3",
+        more=("--tp-size", "2", *ONE_BATCH, *PAGES_OF_16),
+        steering_layer=None,
+        check_agreement=True,
+    ),
     # Models that read images, in pages, retracted now and then.
     **{
         family: retracting(

@@ -1,4 +1,4 @@
-"""The score oracle of a model with MLA: its keys and values are latents of one head.
+"""The score oracle of a model with MLA: its keys and values are latents of one head per rank.
 
 The forward makes keys of every head, as Hugging Face does. What a server caches is taken from it: a
 layer's normalised latent and its rotary key. Queries are absorbed in float64.
@@ -6,14 +6,24 @@ layer's normalised latent and its rotary key. Queries are absorbed in float64.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from score_oracle import ScoreOracle
 from torch import Tensor
 
 
 class LatentOracle(ScoreOracle):
+    """Args:
+    ranks: of the server. Each has all latents, and some of the query heads.
+    """
+
+    def __init__(self, model_path: Path | str, ranks: int = 1) -> None:
+        super().__init__(model_path)
+        self.ranks = ranks
+
     def _forward(self, ids: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As there, with Hkv = 1, d = r + rotary and values of r numbers.
+        """As there, with Hkv = ranks, d = r + rotary and values of r numbers.
 
         The formulas divide logits by the root of ``d``, so queries carry the rest of the model's
         own factor.
@@ -30,7 +40,7 @@ class LatentOracle(ScoreOracle):
             for hook in hooks:
                 hook.remove()
         plain = layers[0].qk_nope_head_dim
-        cached = torch.stack(latents)[:, :, None]
+        cached = torch.stack(latents)[:, :, None].expand(-1, -1, self.ranks, -1)
         absorbed = torch.stack(
             [
                 torch.einsum("thd,hdr->thr", asked[..., :plain], _to_keys(layer))
@@ -38,7 +48,8 @@ class LatentOracle(ScoreOracle):
             ]
         )
         queries = torch.cat([absorbed, queries[..., plain:]], dim=3)
-        keys = torch.cat([cached, keys[:, :, :1, plain:]], dim=3)
+        rotary = keys[:, :, :1, plain:].expand(-1, -1, self.ranks, -1)
+        keys = torch.cat([cached, rotary], dim=3)
         return queries * (layers[0].scaling * keys.shape[3] ** 0.5), keys, cached, hidden
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capability_rows import on_a_server, row_named, scheduler_with
+from capability_rows import row_named, scheduler_with
 
 from sgl_skipkv.patches.engine import forward
 from sgl_skipkv.patches.startup import pool_kinds
@@ -29,25 +29,23 @@ def test_other_pools_are_refused_by_name() -> None:
     assert refused == f"KV pool DSATokenToKVPool ({supported})"
 
 
-def test_what_mla_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mla_is_refused_with() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     layer = {"num_kv_heads": 1, "head_dim": 32, "v_head_dim": 24}
     check = row_named("MLA").check
 
-    def refused(*layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16, ranks: int = 1):
+    def refused(*layers: dict[str, Any], dtype: torch.dtype = torch.bfloat16):
         scheduler = scheduler_with(MLATokenToKVPool, *layers)
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         pool.dtype, pool.kv_cache_dim, pool.kv_lora_rank = dtype, 32, 24
         pool.store_dtype = dtype if dtype.itemsize > 1 else torch.uint8
-        on_a_server(monkeypatch, "parallel.tp_size", ranks)
         return check(scheduler)
 
     assert check(scheduler_with(MHATokenToKVPool, {}, {})) is None
     assert refused(layer, layer) is None
     float8 = refused(layer, layer, dtype=torch.float8_e4m3fn)
     assert float8 == "MLA with KV cache dtype torch.float8_e4m3fn: untested"
-    assert refused(layer, layer, ranks=2) == "MLA with tensor parallelism (tp_size=2): untested"
     for other in ({"num_kv_heads": 4}, {"head_dim": 24}, {"v_head_dim": 32}):
         reads_else = "MLA with attention layers that do not read its latents (layer 1)"
         assert refused(layer, {**layer, **other}) == reads_else

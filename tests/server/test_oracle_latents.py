@@ -1,5 +1,5 @@
-"""MLA on a server: latents are evicted, scored by absorbed queries, backed up and carried on; in
-pages of 16.
+"""MLA on a server, of one rank and of two: latents are evicted, scored by absorbed queries, backed
+up and carried on; in pages of 16.
 
 ``tests/load/models.py`` has more requests; ``tests/policies/test_latent_scores.py`` the formula.
 """
@@ -33,9 +33,19 @@ def call(policy: str) -> dict[str, Any]:
     return {**named, "kv_policy": policy, "kv_budget": 40, "kv_params": PARAMETERS}
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(fleet: Fleet) -> Iterator[Server]:
-    yield from fleet.lent("latents")
+def server(fleet: Fleet, ranks: int) -> Iterator[Server]:
+    yield from fleet.lent("latents" if ranks == 1 else "latents on two ranks")
+
+
+@pytest.fixture(scope="module")
+def scores(model_folder, ranks: int) -> LatentOracle:
+    return LatentOracle(model_folder("deepseek_v3"), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +66,8 @@ def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers,
     assert restored >= 1
 
 
-def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, model_folder) -> None:
-    judge, compactions = LatentOracle(model_folder("deepseek_v3")), 0
+def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, scores) -> None:
+    compactions = 0
     for name in {*RUN} & {*SPELLED_OUT}:
         events, output = server.events(name), answers[name]["output_ids"]
         if "recompute" in [event["event"] for event in events]:
@@ -66,20 +76,20 @@ def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, model_f
         ends = [token in LINE_END_IDS for token in output]
         policy = make_policy(name, **PARAMETERS)
         sides = prompt_ids(name, 30), output, compacted, ends, policy
-        for choice in judge.choices(*sides, kv_budget=40):
+        for choice in scores.choices(*sides, kv_budget=40):
             assert choice.inversion < score_tolerance(name), name
             compactions += 1
     assert compactions >= 20
 
 
-def test_a_conversation_goes_on_from_the_latents_that_it_kept(server, oracle, model_folder) -> None:
+def test_a_conversation_goes_on_from_the_latents_that_it_kept(server, oracle, scores) -> None:
     turns = []
     for number in range(3):
         text, after = draw(("latents", number), 60 if turns else 90), turns[-1] if turns else None
         turns += say(server, Asked(f"turn-{number}", text, keys("budget", "rkv"), after))
     assert_judged(oracle("deepseek_v3"), *turns)
     assert all(turn.info["copied_kv_tokens"] > 0 for turn in turns[1:])
-    choices = choices_of(LatentOracle(model_folder("deepseek_v3")), turns, kv_budget=BUDGET)
+    choices = choices_of(scores, turns, kv_budget=BUDGET)
     assert max(choice.inversion for _, choice in choices) < score_tolerance("rkv")
 
 
