@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fleet import Fleet
 from latent_oracle import LatentOracle
-from score_oracle import SPELLED_OUT, score_tolerance
+from score_oracle import SPELLED_OUT, Choice, score_tolerance
 from servers import HTTPFailure, Server, logprob_gap
 from talks import BUDGET, Asked, assert_judged, choices_of, draw, keys, say
 from tiny_models import LINE_END_IDS, prompt_ids
@@ -69,17 +69,31 @@ def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers,
 def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, scores) -> None:
     compactions = 0
     for name in {*RUN} & {*SPELLED_OUT}:
-        events, output = server.events(name), answers[name]["output_ids"]
-        if "recompute" in [event["event"] for event in events]:
-            continue
-        compacted = [event for event in events if event["event"] == "compact"]
-        ends = [token in LINE_END_IDS for token in output]
-        policy = make_policy(name, **PARAMETERS)
-        sides = prompt_ids(name, 30), output, compacted, ends, policy
-        for choice in scores.choices(*sides, kv_budget=40):
+        for choice in choices(scores, server, name, answers[name]):
             assert choice.inversion < score_tolerance(name), name
             compactions += 1
     assert compactions >= 20
+
+
+def test_the_heads_of_a_rank_are_the_group(server, answers, model_folder, ranks: int) -> None:
+    """By the formula of another number of ranks other tokens would be the best."""
+    other = LatentOracle(model_folder("deepseek_v3"), 3 - ranks)
+    found = [choices(other, server, name, answers[name]) for name in ("snapkv", "rkv")]
+    inversions = [choice.inversion for each in found for choice in each]
+    assert len(inversions) >= 3 and max(inversions) > 1e-4
+
+
+def choices(
+    oracle: LatentOracle, server: Server, name: str, answer: dict[str, Any]
+) -> list[Choice]:
+    """None of a request that was computed again."""
+    events, output = server.events(name), answer["output_ids"]
+    if "recompute" in [event["event"] for event in events]:
+        return []
+    compacted = [event for event in events if event["event"] == "compact"]
+    ends = [token in LINE_END_IDS for token in output]
+    sides = prompt_ids(name, 30), output, compacted, ends, make_policy(name, **PARAMETERS)
+    return oracle.choices(*sides, kv_budget=40)
 
 
 def test_a_conversation_goes_on_from_the_latents_that_it_kept(server, oracle, scores) -> None:

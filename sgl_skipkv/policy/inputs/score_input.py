@@ -25,7 +25,8 @@ class ScoreInput:
     With MLA there is one KV head, ``Hkv = 1``. A key is what is cached: the latent of r numbers and
     the rotary key behind it. A query is absorbed, ``W_UK q``, and its rotary part behind it, so
     their product is that of the ordinary query and key. A value is the latent. What compares keys
-    compares latents with their rotary keys, what measures values measures latents.
+    compares latents with their rotary keys, what measures values measures latents. Every rank has
+    all latents, and its own query heads.
 
     Attributes:
         positions: int64 [n], logical position of each cached token, ascending, prompt included.
