@@ -193,6 +193,12 @@ _SETTINGS: Rows = (
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
     ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
     (
+        "expert parallel with all-to-all",
+        "untested: a step's tokens lie on several ranks",
+        "exec.moe.moe_a2a_backend",
+    ),
+    ("elastic expert parallel", "ranks come and go", "exec.moe.elastic_ep_backend"),
+    (
         "layernorm sequence parallel",
         "the hidden states of a prefill lie on several ranks",
         "parallel.enable_layernorm_sp",
@@ -201,7 +207,6 @@ _SETTINGS: Rows = (
 #: name, why, path: settings that must be 1
 _COUNTS: Rows = (
     ("pipeline parallel", "scores need the layers of every stage", "parallel.pp_size"),
-    ("expert parallel", "untested: on a CPU SGLang itself fails", "parallel.ep_size"),
     ("context parallel", "a request's keys lie on several ranks", "parallel.attn_cp_size"),
     ("decode context parallel", "a request's keys lie on several ranks", "parallel.dcp_size"),
 )
@@ -303,6 +308,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "sentence ends come from a tokenizer that the plugin loads itself",
         missing_vocabulary,
     ),
+    Capability("expert parallel", "yes", "every rank has the whole attention of its heads"),
     Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability(

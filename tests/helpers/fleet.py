@@ -163,6 +163,15 @@ SPECS: dict[str, Spec] = {
     ),
     # Interleaved, partial rotation, and norms on what a layer adds to its residual.
     "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
+    # Experts that two ranks share out, and heads too.
+    "experts on two ranks": Spec(
+        ("oracle_families",),
+        "qwen3_moe",
+        ("--tp-size", "2", "--ep-size", "2", *ONE_BATCH),
+        {**CHECKED, "check_agreement": True},
+        {"env": rank_plants.environment("experts-apart")},
+        steering_layer=1,
+    ),
     # Layers with windows, in pages, retracted now and then; and requests that forget the windows.
     "gemma3": Spec(
         ("oracle_windows",),

@@ -116,10 +116,28 @@ def _unprotected(ranks: Any) -> None:
     Runtime.open = forgetting  # type: ignore[method-assign]
 
 
+def _experts_apart(ranks: Any) -> None:
+    """Not a mistake of ours: SGLang's experts on a CPU fail at the -1 that stands for an expert of
+    another rank. Here it adds nothing, as on a GPU."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    forward = fused_moe_native.moe_forward_native
+
+    def of_own_experts(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
+        weights, ids, logits = topk_output
+        weights, ids = weights.masked_fill(ids < 0, 0.0), ids.clamp_min(0)
+        # One choice after the other: that function counts an expert once per token.
+        choices = zip(weights.split(1, dim=1), ids.split(1, dim=1), strict=True)
+        return sum(forward(layer, x, type(topk_output)(*one, logits), config) for one in choices)
+
+    fused_moe_native.moe_forward_native = of_own_experts
+
+
 PLANTS: dict[str, Callable[[Any], None]] = {
     "traces": lambda ranks: None,
     "faults": _faults,
     "no-gather": _no_gather,
     "other-draw": _other_draw,
     "unprotected": _unprotected,
+    "experts-apart": _experts_apart,
 }

@@ -42,7 +42,9 @@ from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
 
 POLICIES = [name for name in names() if name != "full"]
-MODELS = ("bundled", "llama", "qwen3", "qwen3_moe", "deepseek_v3")
+#: Qwen3-MoE whose two ranks share the experts out as well
+APART = "qwen3_moe_ep"
+MODELS = ("bundled", "llama", "qwen3", "qwen3_moe", APART, "deepseek_v3")
 #: whose heads share one latent, so a rank's heads are the group of which the best one counts
 LATENT = ("deepseek_v3",)
 BEST_OF_GROUP = ("skipkv", "skipkv+", "rkv", "snapkv", "gkv")
@@ -106,10 +108,12 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
     asked = {policy: requests_of(policy, count) for policy in _policies_of(name)}
     waves = [[requests[i] for requests in asked.values()] for i in range(count)]
     more = () if overlap else WITHOUT_OVERLAP
+    plants = ("experts-apart",) if name == APART else ()
     answers: dict[int, dict[str, Row]] = {1: {}, 2: {}}
     traces: dict[tuple[int, int], Events] = {}
     for ranks in (2, 1):
-        with started(model, folder / f"{ranks}", ranks, more=more) as server:
+        flags = (*more, "--ep-size", str(ranks)) if name == APART else more
+        with started(model, folder / f"{ranks}", ranks, *plants, more=flags) as server:
             for wave in track(waves, f"{name}, {ranks} ranks, overlap {overlap}"):
                 for request, answer in zip(wave, server.generate_all(wave), strict=True):
                     answers[ranks][request["rid"]] = answer
@@ -261,7 +265,7 @@ def main() -> int:
     folder, rows = Path(tempfile.mkdtemp(prefix="ranks-")), list[Row]()
     print("logs and traces, kept if anything goes wrong:", folder)
     models = {
-        name: REASONER if name == "bundled" else save_model(name, folder / name)
+        name: REASONER if name == "bundled" else save_model(name.removesuffix("_ep"), folder / name)
         for name in arguments.models
     }
 

@@ -52,7 +52,11 @@ def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
             {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
             "DP attention (attn_dp_enabled=True)",
         ),
-        ({"tp_size": 2, "ep_size": 2}, "expert parallel (ep_size=2)"),
+        (
+            {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},
+            "expert parallel with all-to-all (moe_a2a_backend=deepep)",
+        ),
+        ({"tp_size": 2, "ep_size": 2}, None),
         (
             {"tp_size": 2, "enable_layernorm_sp": True},
             "layernorm sequence parallel (enable_layernorm_sp=True)",

@@ -1,6 +1,7 @@
-"""One more family under the oracle, with norms on what its layers add and half of a head rotated.
+"""Two more families under the oracle: one with norms on what its layers add and half of a head
+rotated, and one with experts that two ranks share out.
 
-``tests/load/models.py`` does the same with nine, for ``make reliability``.
+``tests/load/models.py`` does the same with others, for ``make reliability``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import Fleet, addition
+from fleet import SPECS, Fleet, addition
 from servers import Server, logprob_gap
 from tiny_models import prompt_ids
 
@@ -30,18 +31,24 @@ def call(rid: str, policy: str, **keys: Any) -> dict[str, Any]:
     return {"rid": rid, "input_ids": prompt, "tokens": TOKENS, "kv_policy": policy} | budget | keys
 
 
+@pytest.fixture(scope="module", params=["glm4", "experts on two ranks"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(fleet: Fleet) -> Iterator[Server]:
-    yield from fleet.lent("glm4")
+def server(fleet: Fleet, name: str) -> Iterator[Server]:
+    yield from fleet.lent(name)
 
 
-def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, oracle) -> None:
-    calls = [call(name, name) for name in POLICIES]
-    calls += [call(f"steered-{name}", name, steering=1.25) for name in STEERED]
-    judge, seen = oracle("glm4").judge, 0
+def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, oracle, name) -> None:
+    family = str(SPECS[name].model)
+    calls = [call(policy, policy) for policy in POLICIES]
+    calls += [call(f"steered-{policy}", policy, steering=1.25) for policy in STEERED]
+    judge, seen = oracle(family).judge, 0
     for asked, answer in zip(calls, server.generate_all(calls), strict=True):
         rid, prompt, ids = asked["rid"], asked["input_ids"], answer["output_ids"]
-        events, added = server.events(rid), addition("glm4", asked, ids)
+        events, added = server.events(rid), addition(name, asked, ids)
         verdict = judge(prompt, ids, events, added)
         assert verdict.wrong == [], rid
         assert logprob_gap(answer, verdict.logprobs.tolist()) <= LOGPROB_TOLERANCE, rid
