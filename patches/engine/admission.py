@@ -7,7 +7,7 @@ that the request may still hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -97,11 +97,9 @@ class _BudgetedAdder:
         lacks_track = state is not None and not self._has_track(state)
         if lacks_track and self.track_missing:
             return True  # the next track is for a request before it; see below
-        fixed = [
-            running
-            for running in self.running_batch.reqs
-            if must_not_retract(running) or (lacks_track and not _holds_track(running))
-        ]
+        fixed = must_stay(self.running_batch.reqs)
+        if lacks_track:
+            fixed += [running for running in self.running_batch.reqs if not _holds_track(running)]
         self.preempt_list.extend(fixed)
         try:
             with _future_as_max_new_tokens(req):
@@ -136,13 +134,38 @@ def _holds_track(req: Any) -> bool:
     return state is not None and state.held.track_id != 0
 
 
-def must_not_retract(req: Any) -> bool:
-    """Whether a running request, if retracted, could be neither restored nor recomputed."""
-    state = state_of(req)
-    if state is None or state.runtime.can_recompute(state, len(req.output_ids)):
-        return False
-    row_tokens = req.kv.kv_allocated_len
-    return not state.runtime.can_back_up(state, row_tokens, len(req.output_ids))
+def must_stay(reqs: Sequence[Any]) -> list[Any]:
+    """Running requests that, if retracted, could be neither restored nor recomputed.
+
+    Of the others any number may be retracted at once, in any order. So the host memory that one
+    needs which cannot be recomputed is counted behind what all others would take.
+    """
+    taken_bytes, needing = 0, []
+    for req in reqs:
+        state = state_of(req)
+        if state is None:
+            continue
+        if state.runtime.can_recompute(state, len(req.output_ids)):
+            taken_bytes += backup_bytes(req, state) or 0
+        else:
+            needing.append((req, state))
+    staying = []
+    for req, state in needing:
+        needed = backup_bytes(req, state)
+        if needed is None or not state.runtime.host_memory.fits(taken_bytes + needed):
+            staying.append(req)
+        else:
+            taken_bytes += needed
+    return staying
+
+
+def backup_bytes(req: Any, state: RequestState) -> int | None:
+    """Host memory for the backup of a running request; None: it can have none."""
+    if req.positional_embed_overrides is not None and state.keeps_prompt_private:
+        return None  # SGLang places them by row entries, and this row may lack some of its prompt
+    row_tokens: int = req.kv.kv_allocated_len
+    needed: int | None = state.runtime.backup_bytes(state, row_tokens, len(req.output_ids))
+    return needed
 
 
 def fits_alone(state: RequestState, req: Any) -> bool:

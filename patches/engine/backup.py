@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.patches.engine.admission import backup_bytes
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
@@ -46,16 +47,14 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
         return  # SGLang drops its output and starts again, so there is nothing to continue
     if not req.output_ids or not newest <= recorded_tokens:
         return  # the request is in its prefill: there is nothing worth saving
-    if not runtime.can_back_up(state, kv.kv_allocated_len, len(req.output_ids)):
+    needed = backup_bytes(req, state)
+    if needed is None or not runtime.host_memory.fits(needed):
         return
     wait_for_forward(pool)
     row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
     copy = partial(runtime.back_up, state, (buffer[slots] for buffer in buffers), recorded_tokens)
-    if runtime.ranks.size == 1:
-        copy()
-        return
     _, error = attempt(f"backup of kv_budget request {req.rid}", copy)
     if runtime.ranks.any(error is not None):
         state.offloaded.backup = None

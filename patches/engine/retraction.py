@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.admission import must_not_retract
+from sgl_skipkv.patches.engine.admission import must_stay
 from sgl_skipkv.patches.engine.binding import state_of
 
 
@@ -29,13 +29,14 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
     from sglang.srt.runtime_context import get_schedule
 
     by_priority = get_schedule().retraction_policy == "priority"
+    staying = must_stay([reqs[i] for i in order])
 
     def cost(i: int) -> int:
         state = state_of(reqs[i])
         if state is None:
             return 0
         ahead = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
-        return 2 if must_not_retract(reqs[i]) else int(ahead)
+        return 2 if reqs[i] in staying else int(ahead)
 
     costs = {i: cost(i) for i in order}
     if not any(costs.values()):

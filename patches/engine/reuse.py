@@ -220,8 +220,10 @@ def leaving_history(
     req: Any, state: RequestState | None, tree_cache: Any, *, checkpoint: bool
 ) -> Iterator[None]:
     """While SGLang releases the row of a finished or aborted request, it files the row under its
-    keys. checkpoint: whether it files it; it does not if the request gives way to others."""
-    if state is None or state.settings.kv_reuse is None or not checkpoint:
+    keys. checkpoint: whether it may file it; it does not if the request gives way to others, nor a
+    row that depends on more than its ids."""
+    files = checkpoint and not req.skip_radix_cache_insert
+    if state is None or state.settings.kv_reuse is None or not files:
         yield
         return
     history, table = _history_of(req, state, tree_cache), tree_cache.req_to_token_pool.req_to_token

@@ -29,7 +29,7 @@ from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.patches.startup.measurements import measure_model
+from sgl_skipkv.patches.startup.measurements import measure_model, text_ids
 from sgl_skipkv.patches.startup.parallel import (
     is_first_rank,
     joins_running_server,
@@ -140,9 +140,11 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     if not reasons:  # as above: where eviction is not supported, nothing more is read
         facts = _facts(scheduler)
         reasons += _wrong_settings(config, facts)
-    trace = None
+    trace, ids = None, list[int]()
     try:
         check_server_defaults(config, facts.window_tokens)
+        if not reasons:
+            ids = text_ids(scheduler, config)
         if config.trace is not None and not problems and is_first_rank():
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
@@ -150,7 +152,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     reasons, metrics = _shared(scheduler, reasons, problems)
     built: Built | None = None
     if not reasons:
-        build = partial(_build, scheduler, config, facts, trace, metrics, reasons)
+        build = partial(_build, scheduler, config, facts, ids, trace, metrics, reasons)
         built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
         reasons += [] if failure is None else [failure]
     readiness = Readiness(tuple(reasons), config.enabled)
@@ -168,7 +170,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             has_thoughts=facts.thoughts is not None,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
-        measure_again=partial(_measure_again, scheduler, config),
+        measure_again=partial(_measure_again, scheduler, ids),
     )
     scheduler.skipkv = binding
     if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
@@ -218,6 +220,7 @@ def _build(
     scheduler: Any,
     config: ServerConfig,
     facts: ModelFacts,
+    ids: list[int],
     trace: TraceWriter | None,
     metrics: Metrics,
     reasons: list[str],
@@ -233,7 +236,7 @@ def _build(
             side = build_model_side(config, scheduler)
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
-        centres, reach, without_rotation = measure_model(scheduler, side, config, ranks)
+        centres, reach, without_rotation = measure_model(scheduler, side, ids, ranks)
         if without_rotation and policy_class(config.kv_policy).needs_rotation:
             reasons.append(f"kv_policy {config.kv_policy}: {without_rotation}")
         buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
@@ -258,17 +261,17 @@ def _build(
     return Built(runtime, side.capture, kv_scales_of(runner), without_rotation)
 
 
-def _measure_again(scheduler: Any, config: ServerConfig) -> str | None:
+def _measure_again(scheduler: Any, ids: list[int]) -> str | None:
     """Measure new weights on an idle server; the reason why that did not work."""
     side, runtime = model_side_of(scheduler.tp_worker.model_runner), runtime_of(scheduler)
     assert side is not None and runtime is not None
     try:
-        found = measure_model(scheduler, side, config, runtime.ranks, serving=True)
+        found = measure_model(scheduler, side, ids, runtime.ranks, serving=True)
     except torch.OutOfMemoryError as error:
         if runtime.ranks.size > 1:  # the others wait for this one in the model's own gathers
             raise RanksError("new weights could not be measured on all ranks") from error
         return str(error)
-    except (SettingError, AttentionMismatch) as error:
+    except AttentionMismatch as error:
         return str(error)
     runtime.take_measurements(found.centres, found.reach)
     logger.info("sgl_skipkv: new weights measured")

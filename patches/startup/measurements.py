@@ -52,10 +52,31 @@ class Measurements(NamedTuple):
     without_rotation: str | None
 
 
+def text_ids(scheduler: Any, config: ServerConfig) -> list[int]:
+    """The tokens on which the model is measured, at start and after each change of its weights: the
+    file may be gone by then.
+
+    Raises:
+        SettingError: ``query_text`` is no readable file, or too short.
+    """
+    try:
+        text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        expected = "a readable text file"
+        choices = "a text like those that the model will write"
+        raise SettingError("query_text", expected, f"{error}", choices) from error
+    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
+    ids: list[int] = tokenizer_of(scheduler).encode(text)[: min(MOST_TOKENS, room)]
+    if len(ids) <= FIRST_QUERY:
+        expected = f"more than {FIRST_QUERY} tokens that this server has room for"
+        raise SettingError("query_text", expected, len(ids), "a longer text, or a larger pool")
+    return ids
+
+
 def measure_model(
     scheduler: Any,
     side: ModelSide,
-    config: ServerConfig,
+    ids: list[int],
     ranks: Ranks = ONE_RANK,
     *,
     serving: bool = False,
@@ -66,24 +87,13 @@ def measure_model(
     Runs when pools and model exist and no request has come: all memory is free, and is again.
 
     Args:
+        ids: of ``text_ids``.
         serving: whether requests have come. None of them has a row now, but the radix tree may hold
             KV.
 
     Raises:
-        SettingError: ``query_text`` is no readable file, or too short.
         AttentionMismatch: scores would not be of what the model's attention does.
     """
-    try:
-        text = Path(config.query_text or TEXT).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        expected = "a readable text file"
-        choices = "a text like those that the model will write"
-        raise SettingError("query_text", expected, f"{error}", choices) from error
-    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
-    ids = tokenizer_of(scheduler).encode(text)[: min(MOST_TOKENS, room)]
-    if len(ids) <= FIRST_QUERY:
-        expected = f"more than {FIRST_QUERY} tokens that this server has room for"
-        raise SettingError("query_text", expected, len(ids), "a longer text, or a larger pool")
     rotation, without_rotation = None, None
     try:
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)

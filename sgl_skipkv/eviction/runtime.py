@@ -219,14 +219,14 @@ class Runtime:
         report.observed_steps += 1
         self.compactor.read_back_arrived(state, row_tokens)
 
-    def can_back_up(self, state: RequestState, row_tokens: int, generated: int) -> bool:
-        """Whether the request can be backed up: its KV and recordings fit in host memory."""
+    def backup_bytes(self, state: RequestState, row_tokens: int, generated: int) -> int | None:
+        """Host memory for a backup of the request's KV and recordings; None: it can have none."""
         if not state.settings.evicts or not self.backs_up:
-            return False
+            return None
         if self.compactor.compacted_ahead(state, generated):
-            return False
+            return None
         recorded_bytes = self.recorder.request_bytes() if state.held.track_id else 0
-        return self.host_memory.fits(row_tokens * self._kv_token_bytes + recorded_bytes)
+        return self.host_memory.in_chunks(row_tokens * self._kv_token_bytes + recorded_bytes)
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """Copy the KV and recordings of a request that is about to lose its row to host memory.
@@ -237,7 +237,7 @@ class Runtime:
             recorded_tokens: logical tokens that forward passes have recorded.
 
         Raises:
-            MemoryError: host memory is full; ``can_back_up`` checks that.
+            MemoryError: host memory is full; ``backup_bytes`` says what is needed.
         """
         copies = HostCopies(self.host_memory)
         # Device memory is short: a loop variable would keep a tensor while the next is created.
@@ -318,17 +318,19 @@ class Runtime:
         if state.failure is not None or (last is not None and len(tokens) < last.logical_tokens):
             return None
         state.sentences.feed(tokens[state.prompt.uncounted_tokens :])
-        recorded = None
-        if state.held.track_id and state.settings.kv_reuse == "budget":
-            if not self.histories.make_room(self.recorder.request_bytes()):
-                return None
-            copies = HostCopies(self.histories.memory)
-            recorded = self.recorder.save(state.held.track_id, copies)
-        capacity = self.recorder.max_sentences
-        history, error = attempt(
-            f"history of kv_budget request {state.rid}",
-            lambda: history_of(state, namespace, finished, recorded, table_capacity=capacity),
-        )
+        records = bool(state.held.track_id) and state.settings.kv_reuse == "budget"
+        if records and not self.histories.make_room(self.recorder.request_bytes()):
+            return None
+
+        def left() -> History:
+            recorded = None
+            if records:
+                copies = HostCopies(self.histories.memory)
+                recorded = self.recorder.save(state.held.track_id, copies)
+            capacity = self.recorder.max_sentences
+            return history_of(state, namespace, finished, recorded, table_capacity=capacity)
+
+        history, error = attempt(f"history of kv_budget request {state.rid}", left)
         return None if self.ranks.any(error is not None) else history
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:

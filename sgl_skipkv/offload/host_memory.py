@@ -70,6 +70,10 @@ class HostMemory:
         self.free_chunks += torch.split(slab, self.chunk_bytes) if self.slab_bytes else ()
         self._reserved = True
 
+    def in_chunks(self, nbytes: int) -> int:
+        """Bytes of the chunks that a ``HostCopies`` of this size takes."""
+        return -(-nbytes // self.chunk_bytes) * self.chunk_bytes
+
     def fits(self, nbytes: int) -> bool:
         """Whether enough chunks are free for a ``HostCopies`` of this size."""
         return nbytes <= len(self.free_chunks) * self.chunk_bytes

@@ -92,6 +92,11 @@ def with_params(
         SettingError: unknown parameter, wrong type or range.
     """
     checked = build(cls.Params, params, prefix="kv_params.")
+    try:
+        hash(checked)  # requests with equal parameters are scored together
+    except TypeError as error:
+        expected, choices = "values that can be hashed", "tuples instead of lists in its Params"
+        raise SettingError(f"kv_params of {cls.name}", expected, f"{error}", choices) from error
     return (with_quotas(cls) if checked.quotas else cls)(checked, model_window_tokens)
 
 

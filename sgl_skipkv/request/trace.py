@@ -6,24 +6,31 @@ It holds logical positions and output ids, no prompt text. ``explorer/trace_file
 from __future__ import annotations
 
 import json
+import logging
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sgl_skipkv.config import SettingError, why_unopened
+
+logger = logging.getLogger(__name__)
 
 
 class TraceWriter:
     """Appends lines to the operator's file; ``write`` flushes each line to the operating system.
 
-    A killed server may have left half a line; the first event then begins a line of its own.
+    A killed server may have left half a line; the first event then begins a line of its own. Once a
+    line cannot be written, because the disk is full or a pipe has no reader any more, the trace
+    ends: a file with a gap would be read as if it were whole, and requests go on.
 
     Raises:
         SettingError: the file cannot be opened for appending.
     """
 
     def __init__(self, path: str) -> None:
+        self._path = path
         try:
-            self._file = Path(path).open("a", encoding="utf-8")
+            self._file: TextIO | None = Path(path).open("a", encoding="utf-8")
             if _ends_inside_line(Path(path)):
                 self._file.write("\n")
         except (OSError, ValueError) as error:
@@ -31,9 +38,17 @@ class TraceWriter:
             raise SettingError("trace", expected, got, "a writable path") from error
 
     def write(self, event: str, **fields: Any) -> None:
+        if self._file is None:
+            return
         line = json.dumps({"event": event, **fields}, separators=(",", ":"))
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.error("sgl_skipkv: the trace %s ends here: %s", self._path, error.strerror)
+            with suppress(OSError):  # what is left in its buffer
+                self._file.close()
+            self._file = None
 
 
 def _ends_inside_line(path: Path) -> bool:

@@ -89,6 +89,25 @@ def test_a_server_that_starts_again_begins_a_line(path: Path) -> None:
         assert [type(event) for event, _ in trace.events()] == [Finish] and trace.unreadable == 1
 
 
+@pytest.mark.parametrize("how", ["a full disk", "a pipe that nobody reads any more"])
+def test_a_trace_that_cannot_be_written_ends_and_nothing_else(
+    how: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error would leave a step of the scheduler, and end every request."""
+    if how == "a full disk":
+        writer = TraceWriter("/dev/full")
+    else:
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writer = TraceWriter(str(path))
+        writer.write(**FINISH)
+        os.close(reader)
+    for _ in range(3):
+        writer.write(**FINISH)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("sgl_skipkv: the trace /") and " ends here: " in told
+
+
 def continues(rid: str, parent: str) -> dict[str, Any]:
     return {**FINISH, "rid": rid, "continues": {"rid": parent, "tokens": 2}}
 

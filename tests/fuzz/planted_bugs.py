@@ -290,8 +290,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "pass",
             ),
         },
-        life.can_back_up: {
-            "backups have no bound": ("return self.host_memory.fits", "return 0 <"),
+        backup.back_up: {
+            "backups have no bound": ("not runtime.host_memory.fits(needed)", "False"),
         },
         steering.prepare_prefill: {
             "tokens that are computed again are not steered": ("if any(factors):", "if False:"),
@@ -356,7 +356,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             ),
         },
         reuse.leaving_history: {
-            "a history is filed while its request only gives way": (" or not checkpoint", ""),
+            "a history is filed while its request only gives way": ("checkpoint and ", ""),
         },
         reuse._history_of: {
             "a history is one token too long": ("[:logical_tokens]", "[: logical_tokens + 1]"),

@@ -8,13 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pool_calls import asks, long_calls, same_draws, turn
 from pool_content import POOL
 from pool_machine import PARAMETERS
 from pool_world import World
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
+from sgl_skipkv.eviction import error_boundary
 from sgl_skipkv.eviction.page_table import LedgerError
+from sgl_skipkv.offload.host_memory import HostCopies
 from sgl_skipkv.patches.engine import scheduler
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.rkv import RKV
@@ -266,3 +269,32 @@ def test_a_pause_leaves_nobody_waiting_for_ever() -> None:
     turn(world, 20)
     assert len(late.output_ids) == 4 and not world.waiting_queue
     world.drain()
+
+
+def test_memory_that_runs_out_during_a_backup_ends_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(overlap=True, backup_bytes=1 << 20)
+    calls = [world.arrive([5, 6, 7, 21, first], 60, **asks(6, "streaming")) for first in (23, 24)]
+    while min(len(call.output_ids) for call in calls) < 20:
+        world.step()
+    saved = HostCopies.add
+
+    def running_out(copies: HostCopies, tensor: torch.Tensor) -> Any:
+        if len(copies._chunks) == 1:
+            raise torch.OutOfMemoryError("planted")
+        return saved(copies, tensor)
+
+    monkeypatch.setattr(HostCopies, "add", running_out)
+    # A record keeps the traceback, and that what was copied.
+    monkeypatch.setattr(error_boundary.logger, "exception", lambda what: None)
+    world.retract_now = True
+    world.step()
+    monkeypatch.undo()
+    (ended,) = (call for call in calls if call.skipkv.failure)
+    assert "OutOfMemoryError" in ended.skipkv.failure
+    while world.owners() or world.waiting_queue:
+        world.step()
+    assert ended.finished_reason.to_json()["status_code"] == 500
+    assert not world.runtime.host_memory.used_bytes
+    assert [len(call.output_ids) for call in calls if call is not ended] == [60]

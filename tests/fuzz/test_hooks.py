@@ -50,7 +50,7 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
         (settings._resolve_steering, "isinstance(value, int | float) and ", ""),
         (config.brief, "text if len(text) <= 80 else text[:77] + '...'", "str(value)"),
         (retraction.limit_prefix_match, "min(max_prefix_len, shareable)", "shareable - 1"),
-        (retraction.order_victims, "must_not_retract(reqs[i])", "must_not_retract(reqs[i + 1])"),
+        (retraction.order_victims, "reqs[i] in staying", "reqs[i + 1] in staying"),
         (admission._restored_tokens, "0 if state.offloaded.backup is None else ", ""),
         (
             forward.prepare_forward,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pool_calls import asks, long_calls, same_draws
 from pool_content import POOL
 from pool_world import World
@@ -181,3 +183,88 @@ def test_of_a_running_call_the_pages_that_it_lacks_are_reserved() -> None:
         while len(call.output_ids) < tokens:
             world.step()
         assert world.adder()._get_running_request_total_token_offset(call) == lacking
+
+
+def overriding(call: Any) -> Any:
+    """As a request that brings embeddings for every token of its prompt."""
+    places = [*range(len(call.origin_input_ids))]
+    call.positional_embed_overrides = SimpleNamespace(
+        positions=places, embeds=torch.zeros(len(places), 8)
+    )
+    call.skip_radix_cache_insert = True  # as SGLang's constructor has it then
+    return call
+
+
+@pytest.mark.parametrize("protect_prompt", [True, False])
+def test_no_generated_token_gets_an_embedding_of_the_prompt(
+    protect_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang places them by row entries, of which a restored row may have fewer than its prompt."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    prepare, placed = ScheduleBatch.prepare_for_extend, list[tuple[int, int]]()
+
+    def watched(batch: Any) -> None:
+        prepare(batch)
+        replaced = 0 if batch.replace_positions is None else len(batch.replace_positions)
+        placed.extend((req.extend_len, replaced) for req in batch.reqs if req is call)
+
+    monkeypatch.setattr(ScheduleBatch, "prepare_for_extend", watched)
+    world, keys = World(backup_bytes=1 << 20), asks(12, "streaming")
+    own = {"protect_prompt": protect_prompt, "count_prompt": not protect_prompt}
+    keys["kv_params"] = {**keys["kv_params"], **own}
+    call = overriding(world.arrive([5, 6, 7, 20, 21] * 5, 60, **keys))
+    other = world.arrive([5, 6, 7, 20], 60, **asks(12, "streaming"))
+    for tokens in (20, 40):
+        while len(call.output_ids) < tokens:
+            world.step()
+        while call in world.running_batch.reqs:
+            world.retract_now = True
+            world.step()
+    world.run_dry()
+    assert len(call.output_ids) == len(other.output_ids) == 60 and len(placed) >= 3
+    restored = [replaced for extend_tokens, replaced in placed if extend_tokens == 1]
+    assert not any(restored) and bool(restored) == protect_prompt
+    assert all(replaced == 25 for extend_tokens, replaced in placed if extend_tokens > 1)
+
+
+def test_a_row_that_sglang_does_not_file_leaves_no_history() -> None:
+    world = World()
+    keys = {**asks(20, "streaming"), "kv_reuse": "keep"}
+    overriding(world.arrive([5, 6, 7, 20], 30, **keys))
+    world.run_dry()
+    assert not len(world.runtime.histories)
+    world.arrive([5, 6, 7, 20], 30, **keys)
+    world.run_dry()
+    assert len(world.runtime.histories) == 1
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int) -> None:
+    """A request of higher priority takes the place of several at once."""
+    from sgl_skipkv.patches.engine.admission import backup_bytes, must_stay
+
+    world = World(backup_bytes=1 << 20)
+    calls = long_calls(world, POOL + 20, POOL + 20)
+    first, second = (backup_bytes(call, call.skipkv) for call in calls)
+    assert first and second and not must_stay(calls)
+    memory = world.runtime.host_memory
+    spare = (first + (room - 1) * second) // memory.chunk_bytes
+    taken = [memory.free_chunks.pop() for _ in range(len(memory.free_chunks) - spare)]
+    assert must_stay(calls) == ([calls[1]] if room == 1 else [])
+    short = world.arrive([5, 6, 8, 20], 40, **asks(8, "streaming"))
+    while short not in world.running_batch.reqs:
+        world.step()
+    # One that can be recomputed takes host memory, too, but needs none.
+    assert must_stay([short, *calls])[-1:] == [calls[1]] and short not in must_stay([short, *calls])
+    for call in calls:
+        call.priority = 0
+    short.priority, urgent = 100, world.arrive([5, 6, 9, 20], POOL // 2, **asks(40, "streaming"))
+    urgent.priority = 100
+    urgent.init_next_round_input(world.tree_cache)
+    adder = world.adder()
+    adder.priority_scheduling_preemption_threshold = 50
+    adder.preempt_to_schedule(urgent)
+    memory.free_chunks += taken
+    world.run_dry()
+    assert not world.aborted and [len(call.output_ids) for call in calls] == [3 * POOL] * 2

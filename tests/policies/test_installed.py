@@ -274,3 +274,12 @@ def test_the_statistics_of_the_page_are_h2os(folder: Path) -> None:
         server.run(call, 60)
         kept.append(call.compactions)
     assert kept[0] == kept[1] and kept[0]
+
+
+def test_parameters_that_cannot_be_hashed_are_refused(folder: Path) -> None:
+    """Policies of requests are grouped by them, and histories are looked up by them."""
+    own = PARAMS.format("layers: list[int] | None = None")
+    install(folder, "package", {"own": "package:Own"}, HEAD + own)
+    assert policy.make_policy("own").name == "own"
+    with assert_refused("kv_params of own", "tuples instead of lists"):
+        policy.make_policy("own", layers=[1, 2])

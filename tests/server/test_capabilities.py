@@ -168,7 +168,7 @@ def test_whom_a_full_pool_retracts_last(
     """The third row has just been compacted and would have to be recomputed: it stays as long as
     its equals, and priorities go before that."""
     on_a_server(monkeypatch, "schedule.retraction_policy", policy)
-    monkeypatch.setattr(retraction, "must_not_retract", lambda req: False)
+    monkeypatch.setattr(retraction, "must_stay", lambda reqs: [])
     ahead = SimpleNamespace(compacted_ahead=lambda state, generated: state.compacted)
     runtime = SimpleNamespace(compactor=ahead)
     states = [SimpleNamespace(runtime=runtime, compacted=i == 2) for i in range(3)]

@@ -32,6 +32,7 @@ from sgl_skipkv.patches.startup.measurements import (
     _rotation,
     measure_model,
     rotation_of,
+    text_ids,
 )
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.inputs.head_reach import head_reach
@@ -206,27 +207,28 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path: Path) -> None:
     scheduler, side = measuring
-    centres, reach, why = measure_model(scheduler, side, ServerConfig())
+    ids = text_ids(scheduler, ServerConfig())
+    centres, reach, why = measure_model(scheduler, side, ids)
     assert centres is not None and centres.mean.shape == (1, 2, 8) and why is None
     assert reach.shape == (1, 2)
     assert scheduler.read == 512  # what the pool has room for
     text = tmp_path / "short.txt"
     text.write_text("word " * 64)
     with pytest.raises(SettingError, match=r"query_text: expected more than 64 tokens .*, got 64"):
-        measure_model(scheduler, side, ServerConfig(query_text=str(text)))
+        text_ids(scheduler, ServerConfig(query_text=str(text)))
     scheduler.tp_worker.model_runner.model[0].rotary_emb = None
-    centres, reach, why = measure_model(scheduler, side, ServerConfig())
+    centres, reach, why = measure_model(scheduler, side, ids)
     assert centres is None and reach.shape == (1, 2)
     assert why is not None and "rotary" in why
     with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
-        measure_model(scheduler, side, ServerConfig(query_text="none.txt"))
+        text_ids(scheduler, ServerConfig(query_text="none.txt"))
 
 
 def test_a_model_that_attends_otherwise_is_refused(measuring: Any) -> None:
     scheduler, side = measuring
     scheduler.true_scale = 0.5
     with pytest.raises(AttentionMismatch, match="attention layer 0 is not that of its recorded"):
-        measure_model(scheduler, side, ServerConfig())
+        measure_model(scheduler, side, text_ids(scheduler, ServerConfig()))
     assert not scheduler.tp_worker.model_runner.model[0].attn._forward_hooks
 
 
