@@ -53,6 +53,22 @@ def brief(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+#: control characters, which a log or a terminal would obey, but for line ends and tabs
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {9, 10}, "\N{REPLACEMENT CHARACTER}")
+LIMIT_NAME = 200
+
+
+def printable(text: str) -> str:
+    """What someone else wrote, for a terminal."""
+    return text.translate(_CONTROLS)
+
+
+def name_of(rid: str) -> str:
+    """A request's id for logs, messages and the trace, in one line. A client may choose it, and
+    each line of the trace has it."""
+    return printable(rid[:LIMIT_NAME]).replace("\n", " ").replace("\t", " ")
+
+
 def why_unopened(error: OSError | ValueError) -> str:
     """Why a path cannot be opened; ``ValueError`` comes from an invalid file name."""
     return getattr(error, "strerror", None) or "not a file name"
@@ -90,6 +106,9 @@ class ServerConfig(Settings):
     )
     kv_budget_max: BudgetTokens = Field(
         BUDGET_LIMIT_TOKENS, description="largest kv_budget that a request may set"
+    )
+    kv_interval_min: int = Field(
+        8, ge=8, le=65536, description="smallest interval that a request may set"
     )
     protect_prompt: bool = True  # false: the prompt may be evicted too
     count_prompt: bool = False  # true: the budget includes the prompt

@@ -55,7 +55,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
     buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
     copy = partial(runtime.back_up, state, (buffer[slots] for buffer in buffers), recorded_tokens)
-    _, error = attempt(f"backup of kv_budget request {req.rid}", copy)
+    _, error = attempt(f"backup of kv_budget request {state.rid}", copy)
     if runtime.ranks.any(error is not None):
         state.offloaded.backup = None
         state.failure = error or "another rank could not back it up; see the server's log"

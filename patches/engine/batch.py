@@ -100,7 +100,7 @@ def failure_reason(req: Any, state: RequestState) -> Any:
     """The finish reason of a request with ``failure`` set."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    message = f"kv_budget request {req.rid}: {state.failure}"
+    message = f"kv_budget request {state.rid}: {state.failure}"
     logger.error(message)
     return FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 

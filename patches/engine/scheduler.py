@@ -8,7 +8,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import SettingError, name_of
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
 from sgl_skipkv.patches.readiness import Unavailable
@@ -39,7 +39,7 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
     if not keys and is_health_check_generate_req(recv_req):
         return
     opened = partial(_open, req, binding, recv_req, keys, rest)
-    _, error = attempt(f"kv_budget request {req.rid}", opened)
+    _, error = attempt(f"kv_budget request {name_of(req.rid)}", opened)
     refused = error is not None or req.to_finish is not None
     if binding.ranks.any(refused) and not refused:
         error = "another rank could not open it; see the server's log"
@@ -47,7 +47,7 @@ def open_request(req: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: 
     if error is not None:
         binding.metrics.refused("error")
         req.set_finish_with_abort(
-            f"kv_budget request {req.rid}: {error}",
+            f"kv_budget request {name_of(req.rid)}: {error}",
             status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
             err_type="InternalServerError",
         )
@@ -234,7 +234,7 @@ def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
 
     state, (why, remedy) = req.skipkv, _LOST[lost_to]
     reason = FINISH_ABORT(
-        f"kv_budget request {req.rid}: {why}, and the request cannot be recomputed: its "
+        f"kv_budget request {state.rid}: {why}, and the request cannot be recomputed: its "
         f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
         f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static.",

@@ -20,6 +20,7 @@ FLAGS: dict[str, tuple[str, type]] = {
     "--kv-interval": ("kv_interval", int),
     "--kv-reuse": ("kv_reuse", str),
     "--kv-budget-max": ("kv_budget_max", int),
+    "--kv-interval-min": ("kv_interval_min", int),
     "--query-text": ("query_text", str),
     "--steering-vector": ("steering_vector", str),
     "--steering": ("steering", float),

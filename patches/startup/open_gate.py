@@ -91,8 +91,10 @@ def _accept_requests(manager: Any, readiness: Readiness, limits: ServerLimits) -
     if (server := sys.modules.get("sglang.srt.entrypoints.http_server")) is not None:
         bind_routes(server.app)
         if config.explorer and config.trace is not None:
-            paths = trace_paths(config.trace, manager.server_args.dp_size)
-            add_explorer(server.app, paths, manager.tokenizer)
+            arguments = manager.server_args
+            paths = trace_paths(config.trace, arguments.dp_size)
+            has_key = bool(arguments.api_key or arguments.admin_api_key)
+            add_explorer(server.app, paths, manager.tokenizer, has_key=has_key)
 
 
 def _labels(manager: Any) -> Any:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sgl_skipkv.cli.files import load_tokenizer
-from sgl_skipkv.config import SettingError, brief
+from sgl_skipkv.config import SettingError, brief, printable
 from sgl_skipkv.explorer.events import Compact, Finish
 from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.explorer.trace_file import TraceFile
@@ -99,7 +99,7 @@ def show(console: Console, request: FinishedRequest, tokenizer: Any) -> None:
     finish = request.finish
     budget = "" if finish.budget_tokens is None else f", kv_budget {finish.budget_tokens}"
     legend = (
-        f"[{finish.policy}{budget}: "
+        f"[{printable(finish.policy)}{budget}: "
         f"{finish.evicted_tokens} of {finish.full_kv_tokens} tokens evicted, struck through; "
         f"{finish.evicted_sentences} of {finish.sentences} sentences whole, "
         f"peak {finish.peak_kv_tokens} KV tokens]"
@@ -115,7 +115,7 @@ def render(request: FinishedRequest, tokenizer: Any, *, mark: str) -> Text:
     text = Text()
     by_token = enumerate(pieces(tokenizer, request.finish.output_ids))
     for is_evicted, run in groupby(by_token, lambda at: at[0] in evicted):
-        words = "".join(piece for _, piece in run)
+        words = printable("".join(piece for _, piece in run))
         if is_evicted:
             # Line by line: who reads a file sees where a line's first mark opens.
             marked = re.sub("[^\n]+", lambda line: mark + line[0] + mark, words)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from torch import Tensor
 
-from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.config import ServerConfig, name_of
 from sgl_skipkv.eviction.compactor import Compactor
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.read_back import read_back
@@ -124,7 +124,7 @@ class Runtime:
         """
         state = RequestState(
             self,
-            rid,
+            name_of(rid),
             settings,
             Prompt.of(prompt_ids),
             kv=KVState(tracked_tokens=len(prompt_ids)),

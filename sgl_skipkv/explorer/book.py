@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from sgl_skipkv.config import LIMIT_NAME
 from sgl_skipkv.explorer.events import Compact, Finish, Recompute, TraceEvent
 
 #: tokens of one request that a page shows; more would be too much for a browser
 LIMIT_TOKENS: Final = 131_072
-LIMIT_NAME: Final = 200
 _SUMMARY: Final = (
     *("compactions", "evicted_tokens", "kv_tokens", "peak_kv_tokens", "mean_kv_tokens"),
     *("full_kv_tokens", "sentences", "evicted_sentences"),

@@ -208,6 +208,10 @@ def _resolve_policy(
         of_server = {one: getattr(server, setting) for one, setting in _SERVER_DEFAULTS.items()}
         parameters = {**of_server, **parameters}
     policy = with_params(cls, parameters, model_window_tokens)
+    if policy.evicts and policy.params.interval < server.kv_interval_min:
+        expected = f"an integer in [{server.kv_interval_min}, 65536], as this server has it"
+        choices = "a larger interval, or leave it out"
+        raise SettingError("kv_params.interval", expected, policy.params.interval, choices)
     if policy.params.drop_thoughts and model_window_tokens:
         # Behind dropped thoughts a window would reach farther back than in the text.
         expected = f"false, because the model has windows of up to {model_window_tokens} tokens"

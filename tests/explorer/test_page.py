@@ -196,7 +196,8 @@ def test_a_file_that_is_no_trace(
 
 def client_of(trace: Path, **keys: str | None) -> TestClient:
     app = FastAPI()
-    add_explorer(app, {"": str(trace)}, AutoTokenizer.from_pretrained(MODEL))
+    tokenizer, has_key = AutoTokenizer.from_pretrained(MODEL), any(keys.values())
+    add_explorer(app, {"": str(trace)}, tokenizer, has_key=has_key)
     add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
     return TestClient(app)
 
@@ -230,3 +231,8 @@ def test_who_may_read(path: str, trace: Path) -> None:
     both = client_of(trace, api_key="k", admin_api_key="a")
     assert [status(both, key) for key in (None, "k", "a")] == [401, 401, 200]
     assert status(one, "k", Origin="http://elsewhere.example") == 403
+    # A site whose name leads to this server has no key; the server's own name may be any.
+    hosts = ("evil.example:30000", "127.0.0.1:30000", "[::1]:30000", "localhost", "gpu-box:30000")
+    found = [status(client_of(trace), None, Host=host) for host in hosts]
+    assert found == [403, 200, 200, 200, 200]
+    assert status(one, "k", Host="llm.example") == 200

@@ -21,6 +21,7 @@ from sgl_skipkv.config import (
     brief,
     build,
     load_server_config,
+    name_of,
 )
 from sgl_skipkv.request.settings import check_server_defaults
 
@@ -35,6 +36,7 @@ WRONG: list[tuple[str, Any]] = [
     *(("kv_policy", v) for v in (5, None, ["skipkv"])),
     *(("kv_params", v) for v in ([["tau", 0.9]], "tau=0.9", None, {1: 2})),
     *(("kv_interval", v) for v in (7, 65537, True, 128.0, None, -BIG)),
+    *(("kv_interval_min", v) for v in (7, 65537, "8", None)),
     *(("kv_budget_max", v) for v in (0, BUDGET_LIMIT_TOKENS + 1, "2048", None)),
     *(("kv_reuse", v) for v in (True, 1, "", "Keep", "false", None, ["keep"])),
     *(("kv_reuse_bytes", v) for v in (-1, 1.5, "1 GiB")),
@@ -275,3 +277,10 @@ def test_settings_survive_the_trip_to_another_process() -> None:
     config = load_server_config({"kv_budget": 64}, environ={})
     again = load_server_config(json.loads(config.model_dump_json(exclude_unset=True)), environ={})
     assert again == config and again.enabled
+
+
+def test_a_request_s_name_is_short_and_one_line() -> None:
+    """A client chooses it, and every line of the trace and of the log has it."""
+    assert name_of("chatcmpl-1f") == "chatcmpl-1f" and len(name_of("x" * 4_000_000)) == 200
+    assert name_of("a\n[2026] ERROR\x1b[31m") == "a [2026] ERROR\ufffd[31m"
+    assert name_of("\ud800") == "\ud800"  # JSON and the log escape it

@@ -407,3 +407,17 @@ def test_what_a_window_does_to_server_defaults_and_dropped_thoughts() -> None:
         resolve_request(dropping, SERVER, 32)
     with assert_refused("kv_params.drop_thoughts"):
         check_server_defaults(ServerConfig(kv_params={"drop_thoughts": True}), 32)
+
+
+def test_a_server_bounds_how_often_clients_compact() -> None:
+    server = ServerConfig(kv_interval_min=64)
+    keys = {"kv_budget": 256, "kv_params": {"interval": 63}}
+    with assert_refused("kv_params.interval", "an integer in [64, 65536]"):
+        resolve_request(keys, server)
+    assert resolve_request(keys, ServerConfig()) is not None
+    for name in names():  # with their defaults
+        assert resolve_request({"kv_budget": 256, "kv_policy": name}, server) is not None
+    with assert_refused("kv_interval", "[64, 65536]"):
+        check_server_defaults(ServerConfig(kv_interval_min=64, kv_interval=32), 0)
+    with assert_refused("kv_params.interval", "[64, 65536]"):
+        check_server_defaults(ServerConfig(kv_interval_min=64, kv_params={"interval": 32}), 0)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from sgl_skipkv.cli import trace
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.trace import FinishedRequest, finished_request
+from sgl_skipkv.config import printable
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 TEXT = "5. Ann: it is given, so Ann = 7.\n"
@@ -201,3 +202,15 @@ def test_the_files_of_replicas_are_named(path: Path, capsys: pytest.CaptureFixtu
     for name in names:
         name.write_text(json.dumps(finish([1])) + "\n")
     assert f"choices: {names[0]}, {names[1]}" in refused(path, capsys)
+
+
+def test_no_terminal_obeys_what_a_trace_says(tokenizer: Any, path: Path) -> None:
+    """Clients chose what the model writes, and anyone may have made the file."""
+    hostile = "\x1b]52;c;eA==\x07\x9b2J"
+    request = traced(path, finish(tokenizer.encode(TEXT), policy=f"rkv{hostile}"))
+    shown = io.StringIO()
+    trace.show(Console(file=shown, width=200, force_terminal=True), request, tokenizer)
+    said = shown.getvalue()
+    assert "rkv\ufffd]52;" in said and "]52" not in said.replace("\ufffd]52", "")
+    assert "\x1b]" not in said and "\x07" not in said and "\x9b" not in said
+    assert "\n" in printable("a\n\tb") and printable(hostile).isprintable()
