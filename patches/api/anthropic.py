@@ -20,6 +20,8 @@ from sgl_skipkv.patches.readiness import Unavailable
 class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our fields."""
 
+    dropped_objects = (*OurFields.dropped_objects, "custom_params")
+
 
 async def check_keys(
     original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any

@@ -8,8 +8,8 @@ misspelt keys, so that they are refused where the keys of every API are checked.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai import protocol
@@ -22,8 +22,14 @@ from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
 
 class OurFields(BaseModel):
-    """The keys of the plugin."""
+    """The keys of the plugin.
 
+    Attributes:
+        dropped_objects: fields that SGLang drops. ``extra_body`` is of OpenAI's client, which puts
+            what is in it at the top.
+    """
+
+    dropped_objects: ClassVar[tuple[str, ...]] = ("extra_body", "sampling_params")
     kv_budget: Any = None
     kv_policy: Any = None
     kv_params: Any = None
@@ -37,7 +43,7 @@ class OurFields(BaseModel):
     def _note_misspelt(cls, body: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         request = build(body)
         if isinstance(body, Mapping):
-            _refuse_misplaced(body)
+            _refuse_misplaced(body, cls.dropped_objects)
             request._misspelt = {name: body[name] for name in misspelt_keys(body)}
             request._in_metadata = MetadataKeys.of(body.get(METADATA))
         return request
@@ -64,11 +70,12 @@ class CompletionRequest(OurFields, protocol.CompletionRequest):  # type: ignore[
 class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``ResponsesRequest``: SGLang's, with our fields."""
 
+    dropped_objects = (*OurFields.dropped_objects, "custom_params")
 
-def _refuse_misplaced(body: Mapping[str, Any]) -> None:
-    """SGLang drops these objects. ``extra_body`` is of OpenAI's client, which puts what is in it at
-    the top."""
-    for place in ("extra_body", "sampling_params"):
+
+def _refuse_misplaced(body: Mapping[str, Any], dropped_objects: Sequence[str]) -> None:
+    """A key there would go without a word."""
+    for place in dropped_objects:
         inner = body.get(place)
         keys = take_keys(inner)[1] if isinstance(inner, Mapping) else {}
         for name, value in keys.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
+from torch.profiler import ProfilerActivity
 
 from sgl_skipkv.config import CPU_PLATFORM
 
@@ -53,6 +54,14 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
     def get_device(self, device_id: int = 0) -> str:
         # Without an index: SGLang looks for a ":" in it if --device is not given.
         return "cpu"
+
+    # ``/start_profile`` asks every platform of its own for an activity beside "CPU", by a name that
+    # torch has; this one has no such device.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "PrivateUse1"
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

@@ -145,10 +145,9 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
 def test_keys_in_objects_that_sglang_drops_are_refused(server: Server) -> None:
     """The request would run without the budget that it asks for."""
     assert_generate_refuses(server, "custom_params.kv_budget", {}, custom_params={"kv_budget": 64})
-    for path, place in itertools.product(
-        ("/v1/chat/completions", "/v1/completions", "/v1/messages"),
-        ("extra_body", "sampling_params"),
-    ):
+    paths = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+    places = itertools.product(paths, ("extra_body", "sampling_params"))
+    for path, place in (*places, ("/v1/messages", "custom_params")):
         body = {**plain_body(path, {}), place: {"kv_budget": 64}}
         message = refusal(server, path, body)
         assert f"{place}.kv_budget: expected nothing" in message and "at the top" in message

@@ -135,7 +135,7 @@ def test_openai_responses(server: Server, client: openai.OpenAI) -> None:
     answer = client.responses.create(**ask, extra_body=KEYS_SENT)
     assert answer.output_text != client.responses.create(**ask).output_text
     assert _compactions(server) > before  # it ends with the model's stop token
-    for wrong in ({"kv_budget": -5}, {"kv_bugdet": 24}):
+    for wrong in ({"kv_budget": -5}, {"kv_bugdet": 24}, {"custom_params": {"kv_budget": 24}}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             client.responses.create(model=model, input=PROMPT, extra_body=wrong)
 

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,21 @@ def test_a_call_that_cannot_come_back_ends_with_a_clear_error(server: Server) ->
     assert [e["event"] for e in server.events("fits")].count("recompute") == 1
     server.assert_clean()
     assert len(server.generate(prompt_ids(302, 20), 5)["output_ids"]) == 5
+
+
+# -- SGLang's profiler
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_steps_that_compact_can_be_profiled(server: Server, tmp_path: Path, by_stage: bool) -> None:
+    """On the CPU platform, too."""
+    prompt = prompt_ids("profiled", 20)
+    stages = {"profile_by_stage": True} if by_stage else {}
+    asked = {"output_dir": str(tmp_path), "num_steps": 3, "activities": ["CPU"], **stages}
+    expected = server.generate(prompt, 60, **KEYS)
+    server.post("/start_profile", asked)
+    assert server.generate(prompt, 60, **KEYS)["output_ids"] == expected["output_ids"]
+    deadline = time.monotonic() + 30
+    while not [*tmp_path.rglob("*.trace.json.gz")] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [*tmp_path.rglob("*.trace.json.gz")]
