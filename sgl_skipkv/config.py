@@ -13,6 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
+from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -64,9 +65,10 @@ def printable(text: str) -> str:
 
 
 def name_of(rid: str) -> str:
-    """A request's id for logs, messages and the trace, in one line. A client may choose it, and
-    each line of the trace has it."""
-    return printable(rid[:LIMIT_NAME]).replace("\n", " ").replace("\t", " ")
+    """A request's id for logs, messages and the trace: at most 200 characters in one line, and a
+    checksum where that is not the id. A client may choose it, and each line of the trace has it."""
+    name = printable(rid[:LIMIT_NAME]).replace("\n", " ").replace("\t", " ")
+    return name if name == rid else f"{name}~{crc32(rid.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def why_unopened(error: OSError | ValueError) -> str:

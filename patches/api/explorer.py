@@ -70,12 +70,12 @@ def refuse_other_sites(request: Request, has_key: bool) -> None:
     """
     if "origin" in request.headers:
         raise HTTPException(403, "the explorer answers its own page only")
-    if not (has_key or _is_of_this_network(request.url.hostname or "")):
-        said = "without --api-key the explorer answers by address, or by a name of this network"
-        raise HTTPException(403, f"{said}, not as {brief(request.url.hostname)}")
+    if not (has_key or _names_no_site(request.url.hostname or "")):
+        said = "without --api-key the explorer answers only to an address, or a name without a dot"
+        raise HTTPException(403, f"{said}, not to {brief(request.url.hostname)}")
 
 
-def _is_of_this_network(host: str) -> bool:
+def _names_no_site(host: str) -> bool:
     """An address, this machine's own name, or one without a dot, which no site has."""
     try:
         ip_address(host)

@@ -74,7 +74,7 @@ class ResponsesRequest(OurFields, protocol.ResponsesRequest):  # type: ignore[mi
 
 
 def _refuse_misplaced(body: Mapping[str, Any], dropped_objects: Sequence[str]) -> None:
-    """A key there would go without a word."""
+    """A key there would be dropped silently."""
     for place in dropped_objects:
         inner = body.get(place)
         keys = take_keys(inner)[1] if isinstance(inner, Mapping) else {}

@@ -34,6 +34,7 @@ class _BudgetedAdder:
     tree_cache: Any
     memory_budget: Any
     rem_total_tokens: float
+    priority_scheduling_preemption_threshold: int
     #: whether a request of this pass waits for a track; then, the last request in the queue that
     #: needs no track, until ``add_one_req`` has seen it
     track_missing, last_untracked = False, None
@@ -97,19 +98,29 @@ class _BudgetedAdder:
         lacks_track = state is not None and not self._has_track(state)
         if lacks_track and self.track_missing:
             return True  # the next track is for a request before it; see below
-        fixed = must_stay(self.running_batch.reqs)
+        fixed = must_stay(self._victims(req))
         if lacks_track:
-            fixed += [running for running in self.running_batch.reqs if not _holds_track(running)]
+            fixed += [other for other in self.running_batch.reqs if not _holds_track(other)]
         self.preempt_list.extend(fixed)
         try:
             with _future_as_max_new_tokens(req):
                 preempted: bool = super().preempt_to_schedule(req)  # type: ignore[misc]
         finally:
-            for running in fixed:
-                self.preempt_list.remove(running)
+            for other in fixed:
+                self.preempt_list.remove(other)
         # With False SGLang ends the pass. ``add_one_req`` skips a request that lacks a track, and
         # lets those that need none pass it.
         return preempted or lacks_track
+
+    def _victims(self, req: Any) -> list[Any]:
+        """Running requests that SGLang may preempt for this one, in its order."""
+        from sglang.srt.runtime_context import get_schedule
+
+        sign = -1 if get_schedule().schedule_low_priority_values_first else 1
+        most = req.priority * sign - self.priority_scheduling_preemption_threshold
+        running = (other for other in self.running_batch.reqs if not other.finished())
+        lower = [other for other in running if other.priority * sign < most]
+        return sorted(lower, key=lambda other: other.priority * sign)
 
     def _has_track(self, state: RequestState) -> bool:
         """Whether a track is free for the request. Requests that wait for one keep their order."""
@@ -139,6 +150,9 @@ def must_stay(reqs: Sequence[Any]) -> list[Any]:
 
     Of the others any number may be retracted at once, in any order. So the host memory that one
     needs which cannot be recomputed is counted behind what all others would take.
+
+    Args:
+        reqs: whoever may be retracted, the first ones first.
     """
     taken_bytes, needing = 0, []
     for req in reqs:

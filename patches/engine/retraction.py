@@ -29,7 +29,7 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
     from sglang.srt.runtime_context import get_schedule
 
     by_priority = get_schedule().retraction_policy == "priority"
-    staying = must_stay([reqs[i] for i in order])
+    staying = must_stay([reqs[i] for i in reversed(order)])
 
     def cost(i: int) -> int:
         state = state_of(reqs[i])

@@ -136,15 +136,17 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     # The checks read attributes that another SGLang version may not have.
     reasons = problems or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
-    facts = ModelFacts()
+    facts, ids = ModelFacts(), None
     if not reasons:  # as above: where eviction is not supported, nothing more is read
         facts = _facts(scheduler)
         reasons += _wrong_settings(config, facts)
-    trace, ids = None, list[int]()
+    if not reasons:
+        read = partial(_measured_text, scheduler, config, reasons)
+        ids, failure = attempt("sgl_skipkv: the text that measures the model", read)
+        reasons += [] if failure is None else [failure]
+    trace = None
     try:
         check_server_defaults(config, facts.window_tokens)
-        if not reasons:
-            ids = text_ids(scheduler, config)
         if config.trace is not None and not problems and is_first_rank():
             trace = TraceWriter(trace_path(config.trace))
     except SettingError as error:
@@ -152,7 +154,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     reasons, metrics = _shared(scheduler, reasons, problems)
     built: Built | None = None
     if not reasons:
-        build = partial(_build, scheduler, config, facts, ids, trace, metrics, reasons)
+        build = partial(_build, scheduler, config, facts, ids or [], trace, metrics, reasons)
         built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
         reasons += [] if failure is None else [failure]
     readiness = Readiness(tuple(reasons), config.enabled)
@@ -170,7 +172,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             has_thoughts=facts.thoughts is not None,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
-        measure_again=partial(_measure_again, scheduler, ids),
+        measure_again=partial(_measure_again, scheduler, ids or []),
     )
     scheduler.skipkv = binding
     if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
@@ -214,6 +216,16 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     return reasons
+
+
+def _measured_text(scheduler: Any, config: ServerConfig, reasons: list[str]) -> list[int]:
+    """Its tokens; or none, and why not is added to ``reasons``, before ranks compare them: a rank
+    that does not measure would keep the others waiting."""
+    try:
+        return text_ids(scheduler, config)
+    except SettingError as error:
+        reasons.append(str(error))
+        return []
 
 
 def _build(

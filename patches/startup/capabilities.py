@@ -197,6 +197,7 @@ _SETTINGS: Rows = (
         "untested: a step's tokens lie on several ranks",
         "exec.moe.moe_a2a_backend",
     ),
+    ("expert rebalancing", "untested: weights move while requests run", "exec.moe.enable_eplb"),
     ("elastic expert parallel", "ranks come and go", "exec.moe.elastic_ep_backend"),
     (
         "layernorm sequence parallel",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sgl_skipkv.cli.files import load_tokenizer
-from sgl_skipkv.config import SettingError, brief, printable
+from sgl_skipkv.config import SettingError, brief, name_of, printable
 from sgl_skipkv.explorer.events import Compact, Finish
 from sgl_skipkv.explorer.text import pieces
 from sgl_skipkv.explorer.trace_file import TraceFile
@@ -52,7 +52,7 @@ def add_trace(commands: Any) -> None:
 
 def show_trace(arguments: Namespace, console: Console) -> int:
     """Print one finished request of a trace file."""
-    request = finished_request(Path(arguments.file), arguments.rid)
+    request = finished_request(Path(arguments.file), arguments.rid and name_of(arguments.rid))
     show(console, request, load_tokenizer("model-path", arguments.model_path))
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from sgl_skipkv.cli.files import load_tokenizer
-from sgl_skipkv.config import SettingError, Unabridged, brief, why_unopened
+from sgl_skipkv.config import SettingError, Unabridged, brief, name_of, why_unopened
 from sgl_skipkv.explorer.book import Book, Decode
 from sgl_skipkv.explorer.outline import Outline, OutlinedRequest
 from sgl_skipkv.explorer.page import page_of
@@ -52,7 +52,8 @@ def view_trace(arguments: argparse.Namespace, console: Console) -> int:
     decode = None
     if arguments.model_path is not None:
         decode = partial(pieces, load_tokenizer("model-path", arguments.model_path))
-    shown, traced = write_page(trace, out, decode, arguments.rid)
+    names = arguments.rid and [name_of(rid) for rid in arguments.rid]
+    shown, traced = write_page(trace, out, decode, names)
     what = f"{shown} of {traced} requests" if shown < traced else "all requests"
     told = f"{out} ({what}, {out.stat().st_size / 1e6:.1f} MB)"
     console.print(told, soft_wrap=True, markup=False)

@@ -243,6 +243,7 @@ def test_a_row_that_sglang_does_not_file_leaves_no_history() -> None:
 def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int) -> None:
     """A request of higher priority takes the place of several at once."""
     from sgl_skipkv.patches.engine.admission import backup_bytes, must_stay
+    from sgl_skipkv.patches.engine.retraction import order_victims
 
     world = World(backup_bytes=1 << 20)
     calls = long_calls(world, POOL + 20, POOL + 20)
@@ -252,6 +253,9 @@ def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int)
     spare = (first + (room - 1) * second) // memory.chunk_bytes
     taken = [memory.free_chunks.pop() for _ in range(len(memory.free_chunks) - spare)]
     assert must_stay(calls) == ([calls[1]] if room == 1 else [])
+    # Who would go first keeps that place.
+    orders = [order_victims(order, calls) for order in ([0, 1], [1, 0])]
+    assert orders == ([[0, 1], [1, 0]] if room == 1 else [None, None])
     short = world.arrive([5, 6, 8, 20], 40, **asks(8, "streaming"))
     while short not in world.running_batch.reqs:
         world.step()
@@ -264,6 +268,7 @@ def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int)
     urgent.init_next_round_input(world.tree_cache)
     adder = world.adder()
     adder.priority_scheduling_preemption_threshold = 50
+    assert adder._victims(urgent) == calls and not adder._victims(calls[0])
     adder.preempt_to_schedule(urgent)
     memory.free_chunks += taken
     world.run_dry()

@@ -417,6 +417,8 @@ def test_a_server_bounds_how_often_clients_compact() -> None:
     assert resolve_request(keys, ServerConfig()) is not None
     for name in names():  # with their defaults
         assert resolve_request({"kv_budget": 256, "kv_policy": name}, server) is not None
+    never_evicts = {"kv_policy": "full", "kv_params": {"interval": 8}}
+    assert resolve_request(never_evicts, server) is not None
     with assert_refused("kv_interval", "[64, 65536]"):
         check_server_defaults(ServerConfig(kv_interval_min=64, kv_interval=32), 0)
     with assert_refused("kv_params.interval", "[64, 65536]"):
