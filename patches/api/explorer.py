@@ -27,15 +27,16 @@ _HEADERS: Final = {
 }
 
 
-def add_explorer(
-    app: Any, paths: Mapping[str, str], tokenizer: Any, *, has_key: bool = False
-) -> None:
+def add_explorer(app: Any, paths: Mapping[str, str], tokenizer: Any, *, has_key: bool) -> None:
     """Serve the page of these trace files, by the names of their replicas.
 
     SGLang's middleware asks for its API key here as for every route: for that of an administrator
     where one is set, because the text is of all clients. FastAPI runs functions that are not
     asynchronous in threads, so no request waits while a file is read. Without a tokenizer
-    (``--skip-tokenizer-init``) the page shows token ids. has_key: whether SGLang asks for one.
+    (``--skip-tokenizer-init``) the page shows token ids.
+
+    Args:
+        has_key: whether SGLang asks for a key.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 

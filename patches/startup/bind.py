@@ -136,13 +136,14 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     # The checks read attributes that another SGLang version may not have.
     reasons = problems or missing_capabilities(scheduler)
     reasons += getattr(scheduler, "skipkv_reasons", [])
-    facts, ids = ModelFacts(), None
+    facts, measured_ids = ModelFacts(), list[int]()
     if not reasons:  # as above: where eviction is not supported, nothing more is read
         facts = _facts(scheduler)
         reasons += _wrong_settings(config, facts)
     if not reasons:
         read = partial(_measured_text, scheduler, config, reasons)
-        ids, failure = attempt("sgl_skipkv: the text that measures the model", read)
+        found, failure = attempt("sgl_skipkv: the text that measures the model", read)
+        measured_ids = found or []
         reasons += [] if failure is None else [failure]
     trace = None
     try:
@@ -154,7 +155,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     reasons, metrics = _shared(scheduler, reasons, problems)
     built: Built | None = None
     if not reasons:
-        build = partial(_build, scheduler, config, facts, ids or [], trace, metrics, reasons)
+        build = partial(_build, scheduler, config, facts, measured_ids, trace, metrics, reasons)
         built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
         reasons += [] if failure is None else [failure]
     readiness = Readiness(tuple(reasons), config.enabled)
@@ -172,7 +173,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             has_thoughts=facts.thoughts is not None,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
-        measure_again=partial(_measure_again, scheduler, ids or []),
+        measure_again=partial(_measure_again, scheduler, measured_ids),
     )
     scheduler.skipkv = binding
     if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
@@ -232,7 +233,7 @@ def _build(
     scheduler: Any,
     config: ServerConfig,
     facts: ModelFacts,
-    ids: list[int],
+    measured_ids: list[int],
     trace: TraceWriter | None,
     metrics: Metrics,
     reasons: list[str],
@@ -248,7 +249,7 @@ def _build(
             side = build_model_side(config, scheduler)
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
-        centres, reach, without_rotation = measure_model(scheduler, side, ids, ranks)
+        centres, reach, without_rotation = measure_model(scheduler, side, measured_ids, ranks)
         if without_rotation and policy_class(config.kv_policy).needs_rotation:
             reasons.append(f"kv_policy {config.kv_policy}: {without_rotation}")
         buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
@@ -273,12 +274,12 @@ def _build(
     return Built(runtime, side.capture, kv_scales_of(runner), without_rotation)
 
 
-def _measure_again(scheduler: Any, ids: list[int]) -> str | None:
+def _measure_again(scheduler: Any, measured_ids: list[int]) -> str | None:
     """Measure new weights on an idle server; the reason why that did not work."""
     side, runtime = model_side_of(scheduler.tp_worker.model_runner), runtime_of(scheduler)
     assert side is not None and runtime is not None
     try:
-        found = measure_model(scheduler, side, ids, runtime.ranks, serving=True)
+        found = measure_model(scheduler, side, measured_ids, runtime.ranks, serving=True)
     except torch.OutOfMemoryError as error:
         if runtime.ranks.size > 1:  # the others wait for this one in the model's own gathers
             raise RanksError("new weights could not be measured on all ranks") from error

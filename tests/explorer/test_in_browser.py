@@ -311,7 +311,7 @@ def test_a_live_page_follows_its_server(running: Any, tmp_path: Path, tokenizer:
     path = tmp_path / "trace.jsonl"
     path.write_text(json.dumps(finish("first", [5])) + "\n")
     app = FastAPI()
-    add_explorer(app, {"": str(path)}, tokenizer)
+    add_explorer(app, {"": str(path)}, tokenizer, has_key=False)
     with claimed_port() as held:
         port = held.getsockname()[1]
         server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))

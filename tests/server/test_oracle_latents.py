@@ -69,7 +69,7 @@ def test_every_greedy_token_is_the_argmax_under_the_trace_masks(server, answers,
 def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, scores) -> None:
     compactions = 0
     for name in {*RUN} & {*SPELLED_OUT}:
-        for choice in choices(scores, server, name, answers[name]):
+        for choice in choices_in(scores, server, name, answers[name]):
             assert choice.inversion < score_tolerance(name), name
             compactions += 1
     assert compactions >= 20
@@ -78,12 +78,12 @@ def test_every_kept_set_is_the_one_with_the_best_scores(server, answers, scores)
 def test_the_heads_of_a_rank_are_the_group(server, answers, model_folder, ranks: int) -> None:
     """By the formula of another number of ranks other tokens would be the best."""
     other = LatentOracle(model_folder("deepseek_v3"), 3 - ranks)
-    found = [choices(other, server, name, answers[name]) for name in ("snapkv", "rkv")]
+    found = [choices_in(other, server, name, answers[name]) for name in ("snapkv", "rkv")]
     inversions = [choice.inversion for each in found for choice in each]
     assert len(inversions) >= 3 and max(inversions) > 1e-4
 
 
-def choices(
+def choices_in(
     oracle: LatentOracle, server: Server, name: str, answer: dict[str, Any]
 ) -> list[Choice]:
     """None of a request that was computed again."""
