@@ -272,11 +272,9 @@ class Metrics(Refusals):
         self._gauges_due_s = time.monotonic() + _GAUGES_EVERY_S if row_tokens else 0.0
         sums = {policy: [0, 0, 0, 0] for policy in self._policies}
         for state, tokens in row_tokens.items():
-            asked = state.settings
-            budget = asked.kv_budget if asked.evicts else None
+            name, budget = state.settings.policy.name, state.settings.kv_budget
             held = 1, state.budgeted_tokens(tokens), state.full_tokens(tokens), budget or 0
-            known = sums[asked.policy.name]
-            sums[asked.policy.name] = [a + b for a, b in zip(known, held, strict=True)]
+            sums[name] = [a + b for a, b in zip(sums[name], held, strict=True)]
         gauges = "running_requests", "kv_tokens", "full_kv_tokens", "kv_budget_tokens"
         for policy, values in sums.items():
             for name, value in zip(gauges, values, strict=True):

@@ -120,7 +120,7 @@ class TracedRequest:
             self.text = decode(ids)
         shown |= {
             "prompt": finish.prompt_tokens,
-            "budget": finish.budget_tokens,
+            "budget": finish.kv_budget,
             "reason": finish.finish_reason,
             "tokens": len(finish.output_ids),
             "ids": ids,

@@ -68,11 +68,6 @@ class Finish(Event):
     kv_reuse: str | None = None
     continues: Continues | None = None
 
-    @property
-    def budget_tokens(self) -> int | None:
-        """What evicted: ``full`` has none, whatever the request asked for."""
-        return None if self.policy == "full" else self.kv_budget
-
 
 #: a line of a trace that the explorer shows
 TraceEvent = Compact | Recompute | Finish

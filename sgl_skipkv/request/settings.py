@@ -39,7 +39,7 @@ class RequestSettings:
 
     Attributes:
         policy: with its parameters.
-        kv_budget: KV tokens kept after each compaction; None only if the policy never evicts.
+        kv_budget: KV tokens kept after each compaction; None exactly if the request never evicts.
         steering: ``alpha_0``; None for a request that is not steered.
         kv_reuse: "keep" or "budget"; None for a request that neither continues nor leaves a
             history.
@@ -52,7 +52,7 @@ class RequestSettings:
 
     @property
     def evicts(self) -> bool:
-        return self.policy.evicts and self.kv_budget is not None
+        return self.kv_budget is not None
 
     @property
     def steers(self) -> bool:
@@ -105,8 +105,7 @@ class RequestSettings:
             SettingError: no room is left for generated tokens.
         """
         least = self.least_tokens(prompt_tokens)
-        # With a policy that does not evict, the budget is only the server's default.
-        if self.kv_budget is not None and self.policy.evicts and self.kv_budget < least:
+        if self.kv_budget is not None and self.kv_budget < least:
             raise SettingError(
                 "kv_budget",
                 f"an integer in [{least}, {BUDGET_LIMIT_TOKENS}], because count_prompt counts "
@@ -190,7 +189,8 @@ def resolve_request(
         raise SettingError("kv_params.drop_thoughts", expected, True, choices)
     if kv_budget is None and steering is None and not asks_for_policy:
         return None
-    return RequestSettings(policy, kv_budget, steering, kv_reuse)
+    # A policy that never evicts has no use for the server's budget.
+    return RequestSettings(policy, kv_budget if policy.evicts else None, steering, kv_reuse)
 
 
 def _resolve_policy(

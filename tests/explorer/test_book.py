@@ -93,12 +93,6 @@ def test_similar_sentences_and_the_summary_arrive() -> None:
     assert shown["text"][3] == "3" and shown["summary"]["peak_kv_tokens"] == 9
 
 
-def test_the_policy_full_has_no_budget() -> None:
-    """A request may have asked for both; nothing is evicted."""
-    (request,) = book_of(finish(20, kv_budget=8, policy="full"))
-    assert request.data(None)["budget"] is None
-
-
 def test_more_than_a_page_can_show_is_left_out() -> None:
     far = 1 << 50  # would be a petabyte of positions
     event = compact(far, [0, far])

@@ -122,6 +122,17 @@ def test_the_farthest_history_is_found(
     assert left == max((length for length in begun if length < len(prompt)), default=0)
 
 
+def test_of_equally_far_histories_the_one_with_most_kv_is_first() -> None:
+    """Two requests of other budgets had the same prompt and the same output."""
+    drawn, histories = Drawn("a", [0, 1, 1, 0, 1], 1, 4), Histories(1 << 20, pinned=False)
+    more, less = (replace(history(drawn), key=private_keys(slots)) for slots in (4, 3))
+    without_kv = replace(more, key=private_keys(0))
+    for one in (more, less, without_kv):
+        histories.add(one)
+    matches, _ = histories.find("a", [*drawn.tokens, 7])
+    assert [match.history for match in matches] == [more, less, without_kv]
+
+
 def test_the_same_prompt_again_leaves_no_history() -> None:
     """Not even where the next turn has none of the opener that ends it."""
     histories, opener = Histories(1 << 20, pinned=False), [8, 9]

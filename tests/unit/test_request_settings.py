@@ -183,7 +183,6 @@ def test_a_server_without_tracks_serves_what_records_nothing() -> None:
         {"kv_budget": LIMIT},
         {"kv_budget": 5, "kv_params": {"sink": 0, "window": 4}},
         {"kv_budget": 64, "kv_params": {"window": 17}},  # the default records no queries
-        {"kv_budget": 1, "kv_policy": "full"},
         {"kv_budget": 13, "steering": False},
         {"kv_budget": 64, "kv_params": {"power": 1}},  # whole numbers are numbers
         {"kv_budget": 64, "kv_policy": "streaming", "kv_params": {"window": 17}},  # no queries
@@ -279,13 +278,12 @@ def test_server_parameters_belong_to_the_server_policy() -> None:
 
 @pytest.mark.parametrize("keys", [{"kv_policy": "full"}, {"kv_policy": "full", "kv_budget": 64}])
 def test_full_never_evicts_and_needs_no_budget(keys: dict[str, Any]) -> None:
-    """It opts out of a default budget and of a counted prompt."""
+    """It opts out of a default budget and of a counted prompt, and has none of its own."""
     defaults: tuple[dict[str, Any], ...] = ({}, {"kv_budget": 64}, {"count_prompt": True})
     for default in (*defaults, {"kv_budget": 64, "count_prompt": True}):
         settings = resolved(keys, ServerConfig(**default))
-        assert not settings.evicts
+        assert not settings.evicts and settings.kv_budget is None
         settings.check_prompt(10**6)
-        assert settings.kv_budget == keys.get("kv_budget", default.get("kv_budget"))
 
 
 # -- what a budget counts
