@@ -97,7 +97,7 @@ def show(console: Console, request: FinishedRequest, tokenizer: Any) -> None:
     styled = console.is_terminal and not console.no_color
     console.print(render(request, tokenizer, mark="" if styled else "~~"))
     finish = request.finish
-    budget = "" if finish.kv_budget is None else f", kv_budget {finish.budget_tokens}"
+    budget = "" if finish.kv_budget is None else f", kv_budget {finish.kv_budget}"
     legend = (
         f"[{printable(finish.policy)}{budget}: "
         f"{finish.evicted_tokens} of {finish.full_kv_tokens} tokens evicted, struck through; "
