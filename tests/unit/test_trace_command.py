@@ -99,6 +99,13 @@ def test_a_file_gets_marks_and_a_terminal_gets_styles(
     assert "4 of" in plain.getvalue() and "[rkv, kv_budget 4: " in plain.getvalue()
 
 
+def test_a_request_that_never_evicts_has_no_budget(path: Path, tokenizer: Any) -> None:
+    plain = io.StringIO()
+    request = traced(path, finish([5], policy="full", kv_budget=None))
+    trace.show(Console(file=plain, width=200), request, tokenizer)
+    assert "[full: " in plain.getvalue()
+
+
 def test_marks_close_at_the_end_of_a_line(path: Path, tokenizer: Any) -> None:
     ids = tokenizer.encode("so Ann = 7.\n\n6. Bob")
     request = traced(path, compact(len(ids), [0], prompt=0), finish(ids, prompt=0))
