@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -337,6 +338,28 @@ def test_a_router_speaks_for_its_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     serving.admin_api_key, serving.preferred_sampling_params = None, {"kv_budget": 64}
     with pytest.raises(SystemExit, match="preferred_sampling_params: expected no kv_budget"):
         open_gate(None, router, started)
+
+
+@pytest.mark.parametrize("key", ["api_key", "admin_api_key", None])
+def test_the_explorer_knows_whether_a_key_is_asked_for(
+    key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bool] = []
+    monkeypatch.setitem(
+        sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=fastapi.FastAPI())
+    )
+    monkeypatch.setattr(
+        "sgl_skipkv.patches.startup.open_gate.add_explorer",
+        lambda app, paths, tokenizer, *, has_key: opened.append(has_key),
+    )
+    keys = {"api_key": None, "admin_api_key": None, **({} if key is None else {key: "secret"})}
+    arguments = SimpleNamespace(_skipkv={"explorer": True, "trace": "t.jsonl"}, dp_size=1, **keys)
+    manager = SimpleNamespace(
+        server_args=arguments, tokenizer=None, enable_metrics=False, preferred_sampling_params=None
+    )
+    report = {"reasons": [], "limits": {}}
+    open_gate(None, manager, SchedulerInitResult(scheduler_infos=[{"skipkv": report}]))
+    assert opened == [key is not None]
 
 
 def test_whose_ids_are_checked() -> None:
