@@ -345,6 +345,7 @@ def test_the_explorer_knows_whether_a_key_is_asked_for(
     key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[bool] = []
+    monkeypatch.setattr(registry, "problems", list)
     monkeypatch.setitem(
         sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=fastapi.FastAPI())
     )
