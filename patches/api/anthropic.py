@@ -20,8 +20,6 @@ from sgl_skipkv.patches.readiness import Unavailable
 class AnthropicMessagesRequest(OurFields, protocol.AnthropicMessagesRequest):  # type: ignore[misc]  # untyped base
     """REPLACE ``AnthropicMessagesRequest``: SGLang's, with our fields."""
 
-    dropped_objects = (*OurFields.dropped_objects, "custom_params")
-
 
 async def check_keys(
     original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
@@ -42,5 +40,5 @@ async def check_keys(
 
 def carry_keys(chat_request: Any, serving: Any, request: Any) -> None:
     """AFTER ``AnthropicServing._convert_to_chat_completion_request``."""
-    for name in (*OurFields.model_fields, "_misspelt", "_in_metadata"):
+    for name in (*OurFields.model_fields, "_wrong", "_in_metadata"):
         setattr(chat_request, name, getattr(request, name))

@@ -19,10 +19,17 @@ import numpy as np
 from sgl_skipkv.config import ServerConfig, SettingError, brief
 from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches.api.metadata import METADATA, Keys, MetadataKeys
+from sgl_skipkv.patches.api.misplaced import Misplaced
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness, Unavailable
 from sgl_skipkv.patches.request_kind import RequestKind
-from sgl_skipkv.request.settings import RequestSettings, refuse_misspelt, resolve_request, take_keys
+from sgl_skipkv.request.settings import (
+    KEYS,
+    RequestSettings,
+    refuse_misspelt,
+    resolve_request,
+    take_keys,
+)
 
 _UNCOUNTED: Final = Refusals()
 
@@ -90,8 +97,12 @@ def collect_keys(sampling_params: Mapping[str, Any]) -> tuple[dict[str, Any], Ke
 
     Raises:
         SettingError: two places have different values for a key, ``custom_params`` is no object, or
-            a key is misspelt.
+            a key is misspelt or misplaced.
     """
+    for path, key in sampling_params.items():
+        if isinstance(key, Misplaced):
+            choices = f"{', '.join(KEYS)} at the top of the body"
+            raise SettingError(path, "nothing", key.value, choices)
     rest, keys = take_keys(sampling_params)
     metadata = MetadataKeys()
     if isinstance(rest.get(METADATA), MetadataKeys):  # any other is unknown: SGLang refuses it

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.patches.api.gate import check_ids, collect_keys, counting_refusals, gate_of
 from sgl_skipkv.patches.api.metadata import Keys
+from sgl_skipkv.patches.api.misplaced import misplaced_keys
 from sgl_skipkv.patches.request_kind import request_kind
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
@@ -38,9 +41,8 @@ def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> 
     for name in (*take_keys(body)[1], *misspelt_keys(body)):
         # SGLang ignores unknown names at the top, where the OpenAI API has our keys.
         raise SettingError(name, expected, body[name], _PLACES)
-    if isinstance(custom := body.get("custom_params"), Mapping):  # SGLang ignores this, too
-        for name, value in take_keys(custom)[1].items():
-            raise SettingError(f"custom_params.{name}", expected, value, _PLACES)
+    for path, key in misplaced_keys(body, GenerateReqInput.__dataclass_fields__).items():
+        raise SettingError(path, expected, key.value, _PLACES)
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
     none = Keys({})

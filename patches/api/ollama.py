@@ -19,6 +19,7 @@ from sgl_skipkv.patches.api.gate import (
     counting_refusals,
     gate_of,
 )
+from sgl_skipkv.patches.api.misplaced import misplaced_keys
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
@@ -30,9 +31,11 @@ async def check_keys(
     body = await raw_request.json()  # SGLang has read it; ``request`` lacks unknown names
     try:
         with counting_refusals(serving.tokenizer_manager):
-            for name in (*take_keys(body)[1], *misspelt_keys(body)):
-                expected = "in options, not at the top of the body"
-                raise SettingError(name, expected, body[name], "options")
+            outside = {name: body[name] for name in (*take_keys(body)[1], *misspelt_keys(body))}
+            misplaced = misplaced_keys(body, type(request).model_fields)
+            outside |= {path: key.value for path, key in misplaced.items()}
+            for path, value in outside.items():
+                raise SettingError(path, "nothing outside of options", value, "options")
             keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)
         budgeted = keys or gate_of(serving.tokenizer_manager).config.defaults_apply

@@ -143,15 +143,34 @@ def test_beam_search_and_sessions_are_refused_beside_a_budget(server: Server) ->
 
 
 def test_keys_in_objects_that_sglang_drops_are_refused(server: Server) -> None:
-    """The request would run without the budget that it asks for."""
+    """The request would run without the budget that it asks for. The message has nothing else of
+    the body."""
     assert_generate_refuses(server, "custom_params.kv_budget", {}, custom_params={"kv_budget": 64})
-    paths = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-    places = itertools.product(paths, ("extra_body", "sampling_params"))
-    for path, place in (*places, ("/v1/messages", "custom_params")):
-        body = {**plain_body(path, {}), place: {"kv_budget": 64}}
-        message = refusal(server, path, body)
-        assert f"{place}.kv_budget: expected nothing" in message and "at the top" in message
-        server.post(path, {**body, place: {"somebody": "else"}})
+    assert_generate_refuses(server, "extra_body.kv_bugdet", {}, extra_body={"kv_bugdet": 64})
+    nested = {"metadata": {"kv_budget": "64"}}
+    wrong: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("extra_body.kv_budget", {"kv_budget": 64}),
+        ("extra_body.kv_bugdet", {"kv_bugdet": 64}),
+        ("extra_body.metadata.kv_budget", nested),
+        ("extra_body.custom_params.kv_budget", {"custom_params": {"kv_budget": 64}}),
+        ("sampling_params.kv_budget", {"kv_budget": 64}),
+        ("options.kv_budget", {"kv_budget": 64}),
+    )
+    paths = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+    cases = [*itertools.product(paths, wrong)]
+    for path in ("/v1/responses", "/v1/messages"):
+        cases.append((path, ("custom_params.kv_budget", {"kv_budget": 64})))
+    more = {"input": "1", "model": server.get("/v1/models")["data"][0]["id"]}  # of responses
+    for path, (field, content) in cases:
+        place = field.partition(".")[0]
+        for stream in (False, True):
+            body = {**plain_body(path, {}, stream=stream), **more, place: content}
+            message = assert_refused(server, field, body, path)
+            assert "expected nothing" in message and "at the top of the body" in message
+        server.post(path, {**plain_body(path, {}), **more, place: {"somebody": "else"}})
+    for path, place in (("/api/generate", "extra_body"), ("/api/chat", "sampling_params")):
+        message = refusal(server, path, {**plain_body(path, {}), place: {"kv_budget": 64}})
+        assert f"{place}.kv_budget: expected nothing outside of options" in message
 
 
 def test_a_turn_that_is_refused_leaves_its_session_alone(server: Server) -> None:

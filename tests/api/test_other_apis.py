@@ -91,7 +91,9 @@ def test_wrong_keys(server: Server, path: str, keys: dict[str, Any], stream: boo
 @pytest.mark.parametrize("keys", [{"kv_budget": 24}, {"kv_bugdet": 24}])
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_ollama_keys_in_the_wrong_place(server: Server, path: str, keys: dict[str, Any]) -> None:
-    with pytest.raises(HTTPFailure, match=f"{next(iter(keys))}: expected in options"):
+    with pytest.raises(
+        HTTPFailure, match=f"{next(iter(keys))}: expected nothing outside of options"
+    ):
         server.post(path, {**body_of(path, {}), **keys})
 
 

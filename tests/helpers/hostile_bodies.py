@@ -182,7 +182,7 @@ def judge(body: Body, server: ServerConfig) -> Verdict:
     custom, wrong = rest.get("custom_params"), []
     if body.path == "/v1/messages":  # that API has no such field, and a key in it would be dropped
         dropped = take_keys(custom)[1] if isinstance(custom, dict) else {}
-        wrong += [f"Value error, custom_params.{key}: expected nothing" for key in dropped]
+        wrong += [f"custom_params.{key}: expected nothing" for key in dropped]
         custom = None
     if custom is not None and not isinstance(custom, dict):
         if body.path in OPENAI:

@@ -107,6 +107,8 @@ def test_refusals_count_once_and_by_reason(server: Server) -> None:
     chat = "/v1/chat/completions"
     refuse("steering", chat, plain_body(chat, {"metadata": {"steering": "on"}}))
     refuse("unknown_key", "/generate", plain_body("/generate", {"kv_bugdet": 64}))
+    for path in (chat, "/v1/completions", "/v1/messages"):
+        refuse("unknown_key", path, plain_body(path, {"extra_body": {"kv_budget": 64}}))
     refuse("kv_budget", "/generate", {**plain_body("/generate", {}), "kv_budget": 64})
     ids = plain_body("/generate", KEYS, prompt=[VOCAB_SIZE])
     refuse("token_ids", "/generate", ids)
