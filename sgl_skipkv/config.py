@@ -18,6 +18,8 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 ENV_CONFIG = "SGL_SKIPKV_CONFIG"
+#: SGLang warns of every name that begins with ``SGL_`` and copies it to this one
+ENV_CONFIG_COPY = "SGLANG_SKIPKV_CONFIG"
 CPU_PLATFORM = "skipkv_cpu"
 METRIC_PREFIX = "sglang:skipkv_"
 CONFIG_FILE_LIMIT_BYTES = 1 << 20
@@ -181,6 +183,10 @@ class ServerConfig(Settings):
         """Whether eviction is enabled at start: at least one setting was given, or ``required``."""
         return self.required or bool(self.model_fields_set - {"required"})
 
+    def given(self) -> dict[str, Any]:
+        """The settings that the operator made, as JSON has them."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     @property
     def defaults_apply(self) -> bool:
         """Whether a request without any key has a budget or is steered."""
@@ -194,18 +200,20 @@ def load_server_config(
     environ: Mapping[str, str] | None = None,
 ) -> ServerConfig:
     """One server's settings. Flags override a file; a file given by flag replaces the environment,
-    whose ``SGL_SKIPKV_CONFIG`` is JSON or a path.
+    whose ``SGL_SKIPKV_CONFIG``, or else ``SGLANG_SKIPKV_CONFIG``, is JSON or a path.
 
     Raises:
         SettingError: unreadable file, bad JSON, unknown name, wrong type or range.
     """
-    text = (os.environ if environ is None else environ).get(ENV_CONFIG, "").strip()
+    given = os.environ if environ is None else environ
+    name = ENV_CONFIG if given.get(ENV_CONFIG) else ENV_CONFIG_COPY
+    text = given.get(name, "").strip()
     if config_file is not None:
         values = _read_config_file("--skipkv-config", config_file)
     elif text.startswith("{"):
-        values = _parse_json(ENV_CONFIG, text)
+        values = _parse_json(name, text)
     elif text:
-        values = _read_config_file(ENV_CONFIG, text)
+        values = _read_config_file(name, text)
     else:
         return build(ServerConfig, flags or {})
     # A file or object without settings also enables eviction.
@@ -286,7 +294,7 @@ def describe(model: type[Settings], name: str) -> tuple[str, str]:
     options = [entry for entry in schema.get("anyOf", [schema]) if entry.get("type") != "null"]
     entry = {**schema, **options[0]}
     if "enum" in entry:
-        choices = ", ".join(str(value) for value in entry["enum"])
+        choices = ", ".join("false" if value is False else str(value) for value in entry["enum"])
         return f"one of {choices}", choices
     expected = _TYPES.get(str(entry.get("type")), "a valid value")
     least = f"[{entry['minimum']}" if "minimum" in entry else f"({entry.get('exclusiveMinimum')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -180,7 +181,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         pool.skipkv = binding
     if built is not None:
         _warm_up(binding, built.runtime)
-    logger.info(readiness.message())
+    given = f" {json.dumps(config.given())}" if config.enabled else ""
+    logger.info(readiness.message() + given)
 
 
 def _shared(
@@ -320,6 +322,8 @@ def report(result: dict[str, Any], scheduler: Any) -> None:
     binding = binding_of(scheduler)
     if binding is not None:
         result["skipkv"] = {
+            "state": binding.readiness.state,
+            "settings": binding.config.given(),
             "reasons": list(binding.readiness.reasons),
             "limits": asdict(binding.limits),
         }

@@ -6,19 +6,26 @@ SGLang pickles ``ServerArgs`` to every process it spawns, private attributes inc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
 from sgl_skipkv.patches import registry
+from sgl_skipkv.request.settings import check_server_defaults
+from sgl_skipkv.request.trace import check_trace
 from sgl_skipkv.steering.vector import SteeringVector
 
+
+def _text_or_false(text: str) -> str | bool:
+    return False if text.lower() == "false" else text
+
+
 # Flag -> (name in ServerConfig, type).
-FLAGS: dict[str, tuple[str, type]] = {
+FLAGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--kv-budget": ("kv_budget", int),
     "--kv-policy": ("kv_policy", str),
     "--kv-interval": ("kv_interval", int),
-    "--kv-reuse": ("kv_reuse", str),
+    "--kv-reuse": ("kv_reuse", _text_or_false),
     "--kv-budget-max": ("kv_budget_max", int),
     "--kv-interval-min": ("kv_interval_min", int),
     "--query-text": ("query_text", str),
@@ -59,8 +66,8 @@ def _dest(flag: str) -> str:
 def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     """AFTER ``ServerArgs.from_cli_args``: validate the settings.
 
-    A wrong value or a malformed steering file ends the process before the model is loaded. Whether
-    the vector fits the model is checked after that.
+    A wrong value, a malformed steering file or a trace that cannot be written ends the process
+    before the model is loaded. Whether vector and defaults fit the model is checked after that.
     """
 
     def value_of(flag: str) -> Any:
@@ -78,7 +85,7 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
 def settings_or_exit(
     given: Mapping[str, Any] | None = None, config_file: str | None = None
 ) -> ServerConfig:
-    """The operator's settings; their steering file is read and checked.
+    """The operator's settings; what they name is checked as far as it can be without the model.
 
     Raises:
         SystemExit: a wrong value or a malformed file, in one line. SGLang swallows every other
@@ -88,6 +95,10 @@ def settings_or_exit(
         config = load_server_config(given, config_file=config_file)
         if config.steering_vector is not None:
             SteeringVector.load(config.steering_vector)
+        if config.trace is not None:
+            check_trace(config.trace)
+        if config.enabled:
+            check_server_defaults(config, model_window_tokens=0)
     except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error
     return config

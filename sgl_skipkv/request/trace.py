@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,12 +31,11 @@ class TraceWriter:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._file: TextIO | None = Path(path).open("a", encoding="utf-8")
+            self._file: TextIO | None = open(path, "a", encoding="utf-8", opener=_private)
             if _ends_inside_line(Path(path)):
                 self._file.write("\n")
         except (OSError, ValueError) as error:
-            expected, got = "a file that can be appended to", f"{path} ({why_unopened(error)})"
-            raise SettingError("trace", expected, got, "a writable path") from error
+            raise _unwritable(path, why_unopened(error)) from error
 
     def write(self, event: str, **fields: Any) -> None:
         if self._file is None:
@@ -49,6 +49,27 @@ class TraceWriter:
             with suppress(OSError):  # what is left in its buffer
                 self._file.close()
             self._file = None
+
+
+def check_trace(path: str) -> None:
+    """Refuse a file that certainly cannot be appended to, without creating it.
+
+    Raises:
+        SettingError: its folder is missing, or it may not be written to.
+    """
+    file = Path(path)
+    if "\0" not in path and not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise _unwritable(path, "no folder, or not permitted")
+
+
+def _unwritable(path: str, why: str) -> SettingError:
+    expected = "a file that can be appended to"
+    return SettingError("trace", expected, f"{path} ({why})", "a writable path")
+
+
+def _private(path: str, flags: int) -> int:
+    """Opened for this user alone, if it is new: it has everybody's text."""
+    return os.open(path, flags, mode=0o600)
 
 
 def _ends_inside_line(path: Path) -> bool:

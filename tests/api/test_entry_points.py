@@ -438,8 +438,10 @@ def test_metrics_and_server_info(server: Server) -> None:
     lines = [line for line in metrics.splitlines() if line.startswith("sglang:skipkv")]
     assert any('state="ready"' in line and line.endswith(" 1.0") for line in lines)
     reported = server.get("/server_info")["skipkv"]
-    assert reported == {"reasons": [], "limits": asdict(NO_LIMITS) | {"without_reuse": []}}
-    assert "sgl_skipkv: ready" in server.log
+    settings, limits = reported.pop("settings"), asdict(NO_LIMITS) | {"without_reuse": []}
+    assert reported == {"state": "ready", "reasons": [], "limits": limits}
+    assert settings["trace"] == str(server.trace_path)
+    assert f"sgl_skipkv: ready {json.dumps(settings)}" in server.log
 
 
 def _compactions(server: Server) -> float:

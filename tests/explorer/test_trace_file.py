@@ -89,6 +89,15 @@ def test_a_server_that_starts_again_begins_a_line(path: Path) -> None:
         assert [type(event) for event, _ in trace.events()] == [Finish] and trace.unreadable == 1
 
 
+def test_a_new_trace_is_of_this_user_alone(path: Path) -> None:
+    """It has the text of all clients. Who made the file before has chosen who may read it."""
+    TraceWriter(str(path)).write("restore", rid="a")
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    TraceWriter(str(path)).write("restore", rid="a")
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.parametrize("how", ["a full disk", "a pipe that nobody reads any more"])
 def test_a_trace_that_cannot_be_written_ends_and_nothing_else(
     how: str, path: Path, caplog: pytest.LogCaptureFixture

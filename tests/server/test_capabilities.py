@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,41 @@ def test_steering_beside_offloaded_layers_is_refused(monkeypatch: pytest.MonkeyP
     on_a_server(monkeypatch, "exec.offload.cpu_offload_gb", 2)
     with pytest.raises(SettingError, match="steering_vector: expected no --cpu-offload-gb"):
         model_side._refuse_offloaded_layers("steering_vector")
+
+
+def read(*given: str) -> dict[str, Any]:
+    """What the flags of a server say, before it has loaded anything."""
+    parser, server_args = argparse.ArgumentParser(), SimpleNamespace()
+    flags.add_flags(None, parser)
+    flags.read_flags(server_args, object, parser.parse_args([*given]))
+    settings: dict[str, Any] = server_args._skipkv
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--kv-policy distict --kv-budget 64", "kv_policy: expected a policy name, got 'distict'"),
+        ("--kv-budget 8", "kv_budget: expected an integer in [13, "),
+        ("--kv-interval 16 --kv-interval-min 64", "kv_interval: expected an integer in [64, "),
+        ("--skipkv-trace missing/t.jsonl", "trace: expected a file that can be appended to"),
+        ("--kv-reuse off", "kv_reuse: expected one of false, keep, budget, got 'off'"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_it_is_loaded(
+    given: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"sgl_skipkv: {re.escape(message)}"):
+        read(*given.split())
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("text", ["false", "False"])
+def test_a_flag_can_say_false(text: str) -> None:
+    """SGLang writes a ``false`` of its YAML file as the second."""
+    assert read("--kv-reuse", text) == {"kv_reuse": False}
+    assert read("--kv-reuse", "keep", "--skipkv-trace", "t") == {"kv_reuse": "keep", "trace": "t"}
 
 
 def test_an_encoder_does_not_start_with_our_flags() -> None:

@@ -89,7 +89,9 @@ def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> 
     replicas, single = servers["replicas"], servers["reasoner"]
     reported = replicas.get("/server_info")["skipkv"]
     limits = asdict(ServerLimits(has_thoughts=True)) | {"without_reuse": []}
-    assert reported == {"reasons": [], "limits": limits}
+    given = {"kv_budget": 64, "kv_policy": "streaming", "kv_interval": 8, "explorer": True}
+    assert reported.pop("settings") == {**given, "trace": str(replicas.trace_path)}
+    assert reported == {"state": "ready", "reasons": [], "limits": limits}
     names = [file.name for file in trace_files(replicas)]
     assert names == ["trace.dp0.jsonl", "trace.dp1.jsonl"]
     body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}

@@ -16,6 +16,7 @@ from sgl_skipkv.config import (
     BUDGET_LIMIT_TOKENS,
     CONFIG_FILE_LIMIT_BYTES,
     ENV_CONFIG,
+    ENV_CONFIG_COPY,
     ServerConfig,
     SettingError,
     brief,
@@ -182,6 +183,15 @@ def test_environment_holds_json_or_a_path(tmp_path: Path) -> None:
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_CONFIG, '{"kv_budget": 78}')
     assert load_server_config().kv_budget == 78
+
+
+def test_the_name_that_sglang_copies_it_to_is_read() -> None:
+    """SGLang asks for that name in a warning. After its copy a process may have set ours anew."""
+    copied = {ENV_CONFIG_COPY: '{"kv_budget": 79}'}
+    assert load_server_config(environ=copied).kv_budget == 79
+    assert load_server_config(environ={**copied, ENV_CONFIG: '{"kv_budget": 78}'}).kv_budget == 78
+    with pytest.raises(SettingError, match=f"{ENV_CONFIG_COPY}: expected a JSON object"):
+        load_server_config(environ={ENV_CONFIG_COPY: "{"})
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
