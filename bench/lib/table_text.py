@@ -13,9 +13,6 @@ Row = dict[str, str]
 PLAIN = ", plain SGLang"
 #: a table of more runs leaves the commands to its rows
 MOST_COMMANDS = 3
-#: when `recent` of `distinct` became a third of the budget, and what is said of rows before
-CHANGED = "2026-11-28"
-EARLIER_DEFAULT = f"Rows of `distinct` above 194 tokens from before {CHANGED}: with `recent` 64."
 #: of fewer paired rounds the bootstrap interval of the median is the smallest and the largest one
 FEWEST_ROUNDS = 6
 #: characters of a command that a caption prints
@@ -35,20 +32,7 @@ def table(header: list[str], lines: list[list[str]], source: list[Row], name: st
     dates = sorted({row["date"] for row in source})
     made = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     caption = f"{last['device']}, {versions}, {made}: {origin}"
-    if any(map(_of_earlier_default, source)):
-        caption = f"{caption} {EARLIER_DEFAULT}"
     return "\n".join([markdown(header, lines), "", caption])
-
-
-def _of_earlier_default(row: Row) -> bool:
-    """Made while the default policy kept 64 recent tokens, and would be another one now."""
-    budget = row.get("kv_budget", "")
-    return (
-        (row.get("policy"), budget.isdigit()) == ("distinct", True)
-        and int(budget) > 194
-        and '"recent"' not in row.get("kv_params", "")
-        and row["date"] < CHANGED
-    )
 
 
 def _origin(commands: list[str], name: str) -> str:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from bench.lib.pairs import paired_ratio
 from bench.lib.table_text import (
-    CHANGED,
-    EARLIER_DEFAULT,
     FEWEST_ROUNDS,
     LONGEST_COMMAND,
     spread,
@@ -77,22 +75,3 @@ def test_few_rounds_have_a_range_and_no_interval() -> None:
         ends = [round(ratios[0], 4), round(ratios[-1], 4)]
         assert spread([{"rounds": str(rounds)}]) == called
         assert ([row["ratio_low"], row["ratio_high"]] == ends) is (rounds < FEWEST_ROUNDS)
-
-
-def test_a_caption_names_rows_of_an_earlier_default() -> None:
-    """Whose budget is large enough for it to matter, and which did not say `recent` themselves."""
-    row = {"device": "a CPU", "sglang": "1", "torch": "2", "command": "python -m bench.accuracy"}
-    row |= {"policy": "distinct", "kv_budget": "195", "kv_params": "{}", "date": "2026-11-27"}
-    others = (
-        *({"policy": "rkv"}, {"kv_budget": "194"}, {"kv_budget": ""}),
-        *({"kv_params": '{"recent": 64}'}, {"date": CHANGED}),
-    )
-    told = [
-        EARLIER_DEFAULT in table(["one"], [["1"]], [{**row, **other}, row], "accuracy")
-        for other in others
-    ]
-    silent = [
-        EARLIER_DEFAULT in table(["one"], [["1"]], [{**row, **other}], "accuracy")
-        for other in others
-    ]
-    assert all(told) and not any(silent)
