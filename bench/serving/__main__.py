@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model-path", default=str(BUNDLED))
     made.add_argument("--only", nargs="+", default=MEASUREMENTS, choices=(*MEASUREMENTS, *APART))
-    made.add_argument("--kv-policy", default="skipkv")
+    made.add_argument("--kv-policy", default="distinct")
     made.add_argument("--kv-budgets", type=int, nargs="+", default=[128, 256, 512])
     made.add_argument("--interval", type=int, default=128)
     made.add_argument("--pool-tokens", type=int, default=12288)

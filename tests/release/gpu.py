@@ -57,7 +57,7 @@ def server_flags(graphs: str, *more: str) -> Command:
 
 
 def serving(only: str, *more: str) -> Command:
-    load = ("--kv-policy", "distinct", "--prompt-tokens", "128")
+    load = ("--prompt-tokens", "128")
     return ("python", "-m", "bench.serving", "--only", only, "--model-path", MODEL, *load, *more)
 
 
