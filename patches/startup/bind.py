@@ -322,7 +322,6 @@ def report(result: dict[str, Any], scheduler: Any) -> None:
     binding = binding_of(scheduler)
     if binding is not None:
         result["skipkv"] = {
-            "state": binding.readiness.state,
             "settings": binding.config.given(),
             "reasons": list(binding.readiness.reasons),
             "limits": asdict(binding.limits),

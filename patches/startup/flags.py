@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, load_server_config
 from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.startup.replicas import trace_paths
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import check_trace
 from sgl_skipkv.steering.vector import SteeringVector
@@ -76,10 +77,20 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     values = {name: value_of(flag) for flag, (name, _) in FLAGS.items()}
     given = {name: value for name, value in values.items() if value is not None}
     config = settings_or_exit(given, value_of(CONFIG_FLAG))
+    if config.trace is not None:
+        _check_traces(config.trace, getattr(server_args, "dp_size", 1))
     # It has no scheduler that could refuse. This hook runs with any version of SGLang.
     if config.enabled and getattr(server_args, "encoder_only", False):
         raise SystemExit("sgl_skipkv: refused: --encoder-only, which generates nothing")
     server_args._skipkv = config.model_dump(exclude_unset=True)
+
+
+def _check_traces(trace: str, replicas: int) -> None:
+    try:
+        for path in trace_paths(trace, replicas).values():
+            check_trace(path)
+    except ValueError as error:  # also of a name that no file can have
+        raise SystemExit(f"sgl_skipkv: {error}") from error
 
 
 def settings_or_exit(
@@ -95,8 +106,6 @@ def settings_or_exit(
         config = load_server_config(given, config_file=config_file)
         if config.steering_vector is not None:
             SteeringVector.load(config.steering_vector)
-        if config.trace is not None:
-            check_trace(config.trace)
         if config.enabled:
             check_server_defaults(config, model_window_tokens=0)
     except SettingError as error:

@@ -172,6 +172,16 @@ def test_what_needs_no_model_is_refused_before_it_is_loaded(
     assert not [*tmp_path.iterdir()]
 
 
+def test_each_replica_has_a_trace_that_is_checked(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(None, parser)
+    for trace, refused in ((tmp_path / "t", ""), (tmp_path / "no" / "t.jsonl", r"no/t\.dp0\.")):
+        ends = pytest.raises(SystemExit, match=refused) if refused else contextlib.nullcontext()
+        arguments = parser.parse_args(["--skipkv-trace", str(trace)])
+        with ends:
+            flags.read_flags(SimpleNamespace(dp_size=2), object, arguments)
+
+
 @pytest.mark.parametrize("text", ["false", "False"])
 def test_a_flag_can_say_false(text: str) -> None:
     """SGLang writes a ``false`` of its YAML file as the second."""

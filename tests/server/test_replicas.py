@@ -91,7 +91,7 @@ def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> 
     limits = asdict(ServerLimits(has_thoughts=True)) | {"without_reuse": []}
     given = {"kv_budget": 64, "kv_policy": "streaming", "kv_interval": 8, "explorer": True}
     assert reported.pop("settings") == {**given, "trace": str(replicas.trace_path)}
-    assert reported == {"state": "ready", "reasons": [], "limits": limits}
+    assert reported == {"reasons": [], "limits": limits}
     names = [file.name for file in trace_files(replicas)]
     assert names == ["trace.dp0.jsonl", "trace.dp1.jsonl"]
     body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}
