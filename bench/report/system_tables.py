@@ -81,9 +81,9 @@ def compaction_cost() -> str:
 
 def serve_compaction() -> str:
     rows = on_cpu("serve_compaction")
-    header = ["commit", "requests in the batch", "compactions", "step, ms", "a compaction, ms"]
+    header = ["requests in the batch", "compactions", "step, ms", "a compaction, ms"]
     header += ["in steps, median", "in steps, 90th percentile", "of the time"]
-    names = ("commit", "calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
+    names = ("calls", "compactions", "step_ms_p50", "compaction_ms_p50", "in_steps_p50")
     lines = [
         [*(row[name] for name in (*names, "in_steps_p90")), f"{float(row['share_of_time']):.1%}"]
         for row in rows
