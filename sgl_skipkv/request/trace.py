@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from sgl_skipkv.config import SettingError, why_unopened
+from sgl_skipkv.config import SettingError, Unabridged, why_unopened
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def check_trace(path: str) -> None:
 
 def _unwritable(path: str, why: str) -> SettingError:
     expected = "a file that can be appended to"
-    return SettingError("trace", expected, f"{path} ({why})", "a writable path")
+    return SettingError("trace", expected, Unabridged(f"{path} ({why})"), "a writable path")
 
 
 def _private(path: str, flags: int) -> int:
