@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from sgl_skipkv.config import SettingError, Unabridged, why_unopened
+from sgl_skipkv.config import SettingError, why_unopened
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,14 @@ def check_trace(path: str) -> None:
     Raises:
         SettingError: its folder is missing, or it may not be written to.
     """
-    file = Path(path)
-    if "\0" not in path and not os.access(file if file.exists() else file.parent, os.W_OK):
+    folder_or_file = path if os.path.exists(path) else Path(path).parent  # of any name
+    if "\0" not in path and not os.access(folder_or_file, os.W_OK):
         raise _unwritable(path, "no folder, or not permitted")
 
 
 def _unwritable(path: str, why: str) -> SettingError:
     expected = "a file that can be appended to"
-    return SettingError("trace", expected, Unabridged(f"{path} ({why})"), "a writable path")
+    return SettingError("trace", expected, f"{path} ({why})", "a writable path")
 
 
 def _private(path: str, flags: int) -> int:

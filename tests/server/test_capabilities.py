@@ -172,12 +172,15 @@ def test_what_needs_no_model_is_refused_before_it_is_loaded(
     assert not [*tmp_path.iterdir()]
 
 
-def test_each_replica_has_a_trace_that_is_checked(tmp_path: Path) -> None:
+def test_each_replica_has_a_trace_that_is_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
     flags.add_flags(None, parser)
-    for trace, refused in ((tmp_path / "t", ""), (tmp_path / "no" / "t.jsonl", r"no/t\.dp0\.")):
+    for trace, refused in (("t.jsonl", ""), ("no/t.jsonl", r"no/t\.dp0\."), ("n" * 9999, "")):
         ends = pytest.raises(SystemExit, match=refused) if refused else contextlib.nullcontext()
-        arguments = parser.parse_args(["--skipkv-trace", str(trace)])
+        arguments = parser.parse_args(["--skipkv-trace", trace])
         with ends:
             flags.read_flags(SimpleNamespace(dp_size=2), object, arguments)
 
