@@ -28,6 +28,8 @@ ALWAYS = (*STARTUP_HOOKS, *API_HOOKS)
 HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
 #: names the one untested SGLang version that may run all the same (CONTRIBUTING.md)
 GATE_VARIABLE = "SGL_SKIPKV_UNTESTED_SGLANG"
+#: SGLang warns of every name that begins with ``SGL_`` and copies it to this one
+_GATE_COPY = "SGLANG_SKIPKV_UNTESTED_SGLANG"
 
 _problems_before: list[str] = []
 
@@ -45,7 +47,8 @@ def of_version(hooks: Iterable[Hook], sglang_version: str) -> tuple[Hook, ...]:
 
 def opened_for(sglang_version: str) -> str | None:
     """What to log where an untested SGLang runs because the operator named it; None elsewhere."""
-    if sglang_version in TESTED_SGLANG or os.environ.get(GATE_VARIABLE) != sglang_version:
+    named = os.environ.get(GATE_VARIABLE) or os.environ.get(_GATE_COPY)
+    if sglang_version in TESTED_SGLANG or named != sglang_version:
         return None
     tested = ", ".join(TESTED_SGLANG)
     return (

@@ -20,9 +20,9 @@ def register() -> None:
     from sgl_skipkv.patches import registry
     from sgl_skipkv.patches.startup.flags import settings_or_exit
 
-    if (own := os.environ.get(ENV_CONFIG)) and own == os.environ.get(ENV_CONFIG_COPY):
+    if ENV_CONFIG in os.environ:
         # SGLang's copy would stay when a trainer takes the variable away for its next engine.
-        del os.environ[ENV_CONFIG_COPY]
+        os.environ.pop(ENV_CONFIG_COPY, None)
     config = settings_or_exit()
     problems = registry.install(sglang.__version__)
     os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.api.worker_app:app")

@@ -42,7 +42,7 @@ def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> 
         # SGLang ignores unknown names at the top, where the OpenAI API has our keys.
         raise SettingError(name, expected, body[name], _PLACES)
     for path, key in misplaced_keys(body, GenerateReqInput.__dataclass_fields__).items():
-        raise SettingError(path, expected, key.value, _PLACES)
+        raise SettingError(path, "nothing", key.value, _PLACES)
     params = body.get("sampling_params")
     entries = params if isinstance(params, list) else [params]
     none = Keys({})

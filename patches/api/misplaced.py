@@ -12,7 +12,7 @@ from typing import Any, Final
 from sgl_skipkv.config import brief
 from sgl_skipkv.request.settings import misspelt_keys, take_keys
 
-_MOST_OBJECTS: Final = 64
+_MOST_NAMES: Final = 256
 # Of our own documentation, so they may be in the object that should not be there.
 _NESTED: Final = ("metadata", "custom_params")
 
@@ -30,14 +30,19 @@ class Misplaced:
 
 def misplaced_keys(body: Mapping[str, Any], read: Container[str]) -> dict[str, Misplaced]:
     """Our keys by their paths, misspelt ones included, in objects that are not among the fields
-    which the API reads. Of more objects than any client sends the first are looked at."""
+    which the API reads. Of more names than any client sends the first are looked at."""
     objects = ((name, value) for name, value in body.items() if isinstance(value, Mapping))
-    unread = islice((one for one in objects if one[0] not in read), _MOST_OBJECTS)
-    return {
-        f"{path}.{brief(name)[1:-1]}": Misplaced(holder[name])
-        for place, outer in unread
+    names = (
+        (f"{path}.{brief(name)[1:-1]}", name, holder[name])
+        for place, outer in objects
+        if place not in read
         for path, holder in _with_nested(brief(place)[1:-1], outer)
-        for name in (*take_keys(holder)[1], *misspelt_keys(holder))
+        for name in holder
+    )
+    return {
+        path: Misplaced(value)
+        for path, name, value in islice(names, _MOST_NAMES)
+        if take_keys({name: value})[1] or misspelt_keys([name])
     }
 
 

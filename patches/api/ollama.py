@@ -34,7 +34,8 @@ async def check_keys(
             outside = {name: body[name] for name in (*take_keys(body)[1], *misspelt_keys(body))}
             misplaced = misplaced_keys(body, type(request).model_fields)
             outside |= {path: key.value for path, key in misplaced.items()}
-            for path, value in outside.items():
+            if outside:
+                path, value = next(iter(outside.items()))
                 raise SettingError(path, "nothing outside of options", value, "options")
             keys = checked_keys(serving.tokenizer_manager, request.options or {})
         answer = await original(serving, request, raw_request)

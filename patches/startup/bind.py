@@ -181,7 +181,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         pool.skipkv = binding
     if built is not None:
         _warm_up(binding, built.runtime)
-    given = f" {json.dumps(config.given())}" if config.enabled else ""
+    given = f"; settings {json.dumps(config.given())}" if config.enabled else ""
     logger.info(readiness.message() + given)
 
 

@@ -77,26 +77,30 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     values = {name: value_of(flag) for flag, (name, _) in FLAGS.items()}
     given = {name: value for name, value in values.items() if value is not None}
     config = settings_or_exit(given, value_of(CONFIG_FLAG))
-    if config.trace is not None:
-        _check_traces(config.trace, getattr(server_args, "dp_size", 1))
+    _check_without_model(config, server_args)
     # It has no scheduler that could refuse. This hook runs with any version of SGLang.
     if config.enabled and getattr(server_args, "encoder_only", False):
         raise SystemExit("sgl_skipkv: refused: --encoder-only, which generates nothing")
-    server_args._skipkv = config.model_dump(exclude_unset=True)
+    server_args._skipkv = config.given()
 
 
-def _check_traces(trace: str, replicas: int) -> None:
+def _check_without_model(config: ServerConfig, server_args: Any) -> None:
+    """What else can be known now that all settings are. Of several nodes only one may have the
+    trace's folder."""
     try:
-        for path in trace_paths(trace, replicas).values():
-            check_trace(path)
-    except ValueError as error:  # also of a name that no file can have
+        if config.enabled:
+            check_server_defaults(config, model_window_tokens=0)
+        if config.trace is not None and getattr(server_args, "nnodes", 1) == 1:
+            for path in trace_paths(config.trace, getattr(server_args, "dp_size", 1)).values():
+                check_trace(path)
+    except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error
 
 
 def settings_or_exit(
     given: Mapping[str, Any] | None = None, config_file: str | None = None
 ) -> ServerConfig:
-    """The operator's settings; what they name is checked as far as it can be without the model.
+    """The operator's settings; their steering file is read and checked.
 
     Raises:
         SystemExit: a wrong value or a malformed file, in one line. SGLang swallows every other
@@ -106,8 +110,6 @@ def settings_or_exit(
         config = load_server_config(given, config_file=config_file)
         if config.steering_vector is not None:
             SteeringVector.load(config.steering_vector)
-        if config.enabled:
-            check_server_defaults(config, model_window_tokens=0)
     except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error
     return config

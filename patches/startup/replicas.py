@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sgl_skipkv.config import SettingError
+
 
 def report_all(result: dict[str, Any], controller: Any) -> None:
     """AFTER ``DataParallelController.get_init_info``: pass on the states of all replicas.
@@ -38,4 +40,6 @@ def trace_paths(name: str, replicas: int) -> dict[str, str]:
 
 def _path_of(name: str, replica: int) -> str:
     path = Path(name)
+    if not path.name:
+        raise SettingError("trace", "the name of a file", name, "a writable path")
     return str(path.with_name(f"{path.stem}.dp{replica}{path.suffix}"))

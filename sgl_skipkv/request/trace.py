@@ -55,11 +55,17 @@ def check_trace(path: str) -> None:
     """Refuse a file that certainly cannot be appended to, without creating it.
 
     Raises:
-        SettingError: its folder is missing, or it may not be written to.
+        SettingError: it is a folder, its folder is missing, or it may not be written to.
     """
-    folder_or_file = path if os.path.exists(path) else Path(path).parent  # of any name
-    if "\0" not in path and not os.access(folder_or_file, os.W_OK):
-        raise _unwritable(path, "no folder, or not permitted")
+    if "\0" in path:
+        raise _unwritable(path, "not a file name")
+    real = os.path.realpath(path)  # a link may lead to a file that is not there yet
+    if os.path.isdir(real):
+        raise _unwritable(path, "a folder")
+    if not os.path.lexists(real) and not os.path.isdir(real := os.path.dirname(real)):
+        raise _unwritable(path, "no such folder")
+    if not os.access(real, os.W_OK):
+        raise _unwritable(path, "not permitted")
 
 
 def _unwritable(path: str, why: str) -> SettingError:

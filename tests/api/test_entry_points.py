@@ -441,7 +441,7 @@ def test_metrics_and_server_info(server: Server) -> None:
     settings, limits = reported.pop("settings"), asdict(NO_LIMITS) | {"without_reuse": []}
     assert reported == {"reasons": [], "limits": limits}
     assert settings["trace"] == str(server.trace_path)
-    assert f"sgl_skipkv: ready {json.dumps(settings)}" in server.log
+    assert f"sgl_skipkv: ready; settings {json.dumps(settings)}" in server.log
 
 
 def _compactions(server: Server) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from sglang.srt import environ, runtime_context
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
-from sgl_skipkv.config import SettingError
+from sgl_skipkv.config import ENV_CONFIG, SettingError
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import model_side, retraction, vocabulary
 from sgl_skipkv.patches.startup import capabilities, flags
@@ -172,22 +173,48 @@ def test_what_needs_no_model_is_refused_before_it_is_loaded(
     assert not [*tmp_path.iterdir()]
 
 
-def test_each_replica_has_a_trace_that_is_checked(
+def test_traces_are_checked_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of each replica its own, and no other file; of several nodes none."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link.jsonl").symlink_to("not yet there")
+    (tmp_path / "t.dp1.jsonl").mkdir()
     parser = argparse.ArgumentParser()
     flags.add_flags(None, parser)
-    for trace, refused in (("t.jsonl", ""), ("no/t.jsonl", r"no/t\.dp0\."), ("n" * 9999, "")):
-        ends = pytest.raises(SystemExit, match=refused) if refused else contextlib.nullcontext()
+    for trace, server, refused in (
+        ("t.jsonl", {}, None),
+        ("link.jsonl", {}, None),
+        ("n" * 9999, {}, None),  # as far as this looks
+        ("t.jsonl", {"dp_size": 2}, "t.dp1.jsonl (a folder)"),
+        ("no/t.jsonl", {"dp_size": 2}, "no/t.dp0.jsonl (no such folder)"),
+        ("no/t.jsonl", {"nnodes": 2}, None),
+        ("file/t.jsonl", {}, "file/t.jsonl (no such folder)"),
+        (".", {}, ". (a folder)"),
+        (".", {"dp_size": 2}, "trace: expected the name of a file, got '.'"),
+        ("a\0b", {}, "not a file name"),
+    ):
         arguments = parser.parse_args(["--skipkv-trace", trace])
-        with ends:
-            flags.read_flags(SimpleNamespace(dp_size=2), object, arguments)
+        ends = pytest.raises(SystemExit, match=re.escape(refused or ""))
+        with contextlib.nullcontext() if refused is None else ends:
+            flags.read_flags(SimpleNamespace(**server), object, arguments)
+
+
+def test_flags_win_before_anything_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only the environment would make wrong is right with the flag."""
+    for environment, given in (
+        ({"kv_params": {"decay": 0.5}}, "--kv-policy gkv"),
+        ({"kv_interval_min": 256}, "--kv-interval 512"),
+    ):
+        monkeypatch.setenv(ENV_CONFIG, json.dumps(environment))
+        flags.settings_or_exit()  # what each process does when it loads the plugin
+        assert read(*given.split()).keys() > environment.keys()
 
 
 @pytest.mark.parametrize("text", ["false", "False"])
 def test_a_flag_can_say_false(text: str) -> None:
-    """SGLang writes a ``false`` of its YAML file as the second."""
+    """As Python and JSON write it, and a YAML file either way."""
     assert read("--kv-reuse", text) == {"kv_reuse": False}
     assert read("--kv-reuse", "keep", "--skipkv-trace", "t") == {"kv_reuse": "keep", "trace": "t"}
 

@@ -95,8 +95,12 @@ def test_the_gate(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     assert registry.install(UNTESTED) == registry.problems() == [refused]
     monkeypatch.setenv(registry.GATE_VARIABLE, "0.5.98")
     assert registry.install(UNTESTED) == [refused]
+    monkeypatch.delenv(registry.GATE_VARIABLE)
+    for name in ("SGLANG_SKIPKV_UNTESTED_SGLANG", registry.GATE_VARIABLE):
+        monkeypatch.setenv(name, UNTESTED)
+        assert registry.install(UNTESTED) == []
+        monkeypatch.delenv(name)
     monkeypatch.setenv(registry.GATE_VARIABLE, UNTESTED)
-    assert registry.install(UNTESTED) == []
     monkeypatch.setattr(registry, "check", lambda hook: f"hook {hook.target} not found")
     assert "not found" in registry.install(UNTESTED)[0]  # it opens nothing else
 
