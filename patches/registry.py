@@ -15,6 +15,7 @@ from typing import Any
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sgl_skipkv.config import variable_of
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
@@ -28,8 +29,6 @@ ALWAYS = (*STARTUP_HOOKS, *API_HOOKS)
 HOOKS = (*ALWAYS, *MEMORY_HOOKS, *ENGINE_HOOKS)
 #: names the one untested SGLang version that may run all the same (CONTRIBUTING.md)
 GATE_VARIABLE = "SGL_SKIPKV_UNTESTED_SGLANG"
-#: SGLang warns of every name that begins with ``SGL_`` and copies it to this one
-_GATE_COPY = "SGLANG_SKIPKV_UNTESTED_SGLANG"
 
 _problems_before: list[str] = []
 
@@ -47,7 +46,7 @@ def of_version(hooks: Iterable[Hook], sglang_version: str) -> tuple[Hook, ...]:
 
 def opened_for(sglang_version: str) -> str | None:
     """What to log where an untested SGLang runs because the operator named it; None elsewhere."""
-    named = os.environ.get(GATE_VARIABLE) or os.environ.get(_GATE_COPY)
+    named = os.environ.get(variable_of(GATE_VARIABLE, os.environ))
     if sglang_version in TESTED_SGLANG or named != sglang_version:
         return None
     tested = ", ".join(TESTED_SGLANG)

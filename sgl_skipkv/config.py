@@ -18,8 +18,6 @@ from zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 ENV_CONFIG = "SGL_SKIPKV_CONFIG"
-#: SGLang warns of every name that begins with ``SGL_`` and copies it to this one
-ENV_CONFIG_COPY = "SGLANG_SKIPKV_CONFIG"
 CPU_PLATFORM = "skipkv_cpu"
 METRIC_PREFIX = "sglang:skipkv_"
 CONFIG_FILE_LIMIT_BYTES = 1 << 20
@@ -27,6 +25,17 @@ BUDGET_LIMIT_TOKENS = 2**31 - 1
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
+
+
+def copy_of(variable: str) -> str:
+    """The name to which SGLang copies this variable of the environment, as it does, with a warning,
+    for every name that begins with ``SGL_``."""
+    return variable.replace("SGL_", "SGLANG_", 1)
+
+
+def variable_of(variable: str, environ: Mapping[str, str]) -> str:
+    """The name under which the operator set this variable: its own, or that of SGLang's warning."""
+    return variable if environ.get(variable) else copy_of(variable)
 
 
 class SettingError(ValueError):
@@ -206,7 +215,7 @@ def load_server_config(
         SettingError: unreadable file, bad JSON, unknown name, wrong type or range.
     """
     given = os.environ if environ is None else environ
-    name = ENV_CONFIG if given.get(ENV_CONFIG) else ENV_CONFIG_COPY
+    name = variable_of(ENV_CONFIG, given)
     text = given.get(name, "").strip()
     if config_file is not None:
         values = _read_config_file("--skipkv-config", config_file)

@@ -16,13 +16,13 @@ def register() -> None:
     """
     import sglang
 
-    from sgl_skipkv.config import ENV_CONFIG, ENV_CONFIG_COPY
+    from sgl_skipkv.config import ENV_CONFIG, copy_of
     from sgl_skipkv.patches import registry
     from sgl_skipkv.patches.startup.flags import settings_or_exit
 
     if ENV_CONFIG in os.environ:
         # SGLang's copy would stay when a trainer takes the variable away for its next engine.
-        os.environ.pop(ENV_CONFIG_COPY, None)
+        os.environ.pop(copy_of(ENV_CONFIG), None)
     config = settings_or_exit()
     problems = registry.install(sglang.__version__)
     os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sgl_skipkv.patches.api.worker_app:app")

@@ -89,7 +89,7 @@ class Histories:
         if alike is not None and len(alike.histories) == MOST_ALIKE:
             self.drop(alike.histories[0])
             known = self._beginnings[history.namespace]
-        cut, prompt = (known.get(length, int(hashes[length])) for length in lengths)
+        cut, prompt = (known.get_or_add(length, int(hashes[length])) for length in lengths)
         cut.histories.append(history)
         prompt.prompts[history.own_prompt_tokens] += 1
         self._by_use[history] = cut, prompt
@@ -209,7 +209,7 @@ class _Beginnings:
         self.lengths: list[int] = []
         self._count: Counter[int] = Counter()
 
-    def get(self, length: int, value: int) -> _Beginning:
+    def get_or_add(self, length: int, value: int) -> _Beginning:
         """The beginning with this length and hash, a new one if there is none."""
         if value not in self.by_hash:
             self.by_hash[value] = _Beginning(length, value)

@@ -16,7 +16,6 @@ from sgl_skipkv.config import (
     BUDGET_LIMIT_TOKENS,
     CONFIG_FILE_LIMIT_BYTES,
     ENV_CONFIG,
-    ENV_CONFIG_COPY,
     ServerConfig,
     SettingError,
     brief,
@@ -27,6 +26,7 @@ from sgl_skipkv.config import (
 from sgl_skipkv.request.settings import check_server_defaults
 
 BIG = 10**40
+ENV_COPY = "SGLANG_SKIPKV_CONFIG"
 LONG = "x" * 100_000
 
 
@@ -187,11 +187,11 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_name_that_sglang_copies_it_to_is_read() -> None:
     """SGLang asks for that name in a warning. After its copy a process may have set ours anew."""
-    copied = {ENV_CONFIG_COPY: '{"kv_budget": 79}'}
+    copied = {ENV_COPY: '{"kv_budget": 79}'}
     assert load_server_config(environ=copied).kv_budget == 79
     assert load_server_config(environ={**copied, ENV_CONFIG: '{"kv_budget": 78}'}).kv_budget == 78
-    with pytest.raises(SettingError, match=f"{ENV_CONFIG_COPY}: expected a JSON object"):
-        load_server_config(environ={ENV_CONFIG_COPY: "{"})
+    with pytest.raises(SettingError, match=f"{ENV_COPY}: expected a JSON object"):
+        load_server_config(environ={ENV_COPY: "{"})
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_environment(tmp_path: Path) -> None:
