@@ -85,14 +85,19 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     after(
         "managers.scheduler.Scheduler.record_weight_version_change(self, new_version)",
-        "engine.scheduler:note_new_weights",
+        "engine.new_weights:note_new_weights",
         "new weights are measured by the next request that evicts and finds the server idle",
     ),
     after(
         "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
         "end_weight_update(self, recv_req)",
-        "engine.scheduler:note_updated_weights",
+        "engine.new_weights:note_updated_weights",
         "a trainer may write weights from outside",
+    ),
+    before(
+        "managers.scheduler.Scheduler.get_next_batch_to_run(self, running_batch, last_batch)",
+        "engine.new_weights:measure_together",
+        "with DP attention the ranks measure new weights in a step of all of them",
     ),
     after(
         "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",
@@ -131,6 +136,12 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "mem_cache.common.release_kv_cache(req, tree_cache, *, checkpoint)",
         "engine.release:close_request",
         "close or back up a request that loses its row",
+    ),
+    uses(
+        "managers.scheduler_components.dp_attn.SchedulerDPAttnAdapter."
+        "maybe_prepare_mlp_sync_batch(self, batch, need_sync=None)",
+        "startup.measurements:_prefill",
+        "with DP attention the measurement is a step of all ranks",
     ),
     uses(
         "managers.scheduler._make_abort_req(req, finished_reason=None)",
@@ -213,6 +224,14 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "self, forward_batch)",
         "engine.model_side:run_recorded_prefill_eagerly",
         "what a prefill records depends on its batch, so a graph cannot replay it",
+    ),
+    around(
+        "managers.scheduler_components.dp_attn._local_prefill_cuda_graph_vote(*, local_batch, "
+        "num_tokens, prefill_graph_runner, coordinated_prefill, breakable_prefill, spec_algorithm, "
+        "model_config)",
+        "engine.dp_attention:run_budgeted_step_eagerly",
+        "with DP attention all ranks replay a graph, or none does",
+        "0.5.23",
     ),
     before(
         "layers.logits_processor.LogitsProcessor.forward(self, input_ids, hidden_states, "

@@ -83,10 +83,9 @@ def build_model_side(
     if vector is not None:
         _refuse_offloaded_layers(FIELD)
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
-    most_running = scheduler.server_args.max_running_requests or config.max_tracked_requests
     recorder = Recorder(
         shape,
-        track_count=min(config.max_tracked_requests, most_running),
+        track_count=_track_count(config, scheduler.server_args.max_running_requests),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -103,6 +102,16 @@ def build_model_side(
         )
     runner.skipkv = side = ModelSide(layers[0].scaling, recorder, steerer, capture)
     return side
+
+
+def _track_count(config: ServerConfig, max_running_requests: int | None) -> int:
+    """No more than requests that run at once, of which an attention group has its share."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if max_running_requests is None:
+        return config.max_tracked_requests
+    of_group = max(1, max_running_requests // int(get_parallel().attn_dp_size))
+    return min(config.max_tracked_requests, of_group)
 
 
 def _recorded_dtype(runner: Any) -> torch.dtype:

@@ -10,7 +10,8 @@ from typing import Any
 
 from sgl_skipkv.config import SettingError, name_of
 from sgl_skipkv.eviction.error_boundary import attempt
-from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.new_weights import measure_alone
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.patches.request_kind import OPTED_OUT, request_kind
 from sgl_skipkv.request.settings import (
@@ -82,7 +83,7 @@ def _open(
         if kind is not None:
             kind.refuse_beside(settings)
         binding.limits.check(settings)
-        if settings.evicts and (unmeasured := _measure_new_weights(binding)) is not None:
+        if settings.evicts and (unmeasured := measure_alone(binding)) is not None:
             binding.metrics.refused("unavailable")
             _refuse_for_now(req, f"kv_budget: the new weights were not measured: {unmeasured}")
             return
@@ -96,39 +97,6 @@ def _open(
         binding.metrics.refused("memory")
         message = f"kv_budget: no host memory for copies of KV and recordings: {error}; "
         _refuse_for_now(req, message + "lower retraction_backup_bytes or kv_reuse_bytes (0: none)")
-
-
-def note_new_weights(result: None, scheduler: Any, new_version: str | None) -> None:
-    """AFTER ``Scheduler.record_weight_version_change``, which updates of weights call."""
-    _forget_measurements(scheduler)
-
-
-def note_updated_weights(result: Any, updater: Any, recv_req: Any) -> None:
-    """AFTER ``SchedulerWeightUpdaterManager.end_weight_update``: weights that were written from
-    outside, and such as are packed only now."""
-    if updater.scheduler is not None:
-        _forget_measurements(updater.scheduler)
-
-
-def _forget_measurements(scheduler: Any) -> None:
-    if (runtime := runtime_of(scheduler)) is not None:
-        runtime.is_measured = False
-
-
-def _measure_new_weights(binding: Binding) -> str | None:
-    """Measure them for the first request that evicts; the reason why that did not work.
-
-    Other requests may be running with weights that were changed under them. The measurement waits
-    until a request finds the server idle, with all of its weights and its KV pool.
-    """
-    scheduler, runtime = binding.scheduler, binding.runtime
-    assert runtime is not None
-    if runtime.is_measured or not scheduler.is_fully_idle():
-        return None
-    updater = scheduler.weight_updater
-    if updater._session is not None or updater.offload_tags or scheduler._engine_paused:
-        return None
-    return binding.measure_again()
 
 
 def _refuse_for_now(req: Any, message: str) -> None:

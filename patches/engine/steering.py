@@ -48,7 +48,8 @@ def attach_steering(layers: Any, steerer: Steerer) -> None:
                 rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
                 steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
         elif steerer.factors is not None:
-            steerer.prefill(residual_of(forward_batch))
+            tokens = len(steerer.factors)  # DP attention pads a step
+            steerer.prefill(residual_of(forward_batch)[:tokens])
 
     layers[steerer.layer].register_forward_hook(steer)
 

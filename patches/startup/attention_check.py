@@ -68,18 +68,21 @@ class AttentionCheck:
 
     With quantised keys nothing is compared: backends quantise their queries too, and how far that
     takes the output depends on the weights.
+
+    Args:
+        tokens: of the prefill. DP attention pads it.
     """
 
-    def __init__(self, scheduler: Any, scale: float) -> None:
+    def __init__(self, scheduler: Any, scale: float, tokens: int) -> None:
         runner = scheduler.tp_worker.model_runner
         self._exact = runner.kv_cache_dtype == runner.dtype
         self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        self._scale, self._queries = scale, dict[int, Tensor]()
+        self._scale, self._tokens, self._queries = scale, tokens, dict[int, Tensor]()
         self.gaps = dict[int, Tensor]()
 
     def before(self, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook: the layer may change its queries in place."""
-        queries = with_rotary_part(args[0], kwargs.get("q_rope")).detach()
+        queries = with_rotary_part(args[0], kwargs.get("q_rope")).detach()[: self._tokens]
         recent = queries.reshape(len(queries), -1, layer.head_dim)[-_LAST_QUERIES:]
         self._queries[layer.layer_id] = recent.clone()
 
@@ -94,9 +97,10 @@ class AttentionCheck:
             self.gaps[layer.layer_id] = torch.full((), torch.nan, device=queries.device)
             return
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
-        slots = batch.out_cache_loc
+        slots = batch.out_cache_loc[: self._tokens]
         keys, values = (part[slots] for part in self._pool.get_kv_buffer(layer.layer_id))
-        shown = output.detach().reshape(len(slots), queries.shape[1], -1)[-len(queries) :]
+        shown = output.detach()[: self._tokens].reshape(len(slots), queries.shape[1], -1)
+        shown = shown[-len(queries) :]
         window = max(layer.sliding_window_size, 0)
         sinks = kwargs.get("sinks")
         gap = attention_gap(queries, keys, values, shown, self._scale, window, sinks)

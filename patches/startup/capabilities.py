@@ -142,6 +142,17 @@ class Setting:
         return None if value in self.off else f"{self.reason} ({name}={value})"
 
 
+class OfSeveralRanks(Setting):
+    """A check on a setting that changes nothing where every attention group has one rank."""
+
+    def __call__(self, scheduler: Any) -> str | None:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        is_alone = parallel.attn_dp_enabled and parallel.attn_tp_size == 1
+        return None if is_alone else super().__call__(scheduler)
+
+
 @dataclass(frozen=True)
 class Switch:
     """A check on one attribute of the scheduler that must be false or None."""
@@ -191,7 +202,11 @@ _SETTINGS: Rows = (
     ("captures of experts", _CAPTURED, "exec.features.enable_return_routed_experts"),
     ("captures of an indexer", _CAPTURED, "exec.features.enable_return_indexer_topk"),
     ("kv canary", "it expects token i in row entry i", "observability.kv_canary"),
-    ("DP attention", "decode batches become extend batches", "parallel.attn_dp_enabled"),
+    (
+        "local control broadcast",
+        "with DP attention ranks would learn of new weights at different steps",
+        "parallel.enable_dp_attention_local_control_broadcast",
+    ),
     (
         "expert parallel with all-to-all",
         "untested: a step's tokens lie on several ranks",
@@ -220,7 +235,6 @@ _SWITCHES: Rows = (
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
     ("session radix cache", _REUSED, "enable_session_radix_cache"),
-    ("MLP sync", "a step's tokens lie on several ranks", "require_mlp_sync"),
     ("diffusion LLM", "blocks are rewritten in place", "dllm_config"),
     (
         "routers by modality",
@@ -242,6 +256,11 @@ _SWITCHES: Rows = (
 )
 #: name, why, check
 _OTHERS: tuple[tuple[str, str, Check], ...] = (
+    (
+        "dense layers of one rank",
+        "between layers a step's tokens lie on several ranks",
+        OfSeveralRanks("parallel.moe_dense_tp_size", (None,), "dense layers of one rank"),
+    ),
     ("ROCm", "untested: unavailable", _rocm),
     (
         "hybrid sliding window",
@@ -310,6 +329,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         missing_vocabulary,
     ),
     Capability("expert parallel", "yes", "every rank has the whole attention of its heads"),
+    Capability("DP attention", "yes", "each attention group has its own pool and trace file"),
     Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability(

@@ -91,7 +91,7 @@ def _check_without_model(config: ServerConfig, server_args: Any) -> None:
         if config.enabled:
             check_server_defaults(config, model_window_tokens=0)
         if config.trace is not None and getattr(server_args, "nnodes", 1) == 1:
-            for path in trace_paths(config.trace, getattr(server_args, "dp_size", 1)).values():
+            for path in trace_paths(config.trace, server_args).values():
                 check_trace(path)
     except SettingError as error:
         raise SystemExit(f"sgl_skipkv: {error}") from error

@@ -99,7 +99,7 @@ def measure_model(
         rotation = rotation_of(scheduler.tp_worker.model_runner.model)
     except NoRotation as error:
         without_rotation = str(error)
-    check = AttentionCheck(scheduler, side.scale)
+    check = AttentionCheck(scheduler, side.scale, len(ids))
     centres, reach = _seen(scheduler, side, rotation, ids, check, serving)
     check.conclude(ranks)
     return Measurements(
@@ -126,7 +126,8 @@ def _seen(
             with_rotary_part(args[0], kwargs.get("q_rope")),
             with_rotary_part(args[1], kwargs.get("k_rope")),
         )
-        queries, keys = (part.detach().view(len(ids), -1, head_dim) for part in both)
+        # DP attention pads a step.
+        queries, keys = (part.detach()[: len(ids)].view(len(ids), -1, head_dim) for part in both)
         reach[layer.layer_id] = head_reach(queries, keys, side.scale, kwargs.get("sinks"))
         if rotation is not None:
             centres[layer.layer_id] = means(rotation, queries)
@@ -166,13 +167,14 @@ def _prefill(scheduler: Any, ids: list[int], recorder: Recorder, serving: bool) 
     name = "skipkv query centres"  # of a namespace of its own, too: nothing of it is cached
     req = Req(name, "", array("q", ids), params, vocab_size=vocab_size, extra_key=name)
     req.init_next_round_input(tree)
-    req.extend_end = len(ids)
+    req.extend_end, req.logprob_start_len = len(ids), -1
     batch = ScheduleBatch.init_new(
         *([req], pages, allocator, tree, scheduler.model_config, False, scheduler.spec_algorithm)
     )
     try:
         batch.prepare_for_extend()
         batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+        scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
         with torch.no_grad():  # as SGLang: what is created here may be written to later
             inputs = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
             empty = torch.zeros(0, dtype=torch.int64, device=recorder.device)

@@ -92,7 +92,7 @@ def _accept_requests(manager: Any, readiness: Readiness, limits: ServerLimits) -
         bind_routes(server.app)
         if config.explorer and config.trace is not None:
             arguments = manager.server_args
-            paths = trace_paths(config.trace, arguments.dp_size)
+            paths = trace_paths(config.trace, arguments)
             has_key = bool(arguments.api_key or arguments.admin_api_key)
             add_explorer(server.app, paths, manager.tokenizer, has_key=has_key)
 

@@ -1,4 +1,5 @@
-"""The ranks of a tensor parallel server: what each found at start, and their communicators."""
+"""The ranks of a server: what each found at start, and the communicators of those that share their
+requests: all of them, or with DP attention an attention group."""
 
 from __future__ import annotations
 
@@ -8,19 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_skipkv.patches.engine.dp_attention import all_ranks
 from sgl_skipkv.policy import installed
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
 
-def _group() -> Any:
-    from sglang.srt.distributed.parallel_state import get_tp_group
+def _attention_group() -> Any:
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
-    return get_tp_group()
+    return get_attn_tp_group()
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes the trace and exports metrics."""
-    return bool(_group().rank_in_group == 0)
+    """Whether this rank writes the trace and exports metrics, for those that share its requests."""
+    return bool(_attention_group().rank_in_group == 0)
 
 
 def reasons_of_ranks(reasons: list[str]) -> list[str]:
@@ -29,7 +31,7 @@ def reasons_of_ranks(reasons: list[str]) -> list[str]:
     Ranks with other policies, or other versions of their packages, would not refuse the same
     requests.
     """
-    group = _group()
+    group = all_ranks()
     if group.world_size == 1:
         return reasons
     found: list[Any] = [None] * group.world_size
@@ -49,18 +51,22 @@ def joins_running_server() -> bool:
 
 
 def open_ranks(device: torch.device) -> Ranks:
-    """Communicators of our own. All ranks call this at the same time, before the first request.
+    """Communicators of our own for the ranks that share their requests. All ranks call this at the
+    same time, before the first request.
 
     On SGLang's communicators our gathers would come between those of a forward pass, in an order
     that two streams decide.
     """
-    group = _group()
-    if group.world_size == 1:
+    own, group = _attention_group(), all_ranks()
+    if own.world_size == 1:
         return ONE_RANK
+    members: list[Any] = [None] * group.world_size
+    dist.all_gather_object(members, tuple(own.ranks), group=group.cpu_group)
     # gloo would let the host wait for a GPU.
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    tensors, votes = (dist.new_group(group.ranks, backend=name) for name in (backend, "gloo"))
-    assert isinstance(tensors, dist.ProcessGroup) and isinstance(votes, dist.ProcessGroup)
-    ranks = Ranks(tensors, votes)
-    ranks.gathered(torch.zeros(1, device=device))  # NCCL connects at the first
-    return ranks
+    backends = "gloo" if device.type == "cpu" else "nccl", "gloo"
+    opened = dict[tuple[int, ...], tuple[Any, ...]]()
+    for ranks in dict.fromkeys(members):  # torch opens each on all ranks, in the same order
+        opened[ranks] = tuple(dist.new_group([*ranks], backend=name) for name in backends)
+    found = Ranks(*opened[tuple(own.ranks)])
+    found.gathered(torch.zeros(1, device=device))  # NCCL connects at the first
+    return found

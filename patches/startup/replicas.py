@@ -1,7 +1,11 @@
-"""Data parallelism: ``--dp-size`` starts replicas, each a scheduler with a pool of its own."""
+"""Data parallelism: ``--dp-size`` starts replicas, each with a pool of its own.
+
+So has each attention group of ``--attn-dp-size``, which SGLang counts as a replica, too.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +35,11 @@ def trace_path(name: str) -> str:
     return name if replica is None else _path_of(name, replica)
 
 
-def trace_paths(name: str, replicas: int) -> dict[str, str]:
+def trace_paths(name: str, server_args: Any) -> dict[str, str]:
     """The trace files of a server, under the names of its replicas; one alone has the name ""."""
+    # SGLang moves ``--dp-size`` to the other of the two if it comes with --enable-dp-attention.
+    sizes = [getattr(server_args, name, 1) for name in ("dp_size", "attn_dp_size")]
+    replicas = math.prod(sizes)
     if replicas == 1:
         return {"": name}
     return {f"dp{replica}": _path_of(name, replica) for replica in range(replicas)}

@@ -49,6 +49,10 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
     #: float [Hq], logits of the layer that runs; None: it has no sinks
     _sinks: torch.Tensor | None = None
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Tokens of a row that pads a batch. DP attention pads with row 0, which is nobody's."""
+        return 1
+
     forward_extend = _with_sinks(TorchNativeAttnBackend.forward_extend)
     forward_decode = _with_sinks(TorchNativeAttnBackend.forward_decode)
 

@@ -68,7 +68,10 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
 
     def init_backend(self) -> None:
         # These imports need an active platform.
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.layers import dp_attention
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.model_executor import forward_batch_info
         from sglang.srt.models.deepseek_common.attention_backend_handler import (
             AttentionBackendRegistry,
             AttnForwardMethod,
@@ -81,6 +84,9 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         # Attention over latents in every pass: SGLang's other form needs kernels of a GPU.
         method = AttnForwardMethod.MLA
         AttentionBackendRegistry.register("torch_native", lambda layer, batch: method)
+        # DP attention copies, pads and gathers without a GPU where SGLang's own CPU engine runs.
+        dp_attention.memcpy_func = dp_attention.memcpy_cpu
+        forward_batch_info._is_cpu = parallel_state._is_cpu = True
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

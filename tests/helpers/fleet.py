@@ -172,6 +172,16 @@ SPECS: dict[str, Spec] = {
         {"env": rank_plants.environment("experts-apart")},
         steering_layer=1,
     ),
+    # Two attention groups of two ranks, the last one of each with faults that requests ask for, and
+    # a retraction now and then.
+    "groups of two ranks": Spec(
+        ("dp_attention",),
+        "for_four_ranks",
+        ("--tp-size", "4", "--attn-dp-size", "2", *ONE_BATCH, *PAGES_OF_16),
+        {**CHECKED, "check_agreement": True},
+        {"env": {**rank_plants.environment("faults"), **retracts(30)}},
+        steering_layer=1,
+    ),
     # Layers with windows, in pages, retracted now and then; and requests that forget the windows.
     "gemma3": Spec(
         ("oracle_windows",),
@@ -211,7 +221,7 @@ SPECS: dict[str, Spec] = {
         40,
         files=("oracle_latents",),
         model="deepseek_v3",
-        more=(*ONE_BATCH, *PAGES_OF_16),
+        more=("--enable-metrics", *ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
     ),
     # The same on two ranks: each has all latents, and half of the query heads.
@@ -219,9 +229,20 @@ SPECS: dict[str, Spec] = {
         40,
         files=("oracle_latents",),
         model="deepseek_v3",
-        more=("--tp-size", "2", *ONE_BATCH, *PAGES_OF_16),
+        more=("--tp-size", "2", "--enable-metrics", *ONE_BATCH, *PAGES_OF_16),
         steering_layer=None,
         check_agreement=True,
+    ),
+    # Two attention groups of one rank: each has all latents, and all query heads.
+    "latents in two groups": retracting(
+        40,
+        files=("oracle_latents",),
+        model="deepseek_v3",
+        more=(
+            *("--tp-size", "2", "--attn-dp-size", "2", "--enable-metrics"),
+            *(*ONE_BATCH, *PAGES_OF_16),
+        ),
+        steering_layer=None,
     ),
     # Models that read images, in pages, retracted now and then.
     **{

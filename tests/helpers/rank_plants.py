@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 STARTS = Path(__file__).resolve().parent / "rank_starts"
 #: of requests whose policy fails on one rank: once, for good
 FAILS_ONCE, FAILS_ALWAYS = 24, 40
@@ -30,6 +28,8 @@ def trace_of(path: Path, rank: int) -> Path:
 
 def plant(names: Iterable[str]) -> None:
     """Before a server starts: every rank gets what is planted there when its communicators open."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
     from sgl_skipkv.patches.startup import bind
     from sgl_skipkv.request.trace import TraceWriter
 
@@ -42,7 +42,7 @@ def plant(names: Iterable[str]) -> None:
         return ranks
 
     def writer(path: str) -> TraceWriter:
-        return TraceWriter(str(trace_of(Path(path), dist.get_rank())))
+        return TraceWriter(str(trace_of(Path(path), get_attn_tp_group().rank_in_group)))
 
     bind.open_ranks = open_ranks
     bind.is_first_rank, bind.TraceWriter = (lambda: True), writer

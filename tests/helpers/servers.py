@@ -22,7 +22,7 @@ STRICT = {
     "SGLANG_INVARIANT_CHECK": "2",
 }
 #: of a body, beside the sampling parameters
-_TOP = ("rid", "stream", "require_reasoning", "image_data", "logprob_start_len")
+_TOP = ("rid", "stream", "require_reasoning", "image_data", "logprob_start_len", "routed_dp_rank")
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 
@@ -41,7 +41,7 @@ class Server(ServerProcess):
         captures: bool = False,
     ) -> None:
         self.trace_path = folder / "trace.jsonl"
-        self._trace_bytes = 0
+        self._read_bytes: dict[Path, int] = defaultdict(int)
         self._events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         environment = {**STRICT, **(env or {})}
         # The pool's size is given; the fraction would only ask how much memory other servers left.
@@ -73,15 +73,22 @@ class Server(ServerProcess):
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(lambda call: self.generate(**call), calls))
 
+    @property
+    def trace_files(self) -> list[Path]:
+        """One of each replica and each attention group."""
+        path = self.trace_path
+        return sorted(path.parent.glob(f"{path.stem}*{path.suffix}"))
+
     def events(self, rid: str) -> list[dict[str, Any]]:
-        """The trace lines of one request; of the file, only what is new is read."""
-        with self.trace_path.open("rb") as file:
-            file.seek(self._trace_bytes)
-            lines, end, _ = file.read().rpartition(b"\n")
-        self._trace_bytes += len(lines + end)
-        for line in lines.splitlines():
-            event = json.loads(line)
-            self._events[event["rid"]].append(event)
+        """The trace lines of one request; of the files, only what is new is read."""
+        for path in self.trace_files:
+            with path.open("rb") as file:
+                file.seek(self._read_bytes[path])
+                lines, end, _ = file.read().rpartition(b"\n")
+            self._read_bytes[path] += len(lines + end)
+            for line in lines.splitlines():
+                event = json.loads(line)
+                self._events[event["rid"]].append(event)
         return list(self._events[rid])
 
     def wait_idle(self) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 #: a family's place is its seed
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
-FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu", "qwen2_5_vl", "qwen3_vl")
+FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu", "qwen2_5_vl", "qwen3_vl", "for_four_ranks")
 #: that read images
 WITH_VISION = ("qwen2_5_vl", "qwen3_vl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -82,6 +82,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         **{"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 64},
+    },
+    # SGLang on a CPU shares KV heads out as if all ranks were of one attention group.
+    "for_four_ranks": {
+        **{"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 4},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     },
     "mistral": {"sliding_window": None},
     "glm4": _HEADS_OF_16,
@@ -186,6 +191,7 @@ def save_model(family: str, folder: Path) -> Path:
     sees = family in WITH_VISION
     pieces = PIECES + (THOUGHTS if family == "thinking" else MEDIA if sees else ())
     kinds = {"thinking": "llama", "gemma3": "gemma3_text", "for_a_gpu": "qwen2"}
+    kinds["for_four_ranks"] = "qwen3_moe"
     kind = kinds.get(family, family)
     torch.manual_seed(FAMILIES.index(family))
     sizes = {**_SIZES, **_EXTRA.get(family, {}), "vocab_size": len(pieces)}

@@ -24,7 +24,7 @@ from sgl_skipkv.patches.engine import model_side, retraction, vocabulary
 from sgl_skipkv.patches.startup import capabilities, flags
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
 
-SETTINGS = [row for row in CAPABILITIES if isinstance(row.check, Setting)]
+SETTINGS = [row for row in CAPABILITIES if type(row.check) is Setting]
 SWITCHES = [row for row in CAPABILITIES if isinstance(row.check, Switch)]
 
 
@@ -49,10 +49,23 @@ def test_a_switch_of_the_scheduler_is_refused(row: Any) -> None:
     ("arguments", "reason"),
     [
         ({"pp_size": 2}, "pipeline parallel (pp_size=2)"),
-        ({"tp_size": 2, "attn_dp_size": 2}, "DP attention (attn_dp_enabled=True)"),
+        ({"tp_size": 2, "attn_dp_size": 2}, None),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, None),
+        ({"tp_size": 2, "attn_dp_size": 2, "moe_dense_tp_size": 1}, None),
         (
-            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-            "DP attention (attn_dp_enabled=True)",
+            {"tp_size": 4, "attn_dp_size": 2, "moe_dense_tp_size": 1},
+            "dense layers of one rank (moe_dense_tp_size=1)",
+        ),
+        (
+            {"tp_size": 2, "moe_dense_tp_size": 1},
+            "dense layers of one rank (moe_dense_tp_size=1)",
+        ),
+        (
+            {
+                **{"tp_size": 2, "attn_dp_size": 2},
+                "enable_dp_attention_local_control_broadcast": True,
+            },
+            "local control broadcast (enable_dp_attention_local_control_broadcast=True)",
         ),
         (
             {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "deepep"},

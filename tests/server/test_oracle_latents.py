@@ -1,5 +1,5 @@
-"""MLA on a server, of one rank and of two: latents are evicted, scored by absorbed queries, backed
-up and carried on; in pages of 16.
+"""MLA on a server, of one rank, of two, and of two attention groups: latents are evicted, scored by
+absorbed queries, backed up and carried on; in pages of 16.
 
 ``tests/load/models.py`` has more requests; ``tests/policies/test_latent_scores.py`` the formula.
 """
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from fleet import Fleet
 from latent_oracle import LatentOracle
+from metric_counts import counts_of_metrics, counts_of_trace, differences
 from score_oracle import SPELLED_OUT, Choice, score_tolerance
 from servers import HTTPFailure, Server, logprob_gap
 from talks import BUDGET, Asked, assert_judged, choices_of, draw, keys, say
 from tiny_models import LINE_END_IDS, prompt_ids
 
+from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.policy import make_policy, names, policy_class
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -33,14 +35,20 @@ def call(policy: str) -> dict[str, Any]:
     return {**named, "kv_policy": policy, "kv_budget": 40, "kv_params": PARAMETERS}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def ranks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(scope="module", params=["latents", "latents on two ranks", "latents in two groups"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(fleet: Fleet, ranks: int) -> Iterator[Server]:
-    yield from fleet.lent("latents" if ranks == 1 else "latents on two ranks")
+def ranks(kind: str) -> int:
+    """That share a request."""
+    return 2 if kind == "latents on two ranks" else 1
+
+
+@pytest.fixture(scope="module")
+def server(fleet: Fleet, kind: str) -> Iterator[Server]:
+    yield from fleet.lent(kind)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +108,21 @@ def test_a_conversation_goes_on_from_the_latents_that_it_kept(server, oracle, sc
     turns = []
     for number in range(3):
         text, after = draw(("latents", number), 60 if turns else 90), turns[-1] if turns else None
-        turns += say(server, Asked(f"turn-{number}", text, keys("budget", "rkv"), after))
+        # A history is known to the group that has left it.
+        sampling = {**keys("budget", "rkv"), "routed_dp_rank": 0}
+        turns += say(server, Asked(f"turn-{number}", text, sampling, after))
     assert_judged(oracle("deepseek_v3"), *turns)
     assert all(turn.info["copied_kv_tokens"] > 0 for turn in turns[1:])
     choices = choices_of(scores, turns, kv_budget=BUDGET)
     assert max(choice.inversion for _, choice in choices) < score_tolerance("rkv")
+
+
+def test_metrics_count_what_the_traces_have(server, answers, kind: str) -> None:
+    server.wait_idle()
+    text = server.get("/metrics")
+    counts = counts_of_metrics(Scrape(text))
+    assert differences(counts_of_trace(server.trace_files), counts) == [] and counts
+    assert ('dp_rank="1"' in text) == (kind == "latents in two groups")
 
 
 @pytest.mark.parametrize("name", TURNING_BACK)

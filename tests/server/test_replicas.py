@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,14 +58,9 @@ def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def trace_files(server: Server) -> list[Path]:
-    path = server.trace_path
-    return sorted(path.parent.glob(f"{path.stem}*{path.suffix}"))
-
-
 def events_of(rid: str, *servers: Server) -> dict[str, list[dict[str, Any]]]:
     """The lines of one request in the trace files that have any, by the files' names."""
-    lines = {file: read_trace(file) for server in servers for file in trace_files(server)}
+    lines = {file: read_trace(file) for server in servers for file in server.trace_files}
     found = {file.name: [one for one in all if one["rid"] == rid] for file, all in lines.items()}
     return {name: events for name, events in found.items() if events}
 
@@ -92,7 +86,7 @@ def test_a_replica_has_its_own_trace_and_metrics(servers: dict[str, Server]) -> 
     given = {"kv_budget": 64, "kv_policy": "streaming", "kv_interval": 8, "explorer": True}
     assert reported.pop("settings") == {**given, "trace": str(replicas.trace_path)}
     assert reported == {"reasons": [], "limits": limits}
-    names = [file.name for file in trace_files(replicas)]
+    names = [file.name for file in replicas.trace_files]
     assert names == ["trace.dp0.jsonl", "trace.dp1.jsonl"]
     body = {"text": PROBLEM, "sampling_params": {**GREEDY, **KEYS}}
     expected = single.post("/generate", body)["output_ids"]
@@ -117,7 +111,7 @@ def test_top_adds_up_replicas(
     replicas, single = servers["replicas"], servers["reasoner"]
     replicas.wait_idle()
     counts = counts_of_metrics(Scrape(replicas.get("/metrics")))
-    assert differences(counts_of_trace(trace_files(replicas)), counts) == [] and counts
+    assert differences(counts_of_trace(replicas.trace_files), counts) == [] and counts
     command = ["top", "--once", "--json", "--interval", "0.2", "--url"]
     assert main([*command, replicas.url]) == 0
     look = json.loads(capsys.readouterr().out)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sgl_skipkv.patches.startup import attention_check
 from sgl_skipkv.patches.startup.attention_check import (
@@ -79,9 +80,12 @@ def layer_module(number: int) -> Any:
     return SimpleNamespace(layer_id=number, head_dim=WIDTH, sliding_window_size=-1)
 
 
-def checked(*layers: Layer, dtype: torch.dtype = torch.float32, **handed: Any) -> AttentionCheck:
+def checked(
+    *layers: Layer, dtype: torch.dtype = torch.float32, padding: int = 0, **handed: Any
+) -> AttentionCheck:
     """After a prefill of layers that say what is recorded, what is cached, and their output.
-    ``handed``: what the model gives its attention by keyword."""
+    ``padding``: tokens behind the prefill's own. ``handed``: what the model gives its attention by
+    keyword."""
     buffers = [torch.zeros(2 * TOKENS, KV_HEADS, WIDTH) for _ in range(2 * len(layers))]
     cached_keys, cached_values = buffers[: len(layers)], buffers[len(layers) :]
     pool = SimpleNamespace(get_kv_buffer=lambda i: (cached_keys[i], cached_values[i]))
@@ -90,18 +94,20 @@ def checked(*layers: Layer, dtype: torch.dtype = torch.float32, **handed: Any) -
         tp_worker=SimpleNamespace(model_runner=runner),
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
     )
-    check = AttentionCheck(scheduler, SCALE)
-    batch = SimpleNamespace(out_cache_loc=torch.randperm(2 * TOKENS)[:TOKENS])
+    check = AttentionCheck(scheduler, SCALE, TOKENS)
+    slots = torch.randperm(2 * TOKENS)[:TOKENS]
+    batch = SimpleNamespace(out_cache_loc=pad(slots, (0, padding)))
     for number, layer in enumerate(layers):
         module = layer_module(number)
         values = drawn(3 + number, KV_HEADS)
         q, cached, output = layer(drawn(1 + number, HEADS), drawn(2 + number, KV_HEADS), values)
-        args = (q.flatten(1), None, None, batch)
+        q, output = (pad(part.flatten(1), (0, 0, 0, padding), value=9) for part in (q, output))
+        args = (q, None, None, batch)
         check.before(module, args, {})
-        cached_keys[number][batch.out_cache_loc] = cached
-        cached_values[number][batch.out_cache_loc] = values
+        cached_keys[number][slots] = cached
+        cached_values[number][slots] = values
         q.zero_()  # a backend may do with its queries as it likes
-        check.after(module, args, handed, output.flatten(1))
+        check.after(module, args, handed, output)
     return check
 
 
@@ -128,8 +134,9 @@ def without_numbers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     return q, k, output * math.nan
 
 
-def test_a_model_whose_layers_ask_what_is_cached() -> None:
-    check = checked(*[right] * LAYERS)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_model_whose_layers_ask_what_is_cached(padding: int) -> None:
+    check = checked(*[right] * LAYERS, padding=padding)
     assert len(check.gaps) == LAYERS
     check.conclude()
 

@@ -38,6 +38,10 @@ SGLANG = {
     "cpu": (
         *("sglang.srt.platforms.", "sglang.srt.layers.attention."),
         "sglang.srt.models.deepseek_common.attention_backend_handler.",
+        # DP attention without a GPU: what SGLang asks its own CPU engine for
+        "sglang.srt.distributed.parallel_state",
+        "sglang.srt.layers.dp_attention",
+        "sglang.srt.model_executor.forward_batch_info",
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),

@@ -1,0 +1,74 @@
+"""What one attention group decides for itself, on SGLang's own arguments and functions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler_components import dp_attn
+from sglang.srt.plugins import load_plugins
+from sglang.test.test_utils import published_topology
+
+from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.patches.engine.dp_attention import run_budgeted_step_eagerly
+from sgl_skipkv.patches.engine.model_side import _track_count
+from sgl_skipkv.patches.startup.replicas import trace_paths
+
+DEVICE = {"device": "cpu", "attention_backend": "torch_native"}
+
+
+def batch_of(*states: object) -> Any:
+    mode = SimpleNamespace(is_idle=lambda: True)
+    return SimpleNamespace(
+        reqs=[SimpleNamespace(skipkv=state) for state in states], forward_mode=mode
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "votes_for_graph"),
+    [(None, True), (batch_of(), True), (batch_of(None), True), (batch_of(None, "state"), False)],
+)
+def test_no_prefill_graph_for_a_step_with_a_budgeted_request(
+    batch: Any, votes_for_graph: bool
+) -> None:
+    """One rank's vote decides for all; the others' are SGLang's own."""
+    vote = dp_attn._local_prefill_cuda_graph_vote
+    original = getattr(vote, "__wrapped__", vote)  # where a test has installed the plugin
+    asked = {"local_batch": batch, "coordinated_prefill": True, "breakable_prefill": True}
+    unread = ("num_tokens", "prefill_graph_runner", "spec_algorithm", "model_config")
+    asked |= dict.fromkeys(unread)
+    assert run_budgeted_step_eagerly(original, **asked) == votes_for_graph
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most_running", "tracks"),
+    [
+        ({}, 64, 64),
+        ({"tp_size": 4}, 64, 64),
+        ({"tp_size": 4, "attn_dp_size": 2}, 64, 32),
+        ({"tp_size": 8, "dp_size": 8, "enable_dp_attention": True}, 4, 1),
+        ({"tp_size": 4, "attn_dp_size": 2}, 1024, 256),
+        ({"tp_size": 4, "attn_dp_size": 2}, None, 256),
+    ],
+)
+def test_a_group_records_for_the_requests_that_it_may_run(
+    arguments: dict[str, Any], most_running: int | None, tracks: int
+) -> None:
+    load_plugins()  # the platform that ``device="cpu"`` needs
+    with published_topology(role="scheduler", **DEVICE, **arguments):
+        assert _track_count(ServerConfig(), most_running) == tracks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({}, ["trace.jsonl"]),
+        ({"dp_size": 1, "attn_dp_size": 1}, ["trace.jsonl"]),
+        ({"dp_size": 2, "attn_dp_size": 1}, ["trace.dp0.jsonl", "trace.dp1.jsonl"]),
+        ({"dp_size": 1, "attn_dp_size": 2}, ["trace.dp0.jsonl", "trace.dp1.jsonl"]),
+    ],
+)
+def test_a_group_has_a_trace_as_a_replica_has(sizes: dict[str, int], names: list[str]) -> None:
+    """``dp_size`` is given, or where SGLang has moved it to."""
+    assert [*trace_paths("trace.jsonl", SimpleNamespace(**sizes)).values()] == names
