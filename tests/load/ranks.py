@@ -1,4 +1,4 @@
-"""Tensor parallelism at length: sets of two ranks and of one, faults, a killed rank, mistakes.
+"""Several ranks at length: sets of them and of one alone, faults, a killed rank, mistakes.
 
     python tests/load/ranks.py                        # all of it: hours of two cores
     python tests/load/ranks.py --scale 0.1            # 50 compactions of each policy, not 500
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,46 @@ from sgl_skipkv.cli.progress import track
 from sgl_skipkv.policy import names, policy_class
 
 POLICIES = [name for name in names() if name != "full"]
-#: Qwen3-MoE whose two ranks share the experts out as well
-APART = "qwen3_moe_ep"
-MODELS = ("bundled", "llama", "qwen3", "qwen3_moe", APART, "deepseek_v3")
-#: whose heads share one latent, so a rank's heads are the group of which the best one counts
-LATENT = ("deepseek_v3",)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model is spread over ranks, and what the same requests run on alone.
+
+    Attributes:
+        family: of ``tiny_models``; none: the bundled model.
+        group: ranks of an attention group: they share a request.
+        flags, alone: beside ``--tp-size``.
+    """
+
+    family: str
+    ranks: int = 2
+    group: int = 2
+    flags: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    plants: tuple[str, ...] = ()
+
+    @property
+    def is_latent(self) -> bool:
+        return self.family == "deepseek_v3"
+
+
+IN_GROUPS = ("--attn-dp-size", "2")
+MODELS = {
+    "bundled": Spread(""),
+    **{name: Spread(name) for name in ("llama", "qwen3", "qwen3_moe")},
+    # Experts are shared out, too.
+    "qwen3_moe_ep": Spread(
+        "qwen3_moe",
+        flags=("--ep-size", "2"),
+        alone=("--ep-size", "1"),
+        plants=("experts-apart",),
+    ),
+    "deepseek_v3": Spread("deepseek_v3"),
+    # DP attention: two attention groups, of one rank and of two.
+    "deepseek_v3_dp": Spread("deepseek_v3", group=1, flags=IN_GROUPS),
+    "qwen3_moe_dp": Spread("for_four_ranks", ranks=4, flags=IN_GROUPS),
+}
 BEST_OF_GROUP = ("skipkv", "skipkv+", "rkv", "snapkv", "gkv")
 #: compactions of each policy, and of one request
 COMPACTIONS, PER_REQUEST = 500, 10
@@ -85,11 +121,12 @@ def requests_of(policy: str, count: int) -> list[Row]:
     ]
 
 
-def events_of(path: Path) -> Events:
-    """By request, in order."""
+def events_of(server: Server, rank: int) -> Events:
+    """By request, in order: what this rank of every attention group has traced."""
     found: Events = {}
-    for event in read_trace(path):
-        found.setdefault(event["rid"], []).append(event)
+    for path in server.trace_files:
+        for event in read_trace(trace_of(path, rank)):
+            found.setdefault(event["rid"], []).append(event)
     return found
 
 
@@ -103,37 +140,37 @@ def kept_sets(events: Events, requests: Sequence[Row]) -> list[list[int]]:
 
 
 def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> list[Row]:
-    """The same requests on two ranks and on one."""
-    count = max(1, round(COMPACTIONS * scale / PER_REQUEST))
-    asked = {policy: requests_of(policy, count) for policy in _policies_of(name)}
+    """The same requests on several ranks and on one."""
+    spread, count = MODELS[name], max(1, round(COMPACTIONS * scale / PER_REQUEST))
+    asked = {policy: requests_of(policy, count) for policy in _policies_of(spread)}
     waves = [[requests[i] for requests in asked.values()] for i in range(count)]
     more = () if overlap else WITHOUT_OVERLAP
-    plants = ("experts-apart",) if name == APART else ()
-    answers: dict[int, dict[str, Row]] = {1: {}, 2: {}}
-    traces: dict[tuple[int, int], Events] = {}
-    for ranks in (2, 1):
-        flags = (*more, "--ep-size", str(ranks)) if name == APART else more
-        with started(model, folder / f"{ranks}", ranks, *plants, more=flags) as server:
+    answers: dict[str, Row] = {}
+    traces: list[
+        Events
+    ] = []  # of the first rank and the last one of a group, and of one rank alone
+    for ranks, flags in ((spread.ranks, spread.flags), (1, spread.alone)):
+        place = folder / f"{ranks}"
+        with started(model, place, ranks, *spread.plants, more=(*more, *flags)) as server:
             for wave in track(waves, f"{name}, {ranks} ranks, overlap {overlap}"):
-                for request, answer in zip(wave, server.generate_all(wave), strict=True):
-                    answers[ranks][request["rid"]] = answer
+                found = server.generate_all(wave)
+                if ranks > 1:
+                    answers |= {one["rid"]: two for one, two in zip(wave, found, strict=True)}
             server.assert_clean()
-            for rank in range(ranks):
-                traces[ranks, rank] = events_of(trace_of(server.trace_path, rank))
+            of_group = (0, spread.group - 1) if ranks > 1 else (0,)
+            traces += [events_of(server, rank) for rank in of_group]
     oracle, rows = MaskingOracle(model), []
     for policy, requests in asked.items():
-        first, second, alone = (
-            kept_sets(traces[key], requests) for key in ((2, 0), (2, 1), (1, 0))
-        )
+        first, second, alone = (kept_sets(events, requests) for events in traces)
         wrong, gap = 0, 0.0
         for request in requests[:JUDGED]:
-            answer, events = answers[2][request["rid"]], traces[2, 0][request["rid"]]
+            answer, events = answers[request["rid"]], traces[0][request["rid"]]
             verdict = oracle.judge(request["input_ids"], answer["output_ids"], events)
             wrong += len(verdict.wrong)
             gap = max(gap, logprob_gap(answer, verdict.logprobs.tolist()))
         equal, same = matches(first, second), matches(first, alone)
         held = equal == len(first)
-        if not (name in LATENT and policy in BEST_OF_GROUP):
+        if not (spread.is_latent and spread.group > 1 and policy in BEST_OF_GROUP):
             held &= same >= 0.99 * len(first)
         held &= wrong == 0 and gap <= LOGPROB_TOLERANCE
         rows.append(
@@ -152,11 +189,10 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
     return rows
 
 
-def _policies_of(model: str) -> list[str]:
+def _policies_of(spread: Spread) -> list[str]:
     """All but those that MLA is refused with."""
-    return [
-        name for name in POLICIES if not (model in LATENT and policy_class(name).needs_rotation)
-    ]
+    turning_back = [name for name in POLICIES if policy_class(name).needs_rotation]
+    return [name for name in POLICIES if not (spread.is_latent and name in turning_back)]
 
 
 def matches(some: Sequence[object], others: Sequence[object]) -> int:
@@ -257,7 +293,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--overlap", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--record", action="store_true", help="append to bench/rows")
@@ -265,7 +301,7 @@ def main() -> int:
     folder, rows = Path(tempfile.mkdtemp(prefix="ranks-")), list[Row]()
     print("logs and traces, kept if anything goes wrong:", folder)
     models = {
-        name: REASONER if name == "bundled" else save_model(name.removesuffix("_ep"), folder / name)
+        name: save_model(MODELS[name].family, folder / name) if MODELS[name].family else REASONER
         for name in arguments.models
     }
 
@@ -278,7 +314,7 @@ def main() -> int:
             for overlap in arguments.overlap:
                 place = folder / f"{name}-{overlap}"
                 found = sets(model, name, place, overlap == "on", arguments.scale)
-                told(found, "ranks", "two ranks")
+                told(found, "ranks", "several ranks")
     for part, run in RUNS.items():
         if part in arguments.parts:
             told(run(next(iter(models.values())), folder / part), "rank_runs", part)
