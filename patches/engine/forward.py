@@ -15,6 +15,7 @@ from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.media import prepare_media
+from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -71,7 +72,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     # A process launches one forward pass after the other.
     recorder.current, recorder.records_decode = None, False
     if steerer is not None:
-        steerer.factors = None
+        steerer.factors = steerer.decoding = None
     states = [state_of(req) for req in batch.reqs] if binding.runtime.open_requests else []
     note_shifts(result.sampling_info, None)
     if not any(states):
@@ -109,16 +110,17 @@ def _place_prefill(result: Any, batch: Any, shifts: list[int]) -> None:
 def _prefill_recording(
     runtime: Runtime, batch: Any, states: list[RequestState | None], firsts: list[int]
 ) -> Recording | None:
-    """The queries that the first compaction needs, and the generated tokens that a prefill after a
-    retraction recomputes; None if nothing is recorded.
+    """The queries that the first compaction needs, the generated tokens that a prefill after a
+    retraction recomputes, and those of rows that decode; None if nothing is recorded.
     """
     tracks: list[int] = []
     positions: list[int] = []
     tokens: list[int] = []
-    replay: list[tuple[int, int, int]] = []
-    window = runtime.config.query_window
+    generated: list[tuple[list[int], slice]] = []
+    window, prefilled = runtime.config.query_window, len(states) - decoding_rows(batch)
     offset = 0  # of this request's tokens in the flattened batch
-    for state, first, count in zip(states, firsts, batch.extend_lens, strict=True):
+    rows = zip(states[:prefilled], firsts, batch.extend_lens, strict=False)
+    for state, first, count in rows:
         if state is not None:
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # position p is token at + p of the batch
@@ -131,16 +133,23 @@ def _prefill_recording(
                 tokens += [at + position for position in recorded]
                 generated_from = max(first, state.prompt.uncounted_tokens, state.kv.recorded_tokens)
                 if generated_from < stop and state.settings.policy.needs_sentences:
-                    replay.append((track_id, at + generated_from, at + stop))
+                    generated.append(([track_id], slice(at + generated_from, at + stop)))
         offset += count
-    if not tracks and not replay:
+    decoding = [0 if state is None else state.held.track_id for state in states[prefilled:]]
+    if any(decoding):  # as a decode step: rows without a track write to scratch
+        last = slice(offset, offset + len(decoding))
+        tracks += decoding
+        positions += firsts[prefilled:]
+        tokens += range(last.start, last.stop)
+        generated.append((decoding, last))
+    if not tracks and not generated:
         return None
     device = runtime.recorder.device
     return Recording(
         device_tensor(tracks, device),
         device_tensor(positions, device),
         tokens=device_tensor(tokens, device),
-        replay=tuple(replay),
+        generated=tuple((device_tensor(ids, device), tokens) for ids, tokens in generated),
     )
 
 

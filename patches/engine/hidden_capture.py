@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
 from sgl_skipkv.patches.engine.steering import decoder_layers
 from sgl_skipkv.recording.sentences import PRESETS, Delimiters
 
@@ -53,7 +54,9 @@ class HiddenCapture:
     def begin(self, batch: Any) -> None:
         """A prefill is about to be launched."""
         self._parts, offset = [], 0
-        for req, first, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        prefilled = batch.reqs[: len(batch.reqs) - decoding_rows(batch)]
+        spans = zip(prefilled, batch.prefix_lens, batch.extend_lens, strict=False)
+        for req, first, count in spans:
             marks = req.sampling_params.custom_params or {}
             if type(marks.get(MARK)) is int:
                 ids = req.origin_input_ids

@@ -54,7 +54,7 @@ class ModelSide:
         """Whether the prefill being launched records or steers, so it must run eagerly."""
         return (
             self.recorder.current is not None
-            or (self.steerer is not None and self.steerer.factors is not None)
+            or (self.steerer is not None and self.steerer.steers_prefill)
             or (self.capture is not None and self.capture.pending)
         )
 

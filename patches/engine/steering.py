@@ -17,6 +17,7 @@ from torch import Tensor
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
 from sgl_skipkv.patches.engine.steered_models import STEERED_LAYERS, STEERED_TYPES
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.steering.steerer import Steerer
@@ -43,13 +44,20 @@ def attach_steering(layers: Any, steerer: Steerer) -> None:
 
     def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         _, _, forward_batch = args
+        every = slice(None)
         if forward_batch.forward_mode.is_decode():
             if steerer.steered_requests or is_capturing():
-                rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
-                steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
-        elif steerer.factors is not None:
+                decode(forward_batch, every, every)
+            return
+        if steerer.factors is not None:
             tokens = len(steerer.factors)  # DP attention pads a step
             steerer.prefill(residual_of(forward_batch)[:tokens])
+        if steerer.decoding is not None:
+            decode(forward_batch, *steerer.decoding)
+
+    def decode(forward_batch: Any, rows: slice, tokens: slice) -> None:
+        of_rows, token_ids = forward_batch.req_pool_indices[rows], forward_batch.input_ids[tokens]
+        steerer.decode(residual_of(forward_batch)[tokens], of_rows.long(), token_ids.long())
 
     layers[steerer.layer].register_forward_hook(steer)
 
@@ -77,7 +85,7 @@ def prepare_prefill(
     """Prepare every steered row for decoding, and set the vector's factors for this prefill.
 
     Prompts are not steered. After a retraction the prefill recomputes generated tokens, with the
-    factors they had when they were decoded.
+    factors they had when they were decoded. Rows that decode are steered as in a decode step.
 
     Args:
         firsts: logical position of each request's first token in this prefill.
@@ -86,8 +94,10 @@ def prepare_prefill(
     if steerer is None or not steerer.steered_requests:
         return
     factors: list[float] = []
-    spans = zip(firsts, batch.extend_lens, strict=True)
-    for req, state, (first, count) in zip(batch.reqs, states, spans, strict=True):
+    rows = len(states)
+    prefilled = rows - decoding_rows(batch)
+    of_prefills = zip(batch.reqs[:prefilled], states, firsts, batch.extend_lens, strict=False)
+    for req, state, first, count in of_prefills:
         of_request = [0.0] * count
         if state is not None and state.schedule is not None:
             schedule = state.schedule.copy()
@@ -96,5 +106,8 @@ def prepare_prefill(
             of_request[count - len(decoded) :] = decoded
             steerer.start(state.row, schedule)
         factors.extend(of_request)
+    if any(state is not None and state.schedule is not None for state in states[prefilled:]):
+        tokens = len(factors) + rows - prefilled
+        steerer.decoding = slice(prefilled, rows), slice(len(factors), tokens)
     if any(factors):
         steerer.factors = device_tensor(factors, runtime.recorder.device, torch.float32)

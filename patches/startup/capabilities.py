@@ -229,7 +229,6 @@ _COUNTS: Rows = (
 #: name, why, attribute of the scheduler
 _SWITCHES: Rows = (
     ("hybrid / mamba", "state is tied to the number of tokens", "is_hybrid_ssm"),
-    ("mixed chunk", "positions of decode rows come from row lengths", "is_mixed_chunk"),
     ("HiCache", "rows are written through by logical length", "enable_hierarchical_cache"),
     ("LMCache", _STORED, "enable_lmcache"),
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
@@ -298,6 +297,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
+    Capability("mixed chunks", "yes", "what decodes in a prefill is recorded as in a decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
     Capability(
         "page size",

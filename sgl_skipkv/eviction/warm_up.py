@@ -125,7 +125,8 @@ def _step(recorder: Recorder, steerer: Steerer | None, scratch: Tensor) -> None:
     recording = Recording(scratch, scratch)
     recorder.record_queries(recording, 0, q)
     recorder.record_hidden(recording, scratch, hidden)
-    recomputed = replace(recording, tokens=scratch, replay=((0, 0, len(scratch)),))
+    of_one_track = scratch[:1], slice(0, len(scratch))
+    recomputed = replace(recording, tokens=scratch, generated=(of_one_track,))
     recorder.record_hidden(recomputed, scratch, hidden)
     if steerer is not None:
         steerer.decode(hidden, scratch, scratch)

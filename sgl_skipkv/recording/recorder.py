@@ -65,14 +65,15 @@ class Recording:
         tracks, positions: int64 [B]; track 0 is never read.
         tokens: int64 [B], indices of a prefill's recorded tokens; None in a decode step: all tokens
             are recorded, and their sentences.
-        replay: (track id, first, stop) of tokens of a prefill that count as generated; they are
-            added to the sentence table one after the other, as in decode steps.
+        generated: tracks, int64 [B], and tokens of a prefill that count as generated, equally many
+            of each track; they are added to the sentence table one after the other, as in decode
+            steps.
     """
 
     tracks: Tensor
     positions: Tensor
     tokens: Tensor | None = None
-    replay: tuple[tuple[int, int, int], ...] = ()
+    generated: tuple[tuple[Tensor, slice], ...] = ()
 
 
 @dataclass(eq=False)
@@ -183,6 +184,5 @@ class Recorder:
         if recording.tokens is None:
             self.sentences.step(recording.tracks, token_ids, hidden)
             return
-        for track_id, first, stop in recording.replay:
-            track = torch.full((1,), track_id, dtype=torch.int64, device=hidden.device)
-            self.sentences.step(track, token_ids[first:stop], hidden[first:stop])
+        for tracks, tokens in recording.generated:
+            self.sentences.step(tracks, token_ids[tokens], hidden[tokens])

@@ -109,6 +109,7 @@ class Steerer:
     Attributes:
         steered_requests: how many run; with none, a step that is not captured skips steering.
         factors: float32 [tokens], of the prefill being launched; None: it is not steered.
+        decoding: its rows that decode, and their tokens; None: none of them is steered.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Steerer:
         self.layer = vector.origin.layer
         self.steered_requests = 0
         self.factors: Tensor | None = None
+        self.decoding: tuple[slice, slice] | None = None
         self._vector = vector.values.to(device)
         self._bits = torch.frombuffer(classes.bits, dtype=torch.uint8).to(device)
         self.use_rows(0)
@@ -132,6 +134,11 @@ class Steerer:
             "keyword_seen": torch.zeros(rows, dtype=torch.bool, device=device),
             "thinking": torch.zeros(rows, dtype=torch.bool, device=device),
         }
+
+    @property
+    def steers_prefill(self) -> bool:
+        """Whether the prefill being launched has tokens or rows that are steered."""
+        return self.factors is not None or self.decoding is not None
 
     def schedule(self, alpha_0: float, prompt_ids: Sequence[int]) -> Schedule:
         """A request's schedule before its first generated token."""

@@ -276,6 +276,17 @@ SPECS: dict[str, Spec] = {
         {"env": {**rank_plants.environment("faults"), **retracts(30)}},
         steering_layer=1,
     ),
+    # Decode steps in the prefills of others, retracted now and then.
+    "mixed chunks": retracting(
+        40, files=("mixed_chunks",), chunk=64, more=("--enable-mixed-chunk", *ONE_BATCH)
+    ),
+    "mixed chunks, no overlap": retracting(
+        40,
+        files=("mixed_chunks",),
+        model="qwen2",
+        chunk=64,
+        more=("--enable-mixed-chunk", *ONE_BATCH, *WITHOUT_OVERLAP, *PAGES_OF_16),
+    ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.
     "unavailable": Spec(

@@ -22,7 +22,8 @@ STRICT = {
     "SGLANG_INVARIANT_CHECK": "2",
 }
 #: of a body, beside the sampling parameters
-_TOP = ("rid", "stream", "require_reasoning", "image_data", "logprob_start_len", "routed_dp_rank")
+_TOP = ("rid", "stream", "require_reasoning", "image_data", "routed_dp_rank")
+_TOP += ("return_logprob", "logprob_start_len")
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 
@@ -62,7 +63,8 @@ class Server(ServerProcess):
         return self.process.wait(timeout=400)
 
     def generate(self, input_ids: Sequence[int], tokens: int, **sampling: Any) -> dict[str, Any]:
-        """Greedy, exactly ``tokens`` tokens, with log-probabilities."""
+        """Greedy, exactly ``tokens`` tokens, with log-probabilities unless ``return_logprob`` says
+        otherwise."""
         top = {name: sampling.pop(name) for name in _TOP if name in sampling}
         params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
         body = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}

@@ -330,12 +330,12 @@ class SyntheticServer:
         wanted = range(max(first, state.records_from, stop - window), stop)
         tokens = [position - first for position in wanted]
         generated_from = max(call.prompt_tokens - first, 0)
-        replay = ((state.held.track_id, generated_from, count),) if generated_from < count else ()
+        of_track = self._tensor([state.held.track_id]), slice(generated_from, count)
         recording = Recording(
             self._tensor([state.held.track_id] * len(tokens)),
             self._tensor([*wanted]),
             tokens=self._tensor(tokens),
-            replay=replay,
+            generated=(of_track,) if generated_from < count else (),
         )
         for layer in range(LAYERS):
             self.recorder.record_queries(

@@ -170,7 +170,8 @@ def test_recomputed_tokens_take_one_variant(monkeypatch: pytest.MonkeyPatch) -> 
     with on_triton():
         launched = launched_variants(monkeypatch)
         for first, stop in ((2, 9), (5, 21), (0, 2)):
-            replay = Recording(none, none, tokens=none, replay=((1, first, stop),))
+            of_track = torch.tensor([1]), slice(first, stop)
+            replay = Recording(none, none, tokens=none, generated=(of_track,))
             recorder.record_hidden(replay, torch.arange(40), hidden)
     assert recorder.sentences.length[1] + recorder.sentences.index[1] > 0
     assert len(launched) == 1
