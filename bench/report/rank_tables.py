@@ -16,10 +16,12 @@ def ranks() -> str:
     for row in every:
         together[row["model"], row["overlap"]].append(row)
     header = ["model", "overlap", "policies", "compactions", "of each, at least"]
-    header += ["equal on both ranks", "as one rank", "tokens wrong", "largest difference"]
+    header += ["equal on its ranks", "as one rank", "tokens wrong", "largest difference"]
     lines = []
     for (model, overlap), rows in together.items():
-        sums = [f"{sum(int(row[name]) for row in rows):,}" for name in _SUMS]
+        of_all = {name: [int(row[name]) for row in rows if row[name]] for name in _SUMS}
+        # In attention groups of one rank there is no other one to compare with.
+        sums = [f"{sum(found):,}" if found else "" for found in of_all.values()]
         each = Counter[str]()
         for row in rows:
             each[row["policy"]] += int(row["compactions"])

@@ -31,7 +31,7 @@ from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import own_row, row_ids
-from sgl_skipkv.patches.engine.scheduler import end_stranded, is_stranded
+from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.request.state import RequestState
 
 

@@ -37,8 +37,9 @@ def any_rank(*holds: bool) -> list[bool]:
     return [bool(vote) for vote in votes]
 
 
-def run_budgeted_step_eagerly(original: Callable[..., bool], **asked: Any) -> bool:
-    """AROUND ``_local_prefill_cuda_graph_vote``: a step with a budgeted request is eager.
+def vote_against_prefill_graph(original: Callable[..., bool], **asked: Any) -> bool:
+    """AROUND ``_local_prefill_cuda_graph_vote``: no rank replays the graph of a prefill in a step
+    with a budgeted request. Graphs of decode steps have another vote.
 
     SGLang would pad the batches of all ranks for a graph that a recorded prefill cannot replay, and
     make a prefill of a decode batch, whose positions come from row lengths.

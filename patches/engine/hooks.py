@@ -95,6 +95,12 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "a trainer may write weights from outside",
     ),
     before(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "_observe_weight_load(self, source)",
+        "engine.new_weights:note_weight_update",
+        "an update may fail on one rank, and all of them must know that there was one",
+    ),
+    before(
         "managers.scheduler.Scheduler.get_next_batch_to_run(self, running_batch, last_batch)",
         "engine.new_weights:measure_together",
         "with DP attention the ranks measure new weights in a step of all of them",
@@ -145,7 +151,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     uses(
         "managers.scheduler._make_abort_req(req, finished_reason=None)",
-        "engine.scheduler:end_stranded",
+        "engine.waiting:_end",
         "end a request that waits",
     ),
     # -- rows in the radix tree
@@ -229,7 +235,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "managers.scheduler_components.dp_attn._local_prefill_cuda_graph_vote(*, local_batch, "
         "num_tokens, prefill_graph_runner, coordinated_prefill, breakable_prefill, spec_algorithm, "
         "model_config)",
-        "engine.dp_attention:run_budgeted_step_eagerly",
+        "engine.dp_attention:vote_against_prefill_graph",
         "with DP attention all ranks replay a graph, or none does",
         "0.5.23",
     ),

@@ -17,6 +17,7 @@ import torch
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.kernels.on_device import TRITON_NAMES
 from sgl_skipkv.patches.engine.binding import KVScale
+from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
@@ -97,6 +98,7 @@ def build_model_side(
     attach(runner.model, recorder)
     if config.steering_capture is not None:
         _refuse_offloaded_layers("steering_capture")
+        _refuse_attention_groups("steering_capture")
         capture = HiddenCapture(
             runner.model, config.steering_capture, delimiters, config.delimiters
         )
@@ -170,6 +172,18 @@ def _refuse_offloaded_layers(field: str) -> None:
     if offloaded_gb > 0:
         expected = "no --cpu-offload-gb beside it"
         raise SettingError(field, expected, offloaded_gb, "one of the two; budgets work")
+
+
+def _refuse_attention_groups(field: str) -> None:
+    """Refuse a setting that reads whole hidden states between layers: with DP attention that is a
+    step of all ranks, and the other groups would not take part.
+
+    Raises:
+        SettingError: there are several attention groups.
+    """
+    if has_dp_attention():
+        expected = "no DP attention beside it (--attn-dp-size)"
+        raise SettingError(field, expected, "DP attention", "one of the two; budgets work")
 
 
 def model_side_of(runner: Any) -> ModelSide | None:

@@ -10,11 +10,18 @@ from typing import Any
 
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.dp_attention import any_rank, has_dp_attention
-from sgl_skipkv.policy.inputs.ranks import RanksError
+from sgl_skipkv.patches.engine.waiting import refuse_waiting
+
+
+def note_weight_update(updater: Any, source: str) -> None:
+    """BEFORE ``SchedulerWeightUpdaterManager._observe_weight_load``: every rank begins an update of
+    weights here. It may fail on some of them, and they must agree on what is measured."""
+    _forget_measurements(updater.scheduler)
 
 
 def note_new_weights(result: None, scheduler: Any, new_version: str | None) -> None:
-    """AFTER ``Scheduler.record_weight_version_change``, which updates of weights call."""
+    """AFTER ``Scheduler.record_weight_version_change``: a trainer has written weights by itself and
+    says so."""
     _forget_measurements(scheduler)
 
 
@@ -51,17 +58,26 @@ def measure_together(scheduler: Any, running_batch: Any, last_batch: Any) -> Non
     """BEFORE ``Scheduler.get_next_batch_to_run``: with DP attention measure new weights as soon as
     all ranks are idle and a request that evicts waits on one of them.
 
-    All ranks learn of new weights between the same two steps, so they ask each other before the
-    same steps.
+    All ranks learn of an update between the same two steps, so they ask each other before the same
+    steps. If a rank fails to measure, none has.
     """
     binding = binding_of(scheduler)
     runtime = None if binding is None else binding.runtime
     if binding is None or runtime is None or runtime.is_measured or not has_dp_attention():
         return
-    runs = not running_batch.is_empty() or last_batch or scheduler.chunked_req is not None
+    is_idle = scheduler.is_fully_idle(ignore_waiting=True) and _has_all_weights(scheduler)
     states = [state_of(req) for req in scheduler.waiting_queue]
     waits = any(state is not None and state.settings.evicts for state in states)
-    is_busy, is_wanted = any_rank(bool(runs) or not _has_all_weights(scheduler), waits)
-    if is_wanted and not is_busy and (reason := binding.measure_again()) is not None:
-        # The others have measured, and will not ask again.
-        raise RanksError(f"new weights could not be measured on all ranks: {reason}")
+    is_busy, is_wanted = any_rank(not is_idle, waits)
+    if is_busy or not is_wanted:
+        return
+    reason = binding.measure_again()
+    (failed,) = any_rank(reason is not None)
+    if failed:
+        runtime.is_measured = False
+        refuse_waiting(scheduler, unmeasured(reason or "on another rank; see the server's log"))
+
+
+def unmeasured(reason: str) -> str:
+    """What a client is told."""
+    return f"kv_budget: the new weights were not measured: {reason}"

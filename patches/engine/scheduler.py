@@ -11,7 +11,8 @@ from typing import Any
 from sgl_skipkv.config import SettingError, name_of
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
-from sgl_skipkv.patches.engine.new_weights import measure_alone
+from sgl_skipkv.patches.engine.new_weights import measure_alone, unmeasured
+from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.patches.readiness import Unavailable
 from sgl_skipkv.patches.request_kind import OPTED_OUT, request_kind
 from sgl_skipkv.request.settings import (
@@ -83,9 +84,9 @@ def _open(
         if kind is not None:
             kind.refuse_beside(settings)
         binding.limits.check(settings)
-        if settings.evicts and (unmeasured := measure_alone(binding)) is not None:
+        if settings.evicts and (reason := measure_alone(binding)) is not None:
             binding.metrics.refused("unavailable")
-            _refuse_for_now(req, f"kv_budget: the new weights were not measured: {unmeasured}")
+            _refuse_for_now(req, unmeasured(reason))
             return
         req.skipkv = binding.runtime.open(req.rid, settings, req.origin_input_ids)
         if req.skipkv.keeps_prompt_private:
@@ -165,60 +166,3 @@ def refuse_unrecomputable(
     if not req.is_retracted:
         follow_prompt(req)
     original(scheduler, req, is_retracted=is_retracted)
-
-
-def is_stranded(req: Any) -> bool:
-    """Whether a request without KV has no backup and its tokens do not fit the pool."""
-    state = state_of(req)
-    return (
-        state is not None
-        and state.offloaded.backup is None
-        and not state.runtime.can_recompute(state, len(req.output_ids))
-    )
-
-
-#: why a request has lost its KV, and what helps
-_LOST = {
-    "the pool is full": (
-        "the KV pool was full and no other request could be retracted",
-        "Lower the load, or raise retraction_backup_bytes (host memory),",
-    ),
-    "a pause": (
-        "pause_generation (mode retract) freed its KV",
-        "Pause with mode in_place, or raise",
-    ),
-    "a flush": ("flush_cache dropped its KV", "Flush when no request waits, or raise"),
-}
-
-
-def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
-    """End a request that can be neither restored nor recomputed, with 500.
-
-    Args:
-        lost_to: a key of ``_LOST``.
-    """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-    from sglang.srt.managers.scheduler import _make_abort_req
-
-    state, (why, remedy) = req.skipkv, _LOST[lost_to]
-    reason = FINISH_ABORT(
-        f"kv_budget request {state.rid}: {why}, and the request cannot be recomputed: its "
-        f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
-        f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
-        "--mem-fraction-static.",
-        status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
-        err_type="InternalServerError",
-    )
-    logger.error(reason.message)
-    state.failure = reason.message
-    state.runtime.close(state, 0, req.output_ids, "abort")
-    send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
-
-
-def send_abort(scheduler: Any, abort_req: Any, req: Any) -> None:
-    """Say that a request has ended outside the output stream. SGLang 0.5.22 has no
-    ``send_abort_output``, which does what is done here and serves the Rust server too."""
-    if hasattr(scheduler, "send_abort_output"):
-        scheduler.send_abort_output(abort_req, req)
-    else:
-        scheduler.ipc_channels.send_to_tokenizer.send_output(abort_req, req)

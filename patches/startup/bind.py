@@ -19,6 +19,7 @@ from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
+from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
@@ -283,7 +284,7 @@ def _measure_again(scheduler: Any, measured_ids: list[int]) -> str | None:
     try:
         found = measure_model(scheduler, side, measured_ids, runtime.ranks, serving=True)
     except torch.OutOfMemoryError as error:
-        if runtime.ranks.size > 1:  # the others wait for this one in the model's own gathers
+        if runtime.ranks.size > 1 or has_dp_attention():  # others wait in the model's own gathers
             raise RanksError("new weights could not be measured on all ranks") from error
         return str(error)
     except AttentionMismatch as error:

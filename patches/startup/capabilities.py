@@ -143,7 +143,7 @@ class Setting:
 
 
 class OfSeveralRanks(Setting):
-    """A check on a setting that changes nothing where every attention group has one rank."""
+    """A check on a setting that is served where every attention group has one rank."""
 
     def __call__(self, scheduler: Any) -> str | None:
         from sglang.srt.runtime_context import get_parallel

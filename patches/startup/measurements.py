@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attention_layers, with_rotary_part
 from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
@@ -66,6 +67,9 @@ def text_ids(scheduler: Any, config: ServerConfig) -> list[int]:
         choices = "a text like those that the model will write"
         raise SettingError("query_text", expected, f"{error}", choices) from error
     room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
+    if has_dp_attention() and scheduler.chunked_prefill_size:
+        # All groups prefill it at once, and SGLang has planned for a chunk of each.
+        room = min(room, max(scheduler.chunked_prefill_size, 4 * FIRST_QUERY))
     ids: list[int] = tokenizer_of(scheduler).encode(text)[: min(MOST_TOKENS, room)]
     if len(ids) <= FIRST_QUERY:
         expected = f"more than {FIRST_QUERY} tokens that this server has room for"

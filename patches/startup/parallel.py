@@ -60,13 +60,16 @@ def open_ranks(device: torch.device) -> Ranks:
     own, group = _attention_group(), all_ranks()
     if own.world_size == 1:
         return ONE_RANK
-    members: list[Any] = [None] * group.world_size
-    dist.all_gather_object(members, tuple(own.ranks), group=group.cpu_group)
     # gloo would let the host wait for a GPU.
     backends = "gloo" if device.type == "cpu" else "nccl", "gloo"
-    opened = dict[tuple[int, ...], tuple[Any, ...]]()
-    for ranks in dict.fromkeys(members):  # torch opens each on all ranks, in the same order
-        opened[ranks] = tuple(dist.new_group([*ranks], backend=name) for name in backends)
-    found = Ranks(*opened[tuple(own.ranks)])
+    found = ONE_RANK
+    for first in range(0, group.world_size, own.world_size):
+        ranks = group.ranks[first : first + own.world_size]
+        # torch opens each group on all ranks, in the same order
+        tensors, votes = (dist.new_group(ranks, backend=name) for name in backends)
+        if ranks == own.ranks:
+            assert isinstance(tensors, dist.ProcessGroup) and isinstance(votes, dist.ProcessGroup)
+            found = Ranks(tensors, votes)
+    assert found.size == own.world_size, f"{own.ranks} are no attention group of {group.ranks}"
     found.gathered(torch.zeros(1, device=device))  # NCCL connects at the first
     return found

@@ -5,7 +5,6 @@ So has each attention group of ``--attn-dp-size``, which SGLang counts as a repl
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ def trace_path(name: str) -> str:
 def trace_paths(name: str, server_args: Any) -> dict[str, str]:
     """The trace files of a server, under the names of its replicas; one alone has the name ""."""
     # SGLang moves ``--dp-size`` to the other of the two if it comes with --enable-dp-attention.
-    sizes = [getattr(server_args, name, 1) for name in ("dp_size", "attn_dp_size")]
-    replicas = math.prod(sizes)
+    replicas = max(getattr(server_args, size, 1) for size in ("dp_size", "attn_dp_size"))
     if replicas == 1:
         return {"": name}
     return {f"dp{replica}": _path_of(name, replica) for replica in range(replicas)}

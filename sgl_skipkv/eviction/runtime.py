@@ -49,7 +49,7 @@ class Runtime:
         backs_up: whether requests are backed up at all in this moment.
         has_opened: whether a request has been opened so far.
         open_requests: that hold a row of the page table; 0 when the server is idle.
-        ranks: of the server; this is the runtime of one of them.
+        ranks: that share its requests; this is the runtime of one of them.
         metrics: that this process exports.
         page_tokens: of the KV pool.
     """

@@ -130,6 +130,6 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _replicas(path: Path) -> list[Path]:
-    """The files that a server with ``--dp-size`` writes in place of this one."""
+    """The files that replicas or attention groups write in place of this one."""
     name = f"{glob.escape(path.stem)}.dp*{glob.escape(path.suffix)}"
     return sorted(path.parent.glob(name))

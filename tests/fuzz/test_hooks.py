@@ -38,13 +38,13 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
     """Our function, a piece of its source, and what somebody may have written there instead."""
     from sgl_skipkv import config
     from sgl_skipkv.patches.api import gate
-    from sgl_skipkv.patches.engine import admission, forward, retraction, scheduler
+    from sgl_skipkv.patches.engine import admission, forward, retraction, scheduler, waiting
     from sgl_skipkv.request import settings
 
     return [
         (scheduler.open_request, "isinstance(params, dict)", "params is not None"),
         (scheduler.bound_new_tokens, " if bound is not None else limit", ""),
-        (scheduler.is_stranded, "len(req.output_ids)", "state.sentences.table[0]"),
+        (waiting.is_stranded, "len(req.output_ids)", "state.sentences.table[0]"),
         (gate.collect_keys, "isinstance(custom, Mapping)", "custom"),
         (settings._check_budget, "type(kv_budget) is not int or ", ""),
         (settings._resolve_steering, "isinstance(value, int | float) and ", ""),

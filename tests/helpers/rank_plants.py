@@ -14,6 +14,8 @@ STARTS = Path(__file__).resolve().parent / "rank_starts"
 #: of requests whose policy fails on one rank: once, for good
 FAILS_ONCE, FAILS_ALWAYS = 24, 40
 ONCE, ALWAYS = "once", "always"
+#: weight versions of updates that fail on one rank, and of weights that it cannot measure
+FAILED_UPDATE, UNMEASURABLE = "failed on one rank", "unmeasurable on one rank"
 
 
 def environment(*plants: str) -> dict[str, str]:
@@ -49,7 +51,8 @@ def plant(names: Iterable[str]) -> None:
 
 
 def _faults(ranks: Any) -> None:
-    """The last rank fails to plan, to follow attention, to open and to back up."""
+    """The last rank fails to plan, to follow attention, to open and to back up, and with new
+    weights."""
     if ranks.index < ranks.size - 1:
         return
     from sgl_skipkv.eviction.runtime import Runtime
@@ -64,6 +67,29 @@ def _faults(ranks: Any) -> None:
         _fail(policy_class(name), "track", by_interval)
     _fail(Runtime, "open", lambda runtime, rid, *_: _marked("open", rid))
     _fail(Runtime, "back_up", lambda runtime, state, *_: _marked("backup", state.rid))
+    _fail_with_weights()
+
+
+def _fail_with_weights() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sgl_skipkv.patches.startup import bind
+    from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
+
+    record, measure, versions = Scheduler.record_weight_version_change, bind.measure_model, [""]
+
+    def recording(scheduler: Any, new_version: str | None) -> None:
+        versions[0] = new_version or ""
+        if new_version != FAILED_UPDATE:  # SGLang calls it where an update has worked
+            record(scheduler, new_version=new_version)
+
+    def measuring(*args: Any, **keywords: Any) -> Any:
+        found = measure(*args, **keywords)  # all ranks take part
+        if versions[0] == UNMEASURABLE:
+            raise AttentionMismatch(f"planted: {UNMEASURABLE}")
+        return found
+
+    Scheduler.record_weight_version_change, bind.measure_model = recording, measuring
 
 
 def _marked(what: str, rid: str) -> str | None:

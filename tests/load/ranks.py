@@ -179,7 +179,7 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
                 "overlap": "on" if overlap else "off",
                 "policy": policy,
                 "compactions": len(first),
-                "equal_on_ranks": equal,
+                "equal_on_ranks": equal if spread.group > 1 else "",
                 "as_one_rank": same,
                 "wrong_tokens": wrong,
                 "logprob_gap": float(f"{gap:.3g}"),

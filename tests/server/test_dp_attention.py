@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet, addition
-from rank_plants import FAILS_ONCE, trace_of
+from rank_plants import FAILED_UPDATE, FAILS_ONCE, UNMEASURABLE, trace_of
 from servers import HTTPFailure, Server, logprob_gap, output_logprobs
 from tiny_models import prompt_ids
 from turns import LOGPROB_TOLERANCE, Turn
@@ -90,7 +90,8 @@ def test_budgets_in_one_group_leave_the_other_alone(server: Server) -> None:
     prompt = prompt_ids("plain", 30)
     plain: dict[str, Any] = {"input_ids": prompt, "tokens": TOKENS, "routed_dp_rank": 1}
     expected = server.generate(**plain)
-    *_, beside = server.generate_all([*(call(f"beside-{i}", 0) for i in range(4)), plain])
+    busy = [call(f"beside-{i}", 0, return_logprob=False) for i in range(4)]
+    *_, beside = server.generate_all([*busy, plain])
     assert beside["output_ids"] == expected["output_ids"]
     assert logprob_gap(beside, output_logprobs(expected)) <= LOGPROB_TOLERANCE
     assert "skipkv" not in beside["meta_info"]
@@ -112,18 +113,37 @@ def test_a_conversation_goes_on_in_its_group(server: Server, oracle) -> None:
         turns.append(turn)
 
 
-def test_new_weights_are_measured_in_a_step_of_all_ranks(server: Server) -> None:
-    """When nothing runs and a request that evicts waits, in whichever group; not before."""
-    first = server.generate(**call("weights", 0))
-    update = {"model_path": server.get("/server_info")["model_path"]}
+def update_weights(server: Server, version: str) -> None:
+    update = {"model_path": server.get("/server_info")["model_path"], "weight_version": version}
     assert server.post("/update_weights_from_disk", update)["success"]
-    plain = [{"input_ids": [5, 6, 7], "tokens": 8, "routed_dp_rank": group} for group in GROUPS]
-    server.generate_all(plain)
-    assert "new weights measured" not in server.log
-    again = server.generate(**call("weights again", 1))
-    server.generate(**call("weights later", 0))
-    assert server.log.count("new weights measured") == RANKS
-    assert again["output_ids"] == first["output_ids"]
+
+
+def test_new_weights_are_measured_in_a_step_of_all_ranks(server: Server) -> None:
+    """When nothing runs and a request that evicts waits, in whichever group; not before. Also where
+    the update has failed on one rank."""
+    first = server.generate(**call("weights", 0))
+    for number, version in enumerate(["new", FAILED_UPDATE]):
+        measured = server.log.count("new weights measured")
+        update_weights(server, version)
+        plain = [{"input_ids": [5, 6, 7], "tokens": 8, "routed_dp_rank": group} for group in GROUPS]
+        server.generate_all(plain)
+        assert server.log.count("new weights measured") == measured
+        again = server.generate(**call(f"weights again {number}", 1))
+        server.generate(**call(f"weights later {number}", 0))
+        assert server.log.count("new weights measured") == measured + RANKS
+        assert again["output_ids"] == first["output_ids"]
+
+
+def test_weights_that_one_rank_cannot_measure(server: Server) -> None:
+    """Whoever waits for them is told, requests without a budget go on, and other weights serve."""
+    update_weights(server, UNMEASURABLE)
+    for group in GROUPS:
+        with pytest.raises(HTTPFailure, match="new weights were not measured") as ended:
+            server.generate(**call(f"unmeasured {group}", group))
+        assert ended.value.status == 503
+        server.generate([5, 6, 7], 8, routed_dp_rank=group)
+    update_weights(server, "new again")
+    assert server.generate(**call("measurable again", 1))["meta_info"]["skipkv"]["compactions"] >= 3
 
 
 def test_what_fails_on_one_rank_ends_alone(server: Server, answers) -> None:

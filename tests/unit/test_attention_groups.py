@@ -10,9 +10,10 @@ from sglang.srt.managers.scheduler_components import dp_attn
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
 
-from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.patches.engine.dp_attention import run_budgeted_step_eagerly
-from sgl_skipkv.patches.engine.model_side import _track_count
+from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.engine.dp_attention import vote_against_prefill_graph
+from sgl_skipkv.patches.engine.model_side import _refuse_attention_groups, _track_count
+from sgl_skipkv.patches.startup.measurements import text_ids
 from sgl_skipkv.patches.startup.replicas import trace_paths
 
 DEVICE = {"device": "cpu", "attention_backend": "torch_native"}
@@ -38,7 +39,7 @@ def test_no_prefill_graph_for_a_step_with_a_budgeted_request(
     asked = {"local_batch": batch, "coordinated_prefill": True, "breakable_prefill": True}
     unread = ("num_tokens", "prefill_graph_runner", "spec_algorithm", "model_config")
     asked |= dict.fromkeys(unread)
-    assert run_budgeted_step_eagerly(original, **asked) == votes_for_graph
+    assert vote_against_prefill_graph(original, **asked) == votes_for_graph
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,41 @@ def test_a_group_records_for_the_requests_that_it_may_run(
 def test_a_group_has_a_trace_as_a_replica_has(sizes: dict[str, int], names: list[str]) -> None:
     """``dp_size`` is given, or where SGLang has moved it to."""
     assert [*trace_paths("trace.jsonl", SimpleNamespace(**sizes)).values()] == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunk", "tokens"),
+    [
+        ({}, 64, 1024),
+        ({"tp_size": 8, "attn_dp_size": 8}, None, 1024),
+        ({"tp_size": 8, "attn_dp_size": 8}, 1024, 1024),
+        ({"tp_size": 8, "attn_dp_size": 8}, 512, 512),
+        ({"tp_size": 8, "attn_dp_size": 8}, 64, 256),
+    ],
+)
+def test_groups_measure_no_more_at_once_than_they_prefill(
+    arguments: dict[str, Any], chunk: int | None, tokens: int
+) -> None:
+    """Together; but enough to tell how far heads look."""
+    load_plugins()
+    scheduler = SimpleNamespace(
+        max_total_num_tokens=4096,
+        chunked_prefill_size=chunk,
+        model_config=SimpleNamespace(context_len=4096),
+        tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text))]),
+    )
+    with published_topology(role="scheduler", **DEVICE, **arguments):
+        assert len(text_ids(scheduler, ServerConfig())) == tokens
+
+
+def test_hidden_states_are_captured_without_groups_only() -> None:
+    """A whole hidden state between layers is a gather over all groups."""
+    load_plugins()
+    with published_topology(role="scheduler", **DEVICE, tp_size=2):
+        _refuse_attention_groups("steering_capture")
+    groups = {"tp_size": 2, "attn_dp_size": 2}
+    with (
+        published_topology(role="scheduler", **DEVICE, **groups),
+        pytest.raises(SettingError, match=r"steering_capture: expected no DP attention beside it"),
+    ):
+        _refuse_attention_groups("steering_capture")

@@ -269,6 +269,8 @@ def test_a_prefill_that_fails_leaves_no_slot(monkeypatch: Any, serving: bool) ->
         for holder in (world, world.req_to_token_pool):
             holder.skipkv = None  # as it is while the server starts
     runner = SimpleNamespace(forward=fails)
+    alone = SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch: batch)
+    monkeypatch.setattr(world, "dp_attn_adapter", alone, raising=False)
     monkeypatch.setattr(world, "tp_worker", SimpleNamespace(model_runner=runner), raising=False)
     monkeypatch.setattr(ForwardBatch, "init_new", init_new)
     free = [pool.available_size() for pool in pools]

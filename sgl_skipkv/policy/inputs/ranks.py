@@ -1,4 +1,4 @@
-"""What the ranks of a tensor parallel server combine: each caches the KV of some of the heads.
+"""What the ranks that share a request combine: each caches the KV of some of the heads.
 
 Every rank must keep the same tokens: otherwise a request's KV cache differs from rank to rank, and
 no error would say so. So what depends on heads is gathered. A gather moves bits, and every rank
@@ -29,8 +29,8 @@ class RanksError(RuntimeError):
 
 
 class Ranks:
-    """All ranks as one of them sees them. Without a group it is alone, and what it combines is
-    returned as it is.
+    """The ranks that share a request, as one of them sees them. Without a group it is alone, and
+    what it combines is returned as it is.
 
     Args:
         group: for device tensors, on the current stream. Nobody else may use it, because its
@@ -139,5 +139,5 @@ def _in_order(gathered: Tensor) -> Tensor:
     return reduce(torch.add, gathered.unbind())
 
 
-#: of a server without tensor parallelism
+#: where nobody shares a request: without tensor parallelism, and in an attention group of one
 ONE_RANK: Final = Ranks()

@@ -1,0 +1,82 @@
+"""Requests that end while they wait: they hold no row, and their clients are told outside of the
+output stream."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from sgl_skipkv.patches.engine.binding import state_of
+
+logger = logging.getLogger(__name__)
+
+
+def is_stranded(req: Any) -> bool:
+    """Whether a request without KV has no backup and its tokens do not fit the pool."""
+    state = state_of(req)
+    return (
+        state is not None
+        and state.offloaded.backup is None
+        and not state.runtime.can_recompute(state, len(req.output_ids))
+    )
+
+
+#: why a request has lost its KV, and what helps
+_LOST = {
+    "the pool is full": (
+        "the KV pool was full and no other request could be retracted",
+        "Lower the load, or raise retraction_backup_bytes (host memory),",
+    ),
+    "a pause": (
+        "pause_generation (mode retract) freed its KV",
+        "Pause with mode in_place, or raise",
+    ),
+    "a flush": ("flush_cache dropped its KV", "Flush when no request waits, or raise"),
+}
+
+
+def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
+    """End a request that can be neither restored nor recomputed, with 500.
+
+    Args:
+        lost_to: a key of ``_LOST``.
+    """
+    state, (why, remedy) = req.skipkv, _LOST[lost_to]
+    message = (
+        f"kv_budget request {state.rid}: {why}, and the request cannot be recomputed: its "
+        f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+        f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
+        "--mem-fraction-static."
+    )
+    _end(scheduler, req, message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
+def refuse_waiting(scheduler: Any, message: str) -> None:
+    """End every waiting request that evicts with 503: its client may retry."""
+    for req in list(scheduler.waiting_queue):
+        state = state_of(req)
+        if state is not None and state.settings.evicts:
+            scheduler.waiting_queue.remove(req)
+            state.runtime.metrics.refused("unavailable")
+            _end(scheduler, req, message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
+
+
+def _end(scheduler: Any, req: Any, message: str, status: HTTPStatus, err_type: str) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    state, reason = req.skipkv, FINISH_ABORT(message, status_code=status, err_type=err_type)
+    logger.error(message)
+    state.failure = message
+    state.runtime.close(state, 0, req.output_ids, "abort")
+    send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
+
+
+def send_abort(scheduler: Any, abort_req: Any, req: Any) -> None:
+    """Say that a request has ended outside the output stream. SGLang 0.5.22 has no
+    ``send_abort_output``, which does what is done here and serves the Rust server too."""
+    if hasattr(scheduler, "send_abort_output"):
+        scheduler.send_abort_output(abort_req, req)
+    else:
+        scheduler.ipc_channels.send_to_tokenizer.send_output(abort_req, req)
