@@ -205,7 +205,7 @@ def test_both_kinds_of_sentences_are_the_compared_ones(folder: Path) -> None:
 
 def reasons_of_rank(ranks: Ranks, folder: Path) -> list[str]:
     """What one rank of two is told, of which the last finds the packages of the folder."""
-    parallel._group = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+    parallel.all_ranks = lambda: SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
     if ranks.index == 1:
         sys.path.insert(0, str(folder))
     return parallel.reasons_of_ranks(["of rank 1"] if ranks.index else [])
