@@ -79,7 +79,7 @@ SERVED = {
     "--max-new-tokens 60",
     "conversation": "--conversations 2 --turns 2 --policies streaming --kv-budgets 48 --crowd 2 "
     "--max-new-tokens 8 --rounds 2 --reply-tokens 8 --pressure-rounds 2",
-    "serving": "--only pressure latency compaction ample --calls 2 --parallel 2 --tokens 60 "
+    "serving": "--only pressure latency compaction ample --calls 2 --parallel 2 --tokens 120 "
     "--rounds 2 --kv-budgets 48 --interval 16 --compaction-budget 48 --compaction-calls 2",
     "serving.off_cost": f"--model-path {{reasoner}} {_PAIRS}",
     "steering.cost": f"--model-path {{wanderer}} {_PAIRS}",
