@@ -82,7 +82,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         _place_decode(result, batch, shifts)
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
     elif result.forward_mode.is_extend():
-        if any(shifts):  # of restored rows
+        if any(shifts):  # of restored rows, and of rows that decode
             _place_prefill(result, batch, shifts)
         firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
         recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
@@ -119,8 +119,8 @@ def _prefill_recording(
     generated: list[tuple[list[int], slice]] = []
     window, prefilled = runtime.config.query_window, len(states) - decoding_rows(batch)
     offset = 0  # of this request's tokens in the flattened batch
-    rows = zip(states[:prefilled], firsts, batch.extend_lens, strict=False)
-    for state, first, count in rows:
+    columns = (states, firsts, batch.extend_lens)
+    for state, first, count in zip(*(part[:prefilled] for part in columns), strict=True):
         if state is not None:
             runtime.start_recording(state)
             at, stop = offset - first, first + count  # position p is token at + p of the batch
@@ -136,7 +136,7 @@ def _prefill_recording(
                     generated.append(([track_id], slice(at + generated_from, at + stop)))
         offset += count
     decoding = [0 if state is None else state.held.track_id for state in states[prefilled:]]
-    if any(decoding):  # as a decode step: rows without a track write to scratch
+    if any(decoding):  # together, as in a decode step: rows without a track write to scratch
         last = slice(offset, offset + len(decoding))
         tracks += decoding
         positions += firsts[prefilled:]
@@ -149,7 +149,7 @@ def _prefill_recording(
         device_tensor(tracks, device),
         device_tensor(positions, device),
         tokens=device_tensor(tokens, device),
-        generated=tuple((device_tensor(ids, device), tokens) for ids, tokens in generated),
+        generated=tuple((device_tensor(ids, device), at) for ids, at in generated),
     )
 
 

@@ -54,9 +54,9 @@ class HiddenCapture:
     def begin(self, batch: Any) -> None:
         """A prefill is about to be launched."""
         self._parts, offset = [], 0
-        prefilled = batch.reqs[: len(batch.reqs) - decoding_rows(batch)]
-        spans = zip(prefilled, batch.prefix_lens, batch.extend_lens, strict=False)
-        for req, first, count in spans:
+        prefilled = len(batch.reqs) - decoding_rows(batch)
+        columns = (batch.reqs, batch.prefix_lens, batch.extend_lens)
+        for req, first, count in zip(*(part[:prefilled] for part in columns), strict=True):
             marks = req.sampling_params.custom_params or {}
             if type(marks.get(MARK)) is int:
                 ids = req.origin_input_ids

@@ -6,11 +6,14 @@ until a request that evicts finds the server idle, with all of its weights and i
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.dp_attention import any_rank, has_dp_attention
-from sgl_skipkv.patches.engine.waiting import refuse_waiting
+from sgl_skipkv.patches.engine.waiting import refuse_waiting, wants_to_evict
+
+logger = logging.getLogger(__name__)
 
 
 def note_weight_update(updater: Any, source: str) -> None:
@@ -28,8 +31,7 @@ def note_new_weights(result: None, scheduler: Any, new_version: str | None) -> N
 def note_updated_weights(result: Any, updater: Any, recv_req: Any) -> None:
     """AFTER ``SchedulerWeightUpdaterManager.end_weight_update``: weights that were written from
     outside, and such as are packed only now."""
-    if updater.scheduler is not None:
-        _forget_measurements(updater.scheduler)
+    _forget_measurements(updater.scheduler)
 
 
 def _forget_measurements(scheduler: Any) -> None:
@@ -59,19 +61,25 @@ def measure_together(scheduler: Any, running_batch: Any, last_batch: Any) -> Non
     all ranks are idle and a request that evicts waits on one of them.
 
     All ranks learn of an update between the same two steps, so they ask each other before the same
-    steps. If a rank fails to measure, none has.
+    steps. If one fails to measure, all will try again.
     """
     binding = binding_of(scheduler)
     runtime = None if binding is None else binding.runtime
     if binding is None or runtime is None or runtime.is_measured or not has_dp_attention():
         return
-    is_idle = scheduler.is_fully_idle(ignore_waiting=True) and _has_all_weights(scheduler)
-    states = [state_of(req) for req in scheduler.waiting_queue]
-    waits = any(state is not None and state.settings.evicts for state in states)
-    is_busy, is_wanted = any_rank(not is_idle, waits)
+    runs = not running_batch.is_empty() or scheduler.chunked_req is not None
+    runs |= last_batch is not None and not last_batch.is_empty()
+    runs |= scheduler.enable_overlap and len(scheduler.result_queue) > 0
+    # A request whose grammar is ready may skip the other queue.
+    queues = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    is_busy, is_wanted = any_rank(
+        runs or not _has_all_weights(scheduler), any(map(wants_to_evict, queues))
+    )
     if is_busy or not is_wanted:
         return
     reason = binding.measure_again()
+    if reason is not None:
+        logger.error(unmeasured(reason))
     (failed,) = any_rank(reason is not None)
     if failed:
         runtime.is_measured = False

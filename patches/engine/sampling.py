@@ -2,7 +2,8 @@
 
 With ``--enable-deterministic-inference`` SGLang samples with seeds. A decode step uses the
 positions of the forward pass, which ``forward.prepare_forward`` has set to logical ones. A prefill
-uses the row length, which is less than the position where a compacted row was restored.
+uses the row length, which is less than the position where a compacted row was restored, or decodes
+in a prefill.
 """
 
 from __future__ import annotations

@@ -44,20 +44,25 @@ def attach_steering(layers: Any, steerer: Steerer) -> None:
 
     def steer(layer: Any, args: tuple[Any, ...], output: Any) -> None:
         _, _, forward_batch = args
-        every = slice(None)
         if forward_batch.forward_mode.is_decode():
             if steerer.steered_requests or is_capturing():
-                decode(forward_batch, every, every)
+                rows, tokens = forward_batch.req_pool_indices, forward_batch.input_ids
+                steerer.decode(residual_of(forward_batch), rows.long(), tokens.long())
             return
         if steerer.factors is not None:
-            tokens = len(steerer.factors)  # DP attention pads a step
-            steerer.prefill(residual_of(forward_batch)[:tokens])
+            count = len(steerer.factors)  # DP attention pads a step
+            steerer.prefill(residual_of(forward_batch)[:count])
         if steerer.decoding is not None:
-            decode(forward_batch, *steerer.decoding)
-
-    def decode(forward_batch: Any, rows: slice, tokens: slice) -> None:
-        of_rows, token_ids = forward_batch.req_pool_indices[rows], forward_batch.input_ids[tokens]
-        steerer.decode(residual_of(forward_batch)[tokens], of_rows.long(), token_ids.long())
+            of_rows, of_tokens = steerer.decoding
+            # Copies: of a view at another alignment Triton would compile the kernel anew.
+            rows, tokens = (
+                part.to(torch.int64, copy=True)
+                for part in (
+                    forward_batch.req_pool_indices[of_rows],
+                    forward_batch.input_ids[of_tokens],
+                )
+            )
+            steerer.decode(residual_of(forward_batch)[of_tokens], rows, tokens)
 
     layers[steerer.layer].register_forward_hook(steer)
 
@@ -96,7 +101,9 @@ def prepare_prefill(
     factors: list[float] = []
     rows = len(states)
     prefilled = rows - decoding_rows(batch)
-    of_prefills = zip(batch.reqs[:prefilled], states, firsts, batch.extend_lens, strict=False)
+    of_prefills = zip(
+        *(part[:prefilled] for part in (batch.reqs, states, firsts, batch.extend_lens)), strict=True
+    )
     for req, state, first, count in of_prefills:
         of_request = [0.0] * count
         if state is not None and state.schedule is not None:

@@ -49,27 +49,34 @@ def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
         f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static."
     )
+    state.failure = message
     _end(scheduler, req, message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
+def wants_to_evict(req: Any) -> bool:
+    """Whether a waiting request evicts and has not begun. One that was refused waits for its end,
+    and one that was retracted has begun with what was known of the weights then."""
+    state = state_of(req)
+    begun = req.output_ids or req.to_finish is not None
+    return state is not None and state.settings.evicts and not begun
+
+
 def refuse_waiting(scheduler: Any, message: str) -> None:
-    """End every waiting request that evicts with 503: its client may retry."""
-    for req in list(scheduler.waiting_queue):
-        state = state_of(req)
-        if state is not None and state.settings.evicts:
-            scheduler.waiting_queue.remove(req)
-            state.runtime.metrics.refused("unavailable")
-            _end(scheduler, req, message, HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError")
+    """End every request that waits to evict with 503: its client may retry."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    for req in [req for req in scheduler.waiting_queue if wants_to_evict(req)]:
+        scheduler.waiting_queue.remove(req)
+        req.skipkv.runtime.metrics.refused("unavailable")
+        _end(scheduler, req, message, status, "ServiceUnavailableError")
 
 
 def _end(scheduler: Any, req: Any, message: str, status: HTTPStatus, err_type: str) -> None:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
     from sglang.srt.managers.scheduler import _make_abort_req
 
-    state, reason = req.skipkv, FINISH_ABORT(message, status_code=status, err_type=err_type)
+    reason = FINISH_ABORT(message, status_code=status, err_type=err_type)
     logger.error(message)
-    state.failure = message
-    state.runtime.close(state, 0, req.output_ids, "abort")
+    req.skipkv.runtime.close(req.skipkv, 0, req.output_ids, "abort")
     send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
 
 

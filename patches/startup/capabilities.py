@@ -81,6 +81,14 @@ def _mrope_on_policy(scheduler: Any) -> str | None:
     return "mrope with --rl-on-policy-target" if both else None
 
 
+def _late_results(scheduler: Any) -> str | None:
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel
+
+    late = envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get() and get_parallel().attn_dp_enabled
+    return "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP with DP attention" if late else None
+
+
 def _not_enabled(scheduler: Any) -> str | None:
     """Kernels, graphs and the memory of several ranks are made at start, or not at all."""
     from sglang.srt.runtime_context import get_parallel
@@ -261,6 +269,11 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         OfSeveralRanks("parallel.moe_dense_tp_size", (None,), "dense layers of one rank"),
     ),
     ("ROCm", "untested: unavailable", _rocm),
+    (
+        "consecutive prefills without overlap",
+        "with DP attention a request may end between the plan and the launch of its last step",
+        _late_results,
+    ),
     (
         "hybrid sliding window",
         "its pool frees by logical length; --disable-hybrid-swa-memory helps",

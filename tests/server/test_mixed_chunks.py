@@ -40,7 +40,7 @@ def beside_prefills(server: Server, calls: Sequence[dict[str, Any]]) -> list[dic
         for number in count():
             if all(one.done() for one in running):
                 return [one.result() for one in running]
-            server.generate(prompt_ids(f"filler {number}", 200), **FILLER)
+            server.generate(prompt_ids(f"filler {number}", 600), **FILLER)
 
 
 @pytest.fixture(scope="module", params=["mixed chunks", "mixed chunks, no overlap"])
@@ -100,4 +100,4 @@ def test_requests_did_decode_in_prefills(server: Server) -> None:
     server.wait_idle()
     decode_steps = server.log.count("Decode batch") - before
     assert answer["meta_info"]["completion_tokens"] == TOKENS
-    assert decode_steps <= TOKENS - 20
+    assert decode_steps <= TOKENS - 10

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from capability_rows import row_named
+from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler_components import dp_attn
 from sglang.srt.plugins import load_plugins
 from sglang.test.test_utils import published_topology
@@ -13,6 +15,7 @@ from sglang.test.test_utils import published_topology
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.dp_attention import vote_against_prefill_graph
 from sgl_skipkv.patches.engine.model_side import _refuse_attention_groups, _track_count
+from sgl_skipkv.patches.engine.waiting import wants_to_evict
 from sgl_skipkv.patches.startup.measurements import text_ids
 from sgl_skipkv.patches.startup.replicas import trace_paths
 
@@ -111,3 +114,34 @@ def test_hidden_states_are_captured_without_groups_only() -> None:
         pytest.raises(SettingError, match=r"steering_capture: expected no DP attention beside it"),
     ):
         _refuse_attention_groups("steering_capture")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_results_that_come_late_are_refused_beside_groups(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of one group is launched behind the result that ends its request."""
+    load_plugins()
+    check = row_named("consecutive prefills without overlap").check
+    with published_topology(role="scheduler", **DEVICE, tp_size=2, attn_dp_size=groups):
+        assert check(None) is None
+        with envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.override(True):
+            assert (check(None) is None) == (groups == 1)
+
+
+@pytest.mark.parametrize(
+    ("evicts", "output_ids", "to_finish", "wants"),
+    [
+        (True, [], None, True),
+        (False, [], None, False),
+        (True, [5], None, False),
+        (True, [], "refused", False),
+    ],
+)
+def test_who_waits_for_new_weights(
+    evicts: bool, output_ids: list[int], to_finish: str | None, wants: bool
+) -> None:
+    state = SimpleNamespace(settings=SimpleNamespace(evicts=evicts))
+    req = SimpleNamespace(skipkv=state, output_ids=output_ids, to_finish=to_finish)
+    assert wants_to_evict(req) == wants
+    assert not wants_to_evict(SimpleNamespace(output_ids=[], to_finish=None))
