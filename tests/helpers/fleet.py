@@ -278,10 +278,10 @@ SPECS: dict[str, Spec] = {
     ),
     # Decode steps in the prefills of others, retracted now and then.
     "mixed chunks": retracting(
-        40, files=("mixed_chunks",), chunk=64, more=("--enable-mixed-chunk", *ONE_BATCH)
+        5, files=("mixed_chunks",), chunk=64, more=("--enable-mixed-chunk", *ONE_BATCH)
     ),
     "mixed chunks, no overlap": retracting(
-        40,
+        5,
         files=("mixed_chunks",),
         model="qwen2",
         chunk=64,

@@ -40,7 +40,7 @@ def beside_prefills(server: Server, calls: Sequence[dict[str, Any]]) -> list[dic
         for number in count():
             if all(one.done() for one in running):
                 return [one.result() for one in running]
-            server.generate(prompt_ids(f"filler {number}", 600), **FILLER)
+            server.generate(prompt_ids(f"filler {number}", 400), **FILLER)
 
 
 @pytest.fixture(scope="module", params=["mixed chunks", "mixed chunks, no overlap"])
