@@ -2,8 +2,7 @@
 
 With ``--enable-deterministic-inference`` SGLang samples with seeds. A decode step uses the
 positions of the forward pass, which ``forward.prepare_forward`` has set to logical ones. A prefill
-uses the row length, which is less than the position where a compacted row was restored, or decodes
-in a prefill.
+uses the row length, which is less than the position if a compacted row is restored or decodes in it.
 """
 
 from __future__ import annotations

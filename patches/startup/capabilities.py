@@ -81,7 +81,7 @@ def _mrope_on_policy(scheduler: Any) -> str | None:
     return "mrope with --rl-on-policy-target" if both else None
 
 
-def _late_results(scheduler: Any) -> str | None:
+def _results_behind_next_plan(scheduler: Any) -> str | None:
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_parallel
 
@@ -150,8 +150,8 @@ class Setting:
         return None if value in self.off else f"{self.reason} ({name}={value})"
 
 
-class OfSeveralRanks(Setting):
-    """A check on a setting that is served where every attention group has one rank."""
+class SharedGroupSetting(Setting):
+    """A check on a setting that is refused where ranks share an attention group, or all of them."""
 
     def __call__(self, scheduler: Any) -> str | None:
         from sglang.srt.runtime_context import get_parallel
@@ -266,13 +266,13 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     (
         "dense layers of one rank",
         "between layers a step's tokens lie on several ranks",
-        OfSeveralRanks("parallel.moe_dense_tp_size", (None,), "dense layers of one rank"),
+        SharedGroupSetting("parallel.moe_dense_tp_size", (None,), "dense layers of one rank"),
     ),
     ("ROCm", "untested: unavailable", _rocm),
     (
         "consecutive prefills without overlap",
         "with DP attention a request may end between the plan and the launch of its last step",
-        _late_results,
+        _results_behind_next_plan,
     ),
     (
         "hybrid sliding window",

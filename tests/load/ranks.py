@@ -146,9 +146,7 @@ def sets(model: Path, name: str, folder: Path, overlap: bool, scale: float) -> l
     waves = [[requests[i] for requests in asked.values()] for i in range(count)]
     more = () if overlap else WITHOUT_OVERLAP
     answers: dict[str, Row] = {}
-    traces: list[
-        Events
-    ] = []  # of the first rank and the last one of a group, and of one rank alone
+    traces: list[Events] = []  # of the first and the last rank of a group, and of one alone
     for ranks, flags in ((spread.ranks, spread.flags), (1, spread.alone)):
         place = folder / f"{ranks}"
         with started(model, place, ranks, *spread.plants, more=(*more, *flags)) as server:
