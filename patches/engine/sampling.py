@@ -2,7 +2,8 @@
 
 With ``--enable-deterministic-inference`` SGLang samples with seeds. A decode step uses the
 positions of the forward pass, which ``forward.prepare_forward`` has set to logical ones. A prefill
-uses the row length, which is less than the position if a compacted row is restored or decodes in it.
+uses the row length. Where a compacted row is restored or decodes in it, that is less than the
+position.
 """
 
 from __future__ import annotations
