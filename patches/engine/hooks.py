@@ -155,6 +155,21 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "end a request that waits",
     ),
     # -- rows in the radix tree
+    around(
+        "mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back(self, params)",
+        "engine.hicache:load_row",
+        "HiCache loads all of a history's row or nothing",
+    ),
+    around(
+        "managers.scheduler.Scheduler.attach_hicache_storage_wrapped(self, recv_req)",
+        "engine.hicache:refuse_storage",
+        "a storage takes the private keys of histories for token ids",
+    ),
+    uses(
+        "managers.cache_controller.LayerDoneCounter.update_producer(self)",
+        "engine.hicache:wait_for_load",
+        "a history is copied behind its load",
+    ),
     uses(
         "mem_cache.common._req_radix_key(tree_cache, req, token_ids, max_prefix_len=None)",
         "engine.reuse:_has_whole_row",

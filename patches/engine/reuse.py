@@ -19,6 +19,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.patches.engine.admission import fits_alone
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.hicache import wait_for_load
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
@@ -82,13 +83,14 @@ def continue_history(
             _continue(req, state, None, positions)
         original(req, tree_cache, cow_mamba)
         if found is None:
+            state.reuse.loads = True
             return
         if _has_whole_row(req, state, tree_cache):
             runtime.histories.use(found.history)
             return
         runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []
-        missing = found.history.pages[: req.prefix_len + page_tokens]
+        missing = found.history.pages[: _matched_tokens(req, state) + page_tokens]
         for match in matches:
             if match.needs(missing, page_tokens):
                 runtime.histories.drop(match.history)
@@ -121,22 +123,28 @@ def _continue(req: Any, state: RequestState, found: HistoryMatch | None, positio
 
 
 def _has_whole_row(req: Any, state: RequestState, tree_cache: Any) -> bool:
-    """Whether the radix tree has the row that the request continues. SGLang has matched whole pages
-    of it; the request locks the last one as well, until it is copied."""
+    """Whether the radix tree has the row that the request continues, on the device or, with
+    HiCache, in host memory. SGLang has matched whole pages of it; the request locks the last one as
+    well, until it is copied."""
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
 
     continued = state.reuse.continued
     assert continued is not None
     row_tokens = continued.row_tokens
-    if req.prefix_len >= row_tokens or not continued.rest_of_page:
-        return bool(req.prefix_len >= row_tokens)
-    key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
-    match = tree_cache.match_prefix(MatchPrefixParams(key=key))
-    if match.device_prefix_len < row_tokens:
-        return False
-    req.prefix_len, req.last_node = row_tokens, match.last_device_node
-    return True
+    if req.prefix_len < row_tokens and continued.rest_of_page:
+        key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
+        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+        if match.device_prefix_len + match.host_hit_length >= row_tokens:
+            req.prefix_len = min(match.device_prefix_len, row_tokens)
+            req.last_node, req.best_match_node = match.last_device_node, match.best_match_node
+            req.host_hit_length = row_tokens - req.prefix_len
+    return _matched_tokens(req, state) >= row_tokens
+
+
+def _matched_tokens(req: Any, state: RequestState) -> int:
+    """Row entries that the radix tree has or HiCache loads."""
+    return int(req.prefix_len + (req.host_hit_length if state.reuse.loads else 0))
 
 
 def _fits_context(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> bool:
@@ -192,6 +200,7 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
         return slots
     copy = own_slots(batch.tree_cache, len(history))
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
+    wait_for_load(batch)
     for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
         buffer[copy] = buffer[history]
     _lock_shared(batch.tree_cache, req, state, continued.shared_tokens)

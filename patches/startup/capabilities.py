@@ -237,7 +237,6 @@ _COUNTS: Rows = (
 #: name, why, attribute of the scheduler
 _SWITCHES: Rows = (
     ("hybrid / mamba", "state is tied to the number of tokens", "is_hybrid_ssm"),
-    ("HiCache", "rows are written through by logical length", "enable_hierarchical_cache"),
     ("LMCache", _STORED, "enable_lmcache"),
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
@@ -308,6 +307,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "prompts stay in the tree; compacted rows are never inserted",
         prefix_tree,
     ),
+    Capability("HiCache", "yes", "it copies nodes of the radix tree; histories are some"),
     Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("mixed chunks", "yes", "what decodes in a prefill is recorded as in a decode step"),
@@ -363,7 +363,11 @@ CAPABILITIES: tuple[Capability, ...] = (
         "per request",
         "400 with MLA, and where a rotary embedding's turn does not follow from the position",
     ),
-    Capability("kv_reuse", "per request", "400 without a radix cache and with --kv-events-config"),
+    Capability(
+        "kv_reuse",
+        "per request",
+        "400 without a radix cache, with --kv-events-config and with --hicache-storage-backend",
+    ),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
     *(Capability(name, "no", why, Switch(attribute, name)) for name, why, attribute in _SWITCHES),
@@ -390,6 +394,11 @@ _WITHOUT_REUSE: tuple[Check, ...] = (
         "observability.kv_events_config",
         (None, ""),
         "kv_reuse with KV events, which would publish private keys as token ids",
+    ),
+    Setting(
+        "memory.hicache_storage_backend",
+        (None,),
+        "kv_reuse with a HiCache storage, which would take private keys for token ids",
     ),
 )
 

@@ -9,6 +9,7 @@ machine. It is meant for tests and demos and is slow.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
             cores = range(os.cpu_count() or 1)
             bound = (str(cores[i % len(cores)]) for i in range(processes))
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
+        # HiCache's other ways to copy are kernels of a GPU.
+        server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -87,6 +90,30 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         # DP attention copies, pads and gathers without a GPU where SGLang's own CPU engine runs.
         dp_attention.memcpy_func = dp_attention.memcpy_cpu
         forward_batch_info._is_cpu = parallel_state._is_cpu = True
+        serve_hicache()
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def serve_hicache() -> None:
+    """HiCache pins its host memory and copies through CUDA; here it does neither."""
+    from sglang.srt.mem_cache.pool_host import base, mha, mla
+
+    base.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, pinned: None)
+    mha.transfer_kv_direct = mla.transfer_kv_direct = _copy_pages
+
+
+def _copy_pages(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """HiCache's copy between its two levels, of whole pages.
+
+    src_layers, dst_layers: [slots, Hkv, d] each; src_indices, dst_indices: [T], slots.
+    """
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]

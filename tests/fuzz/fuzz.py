@@ -2,6 +2,7 @@
 
     python tests/fuzz/fuzz.py --examples 20000          # make fuzz
     python tests/fuzz/fuzz.py --examples 20000 --record # goes on behind the lives on record
+    python tests/fuzz/fuzz.py --hicache --examples 2000 # with HiCache behind the pool
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
@@ -30,9 +31,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from planted_bugs import FOUND, IN_PAGES, RARE, SOONEST, bugs, plant
+from planted_bugs import FOUND, IN_HOST, IN_PAGES, RARE, SOONEST, bugs, plant
 from pool_content import plugin_and_topology
-from pool_machine import PagedPoolMachine, PoolMachine, run_machine
+from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
 from row_table import show
 
 from bench.lib.record import append_row, recorded
@@ -66,14 +67,14 @@ def side_by_side(work: Callable[..., T], tasks: Sequence[Any], workers: int, uni
             pool.shutdown(cancel_futures=True)
 
 
-def fuzz(examples: int, seed: int, workers: int) -> list[Row]:
+def fuzz(examples: int, seed: int, workers: int, hicache: bool = False) -> list[Row]:
     """Lives in parts of their own seed, so that a failure names a short run that shows it.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
     numbers = range(0, examples, PART)
-    parts = [(min(PART, examples - number), seed + number) for number in numbers]
+    parts = [(min(PART, examples - number), seed + number, hicache) for number in numbers]
     total: Counter[str] = Counter()
     for events in side_by_side(some_lives, parts, workers, f"{PART} lives"):
         total += events
@@ -98,14 +99,15 @@ def fuzz_on(examples: int, seed: int, workers: int) -> list[Row]:
     return rows
 
 
-def some_lives(count: int, seed: int) -> Counter[str]:
+def some_lives(count: int, seed: int, hicache: bool) -> Counter[str]:
     """What happened in them.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
     try:
-        return run_machine(count, steps=STEPS, seed=seed, kind=PagedPoolMachine)
+        kind = HostPoolMachine if hicache else PagedPoolMachine
+        return run_machine(count, steps=STEPS, seed=seed, kind=kind)
     except FOUND as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
@@ -154,6 +156,8 @@ def planted_bug(name: str) -> Iterator[None]:
 
 def found_after(name: str, seed: int, most: int) -> int | None:
     kind = PagedPoolMachine if name in IN_PAGES else PoolMachine
+    if name in IN_HOST:
+        kind = HostPoolMachine
     try:
         run_machine(most, steps=STEPS, seed=seed, kind=kind)
     except FOUND:
@@ -164,6 +168,7 @@ def found_after(name: str, seed: int, most: int) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--hicache", action="store_true", help="lives with HiCache, not recorded")
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -185,7 +190,8 @@ def main() -> int:
         rows = planted(seeds, arguments.most, workers, **which)
         show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
-        rows = (fuzz_on if arguments.record else fuzz)(arguments.examples, seeds[0], workers)
+        sizes = arguments.examples, seeds[0], workers
+        rows = fuzz_on(*sizes) if arguments.record else fuzz(*sizes, arguments.hicache)
         if rows:
             show(rows, "random lives")
     if arguments.report is not None:

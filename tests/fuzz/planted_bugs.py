@@ -55,6 +55,13 @@ IN_PAGES = {
     "the last page of a history is taken for there",
     "the last page of a history is filed under one slot",
 }
+#: of HiCache
+IN_HOST = {
+    "the rest of a history's last page is loaded as a part of its row",
+    "a row is longer by the rest of its last page that was loaded",
+    "a history is copied before it has been loaded",
+    "a restored row is loaded as well",
+}
 FREE = "allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])"
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
@@ -67,6 +74,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         backup,
         batch,
         forward,
+        hicache,
         kv_cache,
         release,
         retraction,
@@ -377,12 +385,17 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         reuse._has_whole_row: {
             "a history that the tree has lost a part of is not dropped": (
-                "return bool(req.prefix_len >= row_tokens)",
-                "return bool(req.prefix_len)",
+                "return _matched_tokens(req, state) >= row_tokens",
+                "return bool(_matched_tokens(req, state))",
             ),
             "the last page of a history is taken for there": (
-                "if match.device_prefix_len < row_tokens:",
-                "if False:",
+                "if match.device_prefix_len + match.host_hit_length >= row_tokens:\n"
+                "            req.prefix_len = min(match.device_prefix_len, row_tokens)",
+                "if True:\n            req.prefix_len = row_tokens",
+            ),
+            "the rest of a history's last page is loaded as a part of its row": (
+                "req.host_hit_length = row_tokens - req.prefix_len",
+                "req.host_hit_length = match.host_hit_length",
             ),
         },
         kv_cache.fill_last_page: {
@@ -404,6 +417,20 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "pass",
             ),
             "recordings of a history are never let go": ("continued.recorded = None", "pass"),
+        },
+    }
+    table |= {
+        hicache.load_row: {
+            "a row is longer by the rest of its last page that was loaded": (
+                "return params.host_hit_length, node",
+                "return loaded",
+            ),
+        },
+        hicache.wait_for_load: {
+            "a history is copied before it has been loaded": ("index >= 0", "False"),
+        },
+        backup.shorten_input: {
+            "a restored row is loaded as well": ("req.host_hit_length = 0", "pass"),
         },
     }
     of_functions = table.items()

@@ -20,6 +20,7 @@ from pool_content import (
     hidden_of,
     keys_of,
     queries_of,
+    tags_of,
     values_of,
 )
 from pool_turn_books import TurnBooks
@@ -88,6 +89,10 @@ class Books(TurnBooks):
         logical_tokens = talk.cut + len(slots) - len(before)
         tags = full_tags(text[:logical_tokens], separated(req), before)
         own = slots[req.kv.cache_protected_len :]
+        if req.host_loaded_length:
+            self.loads.wait()
+            self._check_stored(slots, tags)
+            self.count["loaded"] += 1
         if own:  # copied, as what it is in the tree
             self._check_stored(slots, tags)
             self.content.update(zip(slots, tags, strict=True))
@@ -95,6 +100,12 @@ class Books(TurnBooks):
         assert [self.content[slot] for slot in slots] == tags, "foreign KV under this text's key"
         behind = [Entry(at, tag) for at, tag in enumerate(tags[len(before) :], start=talk.cut)]
         return [*before, *behind]
+
+    def book_loaded(self, slots: list[int]) -> None:
+        """What HiCache has loaded into these slots is what it is."""
+        values = self.token_to_kv_pool_allocator.get_kvcache().get_value_buffer(0)[slots]
+        tags = tags_of(values[..., :HEAD_DIM])
+        self.content.update(zip(slots, tags, strict=True))
 
     def _check_stored(self, slots: list[int], tags: Sequence[int]) -> None:
         """What the device holds is what the books say."""
@@ -145,14 +156,22 @@ class Books(TurnBooks):
             expected = [entry.tag for entry in left.row]
             assert found == expected[: len(found)], "foreign KV under a history's key"
 
-    def _in_tree(self, key: Sequence[int], apart: Apart) -> list[int]:
-        """The content of as much of this key as the tree has."""
+    def _match(self, key: Sequence[int], apart: Apart) -> Any:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         extra_key, cache_salt = apart
         wanted = RadixKey(token_ids=array("q", key), extra_key=extra_key, cache_salt=cache_salt)
-        match = self.tree_cache.match_prefix(MatchPrefixParams(key=wanted))
+        return self.tree_cache.match_prefix(MatchPrefixParams(key=wanted))
+
+    def _has_all(self, key: Sequence[int], apart: Apart, tokens: int) -> bool:
+        """Whether the tree has so many tokens of this key, on the device or in host memory."""
+        match = self._match(key, apart)
+        return bool(match.device_prefix_len + match.host_hit_length >= tokens)
+
+    def _in_tree(self, key: Sequence[int], apart: Apart) -> list[int]:
+        """The content of as much of this key as the tree has on the device."""
+        match = self._match(key, apart)
         slots = self.tree_cache.path_device_indices(match.last_device_node).tolist()
         # Nothing is ever written to what fills up a history's last page.
         return [self.content.get(slot, 0) for slot in slots[: match.device_prefix_len]]
@@ -295,6 +314,8 @@ class Books(TurnBooks):
         owners, free = self.owners(), self._free_slots()
         in_tree: list[int] = self.tree_cache.all_values_flatten().tolist()
         private: list[int] = []
+        if self.tree_cache.cache_controller is not None:
+            self.tree_cache.check_hicache_events()  # what has been copied is unlocked
         self._check_histories()
         assert set(self.rows) == {req.rid for req in owners}
         for req in owners:

@@ -80,3 +80,10 @@ def values_of(tags: Sequence[int]) -> torch.Tensor:
     """The tag itself, in four numbers that float32 holds exactly."""
     words = [[(tag >> shift) & 0xFFFF for shift in (0, 16, 32, 48)] for tag in tags]
     return torch.tensor(words, dtype=torch.float32).view(-1, KV_HEADS, HEAD_DIM)
+
+
+def tags_of(values: torch.Tensor) -> list[int]:
+    """The inverse of ``values_of``."""
+    words = values.flatten(1).to(torch.int64)
+    tags = sum(words[:, i] << (16 * i) for i in range(4))
+    return tags.tolist()

@@ -48,6 +48,8 @@ class Loop(Forward):
             else:
                 self._finish_decode(done, tokens)
             self.token_to_kv_pool_allocator.free_group_end()
+            if self.tree_cache.cache_controller is not None:
+                self.tree_cache.flush_pending_backups()
 
     def is_idle(self) -> bool:
         busy = self.waiting_queue or self.result_queue or self.chunked_req is not None
@@ -63,6 +65,8 @@ class Loop(Forward):
             common.release_kv_cache(req, self.tree_cache, checkpoint=False)
             self._forget(req)
         self.pending_chunk_abort = False
+        if self.tree_cache.cache_controller is not None:
+            self.tree_cache.check_hicache_events()
         leaving = set()
         if self.chunked_req is not None:
             leaving.add(self.chunked_req)
@@ -143,6 +147,8 @@ class Loop(Forward):
         retracted = {
             req.rid for req in chosen if req.is_retracted and req.rid not in self.backed_up
         }
+        if self.tree_cache.cache_controller is not None:
+            batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
         batch.prepare_for_extend()
         self.recomputed |= retracted
         self.count["prefix hits"] += sum(length > 0 for length in batch.prefix_lens)

@@ -277,6 +277,20 @@ class PagedPoolMachine(PoolMachine):
         self.world = self.new_world(**how)
 
 
+class HostPoolMachine(PoolMachine):
+    """The same, with HiCache behind the pool."""
+
+    @initialize(
+        **HOW,
+        page_tokens=st.sampled_from(PAGES),
+        host_ratio=st.sampled_from([0.5, 2.0, 8.0, 8.0]),
+        write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
+    )
+    def start(self, **how: Any) -> None:
+        PoolMachine.lives += 1
+        self.world = self.new_world(**how)
+
+
 @contextmanager
 def own_draws() -> Iterator[None]:
     """The same runs, whatever else has been imported.

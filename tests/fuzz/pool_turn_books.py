@@ -147,7 +147,7 @@ class TurnBooks:
 
     def _is_whole(self, history: Any, left: Left) -> bool:
         """Whether the tree has the whole row of what the request left."""
-        return len(self._in_tree(history.key + history.padding, left.apart)) >= len(left.row)
+        return self._has_all(history.key + history.padding, left.apart, len(left.row))
 
     def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
         """A request has finished, whose row had these slots: what it leaves is in the books."""
@@ -205,5 +205,5 @@ class TurnBooks:
             # request that continues this history and was restored from host memory.
             returns = last < VOCAB or any(last in key for key in (*rows, *(h.key for h in known)))
             if self.ample and not full and not returns:
-                found = self._in_tree(key, left.apart)
-                assert len(found) < len(left.row), "a history was dropped that could be continued"
+                whole = self._has_all(key, left.apart, len(left.row))
+                assert not whole, "a history was dropped that could be continued"

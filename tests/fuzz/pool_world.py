@@ -27,6 +27,7 @@ from pool_content import (
     VOCAB,
 )
 from pool_forward import ForwardStream, ScheduleStream
+from pool_hicache import add_second_level
 from pool_loop import Loop
 from pool_steering import GAMMA, make_steerer
 from pool_turns import BLANK, THINK_END, THINK_START, separated
@@ -77,6 +78,8 @@ class World(Loop):
         check_ledger: bool = True,
         drops: bool = False,
         page_tokens: int = 1,
+        host_ratio: float = 0,
+        write_policy: str = "write_through",
         device: torch.device | str = "cpu",
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -126,17 +129,18 @@ class World(Loop):
         )
         if newest_first:
             reuse_newest_first(self.token_to_kv_pool_allocator)
-        self.tree_cache = UnifiedRadixCache(
-            params=CacheInitParams(
-                req_to_token_pool=self.req_to_token_pool,
-                token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-                page_size=page_tokens,
-                disable=False,
-                tree_components=(ComponentType.FULL,),
-                tree_core_backend=tree_core,
-            )
+        params = CacheInitParams(
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            page_size=page_tokens,
+            disable=False,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend=tree_core,
         )
+        self.tree_cache = UnifiedRadixCache(params=params)
         assert self.tree_cache._tree_core_backend == tree_core
+        if host_ratio:
+            add_second_level(self, params, host_ratio, write_policy)
         self.running_batch = ScheduleBatch(reqs=[])
         self.last_batch: Any = None
         self.chunked_req: Any = None

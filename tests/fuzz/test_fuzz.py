@@ -51,3 +51,12 @@ def test_memory_stays_sound(tmp_path: Path) -> None:
     wanted |= {"lost, counted": 20}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
+def test_memory_stays_sound_with_hicache(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--hicache", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {"compactions": 500, "compactions in pages": 300, "retractions": 15, "restored": 4}
+    wanted |= {"loaded": 15, "copied": 30, "continued": 50, "continued, evicted from": 40}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from planted_bugs import IN_PAGES, RARE, SOONEST, bugs, plant
+from planted_bugs import IN_HOST, IN_PAGES, RARE, SOONEST, bugs, plant
 
 
 def test_every_bug_can_be_planted() -> None:
@@ -18,4 +18,4 @@ def test_every_bug_can_be_planted() -> None:
 
 def test_every_named_bug_exists() -> None:
     names = [name for name, *_ in bugs()]
-    assert len(names) == len(set(names)) and {*SOONEST, *RARE, *IN_PAGES} <= {*names}
+    assert len(names) == len(set(names)) and {*SOONEST, *RARE, *IN_PAGES, *IN_HOST} <= {*names}

@@ -26,6 +26,10 @@ WANDERER = REASONER.parent / "wanderer"
 # No test has seen compactions in pages of 8.
 UNSUPPORTED = ("--page-size", "8")
 PAGES_OF_16, PAGES_OF_32 = ("--page-size", "16"), ("--page-size", "32")
+HICACHE = (
+    *("--max-total-tokens", "2048", "--enable-hierarchical-cache"),
+    *("--hicache-ratio", "16"),
+)
 CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
 WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
 DEFAULTS_BY_FLAG = (
@@ -286,6 +290,37 @@ SPECS: dict[str, Spec] = {
         model="qwen2",
         chunk=64,
         more=("--enable-mixed-chunk", *ONE_BATCH, *WITHOUT_OVERLAP, *PAGES_OF_16),
+    ),
+    # A second level of the radix cache, and a first one that has room for few conversations.
+    "hicache": Spec(
+        ("hicache",),
+        "qwen2",
+        (*HICACHE, *PAGES_OF_16, *CHUNKS_OF_64, *ONE_BATCH, "--enable-cache-report"),
+        CHECKED,
+    ),
+    # The same of latents on two ranks, written when the first level evicts, retracted now and then.
+    "hicache on two ranks": Spec(
+        ("hicache",),
+        "deepseek_v3",
+        (
+            *(*HICACHE, "--hicache-write-policy", "write_back", "--tp-size", "2"),
+            *(*WITHOUT_OVERLAP, *CHUNKS_OF_64, *ONE_BATCH, "--enable-cache-report"),
+        ),
+        {**CHECKED, "check_agreement": True},
+        {"env": retracts(50)},
+    ),
+    # A third level, and a second one that has room for little.
+    "hicache with a storage": Spec(
+        ("hicache",),
+        "llama",
+        (
+            *(*HICACHE, "--hicache-ratio", "1.1", "--enable-cache-report", *PAGES_OF_16),
+            *("--hicache-storage-backend", "file"),
+            *("--hicache-storage-prefetch-policy", "wait_complete"),
+            *(*CHUNKS_OF_64, *ONE_BATCH),
+        ),
+        CHECKED,
+        {"env": {**retracts(50), "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "storage"}},
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.

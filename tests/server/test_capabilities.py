@@ -281,7 +281,6 @@ def test_speculative_decoding_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("HiCache", "HiCache (enable_hierarchical_cache)"),
         ("hybrid / mamba", "hybrid / mamba (is_hybrid_ssm)"),
         ("encoder-decoder", "encoder-decoder (model_config.is_encoder_decoder)"),
         (
@@ -316,10 +315,15 @@ def test_pd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in CAPABILITIES if row.name == "kv_reuse")
     assert row.supported == "per request" and row.check is None
-    for disabled, events in ((False, None), (True, None), (False, '{"publisher": "zmq"}')):
+    zmq = '{"publisher": "zmq"}'
+    for disabled, events, storage in (
+        *((False, None, None), (True, None, None)),
+        *((False, zmq, None), (False, None, "file")),
+    ):
         on_a_server(monkeypatch, "observability.kv_events_config", events)
+        on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
         missing = capabilities.missing_for_reuse(SimpleNamespace(disable_radix_cache=disabled))
-        assert len(missing) == disabled + (events is not None)
+        assert len(missing) == disabled + (events is not None) + (storage is not None)
         assert all(reason.startswith("kv_reuse with") for reason in missing)
 
 

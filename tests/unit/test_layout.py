@@ -42,6 +42,8 @@ SGLANG = {
         "sglang.srt.distributed.parallel_state",
         "sglang.srt.layers.dp_attention",
         "sglang.srt.model_executor.forward_batch_info",
+        # HiCache without a GPU
+        "sglang.srt.mem_cache.pool_host.",
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),

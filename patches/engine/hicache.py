@@ -1,0 +1,59 @@
+"""HiCache (``--enable-hierarchical-cache``): the radix tree's second level, in host memory.
+
+SGLang copies nodes of the tree there, by their slots. A prompt is in such nodes, and so is the row
+of a history, under its own keys; the rest of a running request is not. What it finds there it loads
+when it admits a request, layer by layer beside the prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
+
+
+def load_row(original: Callable[..., Any], tree_cache: Any, params: Any) -> Any:
+    """AROUND ``UnifiedRadixCache.init_load_back``: loads all of a history's row; None: not now.
+
+    SGLang does not load a few tokens, and computes what it does not load. A history cannot be
+    computed from its keys. The next pass loads it, or does without if nothing else ran.
+    """
+    state = state_of(params.req)
+    if state is None or state.reuse.continued is None:
+        return original(tree_cache, params)
+    fewest, tree_cache.load_back_threshold = tree_cache.load_back_threshold, 1
+    try:
+        loaded = original(tree_cache, params)
+    finally:
+        tree_cache.load_back_threshold = fewest
+    if loaded is not None and loaded[0] >= params.host_hit_length:
+        _, node = loaded
+        return params.host_hit_length, node  # without the slots behind the row in its last page
+    binding = binding_of(tree_cache.req_to_token_pool)
+    assert binding is not None
+    state.reuse.loads = not binding.scheduler.running_batch.is_empty()
+    return None
+
+
+def wait_for_load(batch: Any) -> None:
+    """Let the schedule stream wait for all that HiCache loads for this batch; the CPU does not
+    wait."""
+    binding, index = binding_of(batch.req_to_token_pool), batch.hicache_consumer_index
+    if binding is not None and index >= 0:
+        loaded = batch.tree_cache.cache_controller.layer_done_counter.events[index].finish_event
+        loaded.wait(binding.scheduler.schedule_stream)
+
+
+def refuse_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """AROUND ``Scheduler.attach_hicache_storage_wrapped``: a storage would take the private keys of
+    histories for token ids. A server that starts with one refuses ``kv_reuse``."""
+    if runtime_of(scheduler) is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    message = (
+        "sgl_skipkv: rows that requests leave with kv_reuse must not reach a storage. Start the "
+        "server with --hicache-storage-backend, which refuses kv_reuse and serves kv_budget."
+    )
+    return AttachHiCacheStorageReqOutput(success=False, message=message)
