@@ -52,7 +52,7 @@ class _BudgetedAdder:
         return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
 
     def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+        from sglang.srt.managers.schedule_policy import AddReqResult
 
         if req is self.last_untracked:
             self.last_untracked = None
@@ -66,8 +66,7 @@ class _BudgetedAdder:
         matched, restored = req.prefix_len, _restored_tokens(state, req)
         loaded = restored + _copied_tokens(state, req.prefix_len)
         future = _future_tokens(state, req) + loaded
-        # SGLang counts at most CLIP_MAX_NEW_TOKENS future tokens; a budgeted request counts all.
-        clipped = max(future - CLIP_MAX_NEW_TOKENS, 0)
+        clipped = _clipped(future)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
         if clipped and needed >= self.rem_total_tokens:
             return AddReqResult.NO_TOKEN
@@ -87,8 +86,13 @@ class _BudgetedAdder:
         return result
 
     def add_chunked_req(self, req: Any) -> Any:
-        with _future_as_max_new_tokens(req):
+        state = state_of(req)
+        if state is None or not state.settings.evicts:
             return super().add_chunked_req(req)  # type: ignore[misc]
+        with _future_as_max_new_tokens(req):
+            unfinished = super().add_chunked_req(req)  # type: ignore[misc]
+        self.memory_budget.total_offset += _clipped(_future_tokens(state, req))
+        return unfinished
 
     def preempt_to_schedule(self, req: Any) -> bool:
         # A request that could not be recomputed must not be preempted; nor one whose row would be
@@ -103,7 +107,7 @@ class _BudgetedAdder:
             fixed += [other for other in self.running_batch.reqs if not _holds_track(other)]
         self.preempt_list.extend(fixed)
         try:
-            with _future_as_max_new_tokens(req):
+            with _future_as_max_new_tokens(req, subtracted=0):
                 preempted: bool = super().preempt_to_schedule(req)  # type: ignore[misc]
         finally:
             for other in fixed:
@@ -226,12 +230,23 @@ def _future_tokens(state: RequestState, req: Any) -> int:
     return state.future_tokens(row_tokens, _tokens_left(req))
 
 
+def _clipped(future_tokens: int) -> int:
+    """Of these SGLang counts at most ``CLIP_MAX_NEW_TOKENS``; a budgeted request counts all."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    return max(future_tokens - CLIP_MAX_NEW_TOKENS, 0)
+
+
 @contextmanager
-def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
+def _future_as_max_new_tokens(
+    req: Any, loaded: int = 0, subtracted: int | None = None
+) -> Iterator[None]:
     """Let SGLang's admission read the request's future KV tokens as ``max_new_tokens``.
 
-    It subtracts the tokens already generated, so they are added first. ``ignore_eos`` is cleared,
-    see ``_counted_as_usual``.
+    ``ignore_eos`` is cleared, see ``_counted_as_usual``.
+
+    Args:
+        subtracted: what SGLang subtracts there; None: the tokens already generated.
     """
     state = state_of(req)
     if state is None or not state.settings.evicts:
@@ -239,7 +254,8 @@ def _future_as_max_new_tokens(req: Any, loaded: int = 0) -> Iterator[None]:
         return
     params = req.sampling_params
     saved = params.max_new_tokens, params.ignore_eos
-    params.max_new_tokens = _future_tokens(state, req) + loaded + len(req.output_ids)
+    subtracted = len(req.output_ids) if subtracted is None else subtracted
+    params.max_new_tokens = _future_tokens(state, req) + loaded + subtracted
     params.ignore_eos = False
     try:
         yield

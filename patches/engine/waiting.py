@@ -62,12 +62,16 @@ def wants_to_evict(req: Any) -> bool:
 
 
 def refuse_waiting(scheduler: Any, message: str) -> None:
-    """End every request that waits to evict with 503: its client may retry."""
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    for req in [req for req in scheduler.waiting_queue if wants_to_evict(req)]:
+    """End every request that waits to evict with 503: its client may retry. SGLang ends those whose
+    grammar is not ready yet."""
+    status, err_type = HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"
+    for req in [*filter(wants_to_evict, scheduler.waiting_queue)]:
         scheduler.waiting_queue.remove(req)
         req.skipkv.runtime.metrics.refused("unavailable")
-        _end(scheduler, req, message, status, "ServiceUnavailableError")
+        _end(scheduler, req, message, status, err_type)
+    for req in filter(wants_to_evict, scheduler.grammar_manager.grammar_queue):
+        req.skipkv.runtime.metrics.refused("unavailable")
+        req.set_finish_with_abort(message, status, err_type)
 
 
 def _end(scheduler: Any, req: Any, message: str, status: HTTPStatus, err_type: str) -> None:

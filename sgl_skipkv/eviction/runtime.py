@@ -126,8 +126,8 @@ class Runtime:
             self,
             name_of(rid),
             settings,
-            Prompt.of(prompt_ids),
-            kv=KVState(tracked_tokens=len(prompt_ids)),
+            Prompt.of(()),
+            kv=KVState(tracked_tokens=0),
             sentences=self._no_sentences(settings),
         )
         self.has_opened = True
@@ -215,8 +215,12 @@ class Runtime:
         """Count the request's budgeted tokens, at every decode step."""
         report, budgeted_tokens = state.report, state.budgeted_tokens(row_tokens)
         report.peak_budgeted_tokens = max(report.peak_budgeted_tokens, budgeted_tokens)
-        report.budgeted_token_steps += budgeted_tokens  # for the mean
-        report.observed_steps += 1
+        # SGLang may look at its memory and not run the step.
+        logical_tokens = row_tokens + state.kv.evicted_tokens
+        if logical_tokens != report.observed_tokens:
+            report.observed_tokens = logical_tokens
+            report.budgeted_token_steps += budgeted_tokens  # for the mean
+            report.observed_steps += 1
         self.compactor.read_back_arrived(state, row_tokens)
 
     def backup_bytes(self, state: RequestState, row_tokens: int, generated: int) -> int | None:

@@ -280,6 +280,7 @@ class Report:
 
     Attributes:
         recomputations: how often its tokens were prefilled again after a retraction.
+        observed_tokens: logical tokens at the last decode step.
         budgeted_token_steps: sum of budgeted tokens over the ``observed_steps``.
         summary: of ``meta_info``; None until the request has finished.
     """
@@ -289,6 +290,7 @@ class Report:
     evicted_sentences: int = 0
     recomputations: int = 0
     peak_budgeted_tokens: int = 0
+    observed_tokens: int = 0
     budgeted_token_steps: int = 0
     observed_steps: int = 0
     summary: dict[str, Any] | None = None

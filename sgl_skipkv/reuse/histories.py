@@ -74,7 +74,10 @@ class Histories:
         """
         self.memory.reserve()
         while self._recorded and not self.memory.fits(recorded_bytes):
+            used_bytes = self.memory.used_bytes
             self.drop(next(iter(self._recorded)))
+            if self.memory.used_bytes == used_bytes:
+                break  # requests wait to continue it, and those that were used after it
         return self.memory.fits(recorded_bytes)
 
     def add(self, history: History) -> None:

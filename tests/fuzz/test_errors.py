@@ -193,6 +193,26 @@ def test_a_step_that_waits_for_memory_is_no_step(monkeypatch: pytest.MonkeyPatch
     world.run_dry()
     assert world.count["decode steps that waited for memory"] == 1
     assert len(call.output_ids) == 60 and call.skipkv.report.summary["compactions"] > 4
+    assert call.skipkv.report.observed_steps == 59, "each step counts once in mean_kv_tokens"
+
+
+def test_who_waits_for_weights_to_be_measured_is_refused_once() -> None:
+    """Also a request whose grammar is being compiled: SGLang ends it when its turn comes."""
+    from sgl_skipkv.patches.engine.waiting import refuse_waiting, wants_to_evict
+
+    world = World()
+    compiling = world.arrive([5, 6, 7], 20, **asks(8, "rkv"))
+    world.waiting_queue.remove(compiling)
+    world.grammar_manager = SimpleNamespace(grammar_queue=[compiling])
+    waiting, plain = world.arrive([5, 6, 8], 20, **asks(8, "rkv")), world.arrive([5, 6, 9], 20)
+    refuse_waiting(world, "not measured")
+    assert world.aborted == [waiting] and world.waiting_queue == [plain]
+    assert not any(map(wants_to_evict, world.grammar_manager.grammar_queue))
+    world.waiting_queue.append(compiling)
+    world.run_dry()
+    ended = compiling.finished_reason.to_json()
+    assert (ended["type"], ended["status_code"]) == ("abort", 503)
+    assert ended["message"] == "not measured"
 
 
 def test_a_flush_forgets_the_backups_of_who_waits() -> None:

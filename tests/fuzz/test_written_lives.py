@@ -273,3 +273,19 @@ def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int)
     memory.free_chunks += taken
     world.run_dry()
     assert not world.aborted and [len(call.output_ids) for call in calls] == [3 * POOL] * 2
+
+
+def test_a_prompt_in_chunks_counts_more_than_sglang_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its last chunk there is room for another prompt, which takes what it will need."""
+    monkeypatch.setattr("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", 4)
+    world = World(chunk=16)
+    long = world.arrive([5 + i % 40 for i in range(52)], 60, **asks(16, "streaming"))
+    world.step()
+    assert long is world.chunked_req
+    short = world.arrive([60, 61, 62, 63], 60, **asks(16, "streaming"))
+    while not long.finished():
+        assert world.waiting_queue == [short]
+        world.step()
+        world.check()
+    world.run_dry()
+    assert len(short.output_ids) == 60 and not world.count["retractions"]

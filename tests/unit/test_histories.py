@@ -299,6 +299,22 @@ def test_recordings_make_room_for_recordings() -> None:
     assert [match.history for match in histories.find("a", [0, 1, 1, 1])[0]] == [plain]
 
 
+def test_what_a_waiting_request_will_continue_makes_no_room() -> None:
+    """Its recordings stay in host memory, so dropping others that were used later frees as little."""
+    mib = 1 << 20
+    histories = Histories(4 * mib, pinned=False)
+    histories.memory.reserve()
+    held = []
+    for first in (2, 3, 4):
+        held.append(HostCopies(histories.memory).add(torch.zeros(mib, dtype=torch.uint8)))
+        known = Recordings((), (), (), (), None, {"queries": held[-1]}, 3, {}, 0, 0)
+        histories.add(replace(history(Drawn("a", [first, 0, 1], 1, 2)), recordings=known))
+    assert not histories.make_room(2 * mib) and len(histories) == 2
+    held.clear()
+    del known
+    assert histories.make_room(2 * mib) and len(histories) == 2, "the first one's has come back"
+
+
 def test_where_the_first_prompt_of_a_conversation_ends() -> None:
     """And who wrote what behind it; with "keep" the whole prompt stays as it is."""
     plain = history(Drawn("a", [0, 1, 2, 3, 4, 5, 6, 7], 3, 6))
