@@ -17,8 +17,15 @@ def register() -> None:
     import sglang
 
     from sgl_skipkv.config import ENV_CONFIG, copy_of
-    from sgl_skipkv.patches import registry
-    from sgl_skipkv.patches.startup.flags import settings_or_exit
+
+    try:
+        from sgl_skipkv.patches import registry
+        from sgl_skipkv.patches.startup.flags import settings_or_exit
+    except ModuleNotFoundError as error:
+        if error.name != "sgl_skipkv.patches":
+            raise
+        folder = os.path.dirname(__file__)
+        raise SystemExit(f"sgl_skipkv: {folder} lacks the link patches; install it") from error
 
     if ENV_CONFIG in os.environ:
         # SGLang's copy would stay when a trainer takes the variable away for its next engine.

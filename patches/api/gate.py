@@ -76,7 +76,8 @@ class Gate:
 
 def gate_of(manager: Any) -> Gate:
     """The gate of a tokenizer manager; before the schedulers' report it refuses every key."""
-    reason = "the schedulers have not reported their state"
+    # A version of SGLang that lacks a hook never reports.
+    reason = "the schedulers have not reported their state; skipkv doctor says what is supported"
     unknown = Readiness((reason,), enabled=False)
     gate: Gate = getattr(manager, "skipkv", None) or Gate(ServerConfig(), unknown)
     return gate

@@ -78,8 +78,10 @@ def read_flags(server_args: Any, cls: type, args: argparse.Namespace) -> None:
     given = {name: value for name, value in values.items() if value is not None}
     config = settings_or_exit(given, value_of(CONFIG_FLAG))
     _check_without_model(config, server_args)
-    # It has no scheduler that could refuse. This hook runs with any version of SGLang.
-    if config.enabled and getattr(server_args, "encoder_only", False):
+    # Here, because a version of SGLang may lack the scheduler's hook that refuses.
+    if config.enabled and (wrong := registry.problems()):
+        raise SystemExit("sgl_skipkv: refused: " + "; ".join(wrong))
+    if config.enabled and getattr(server_args, "encoder_only", False):  # it has no scheduler
         raise SystemExit("sgl_skipkv: refused: --encoder-only, which generates nothing")
     server_args._skipkv = config.given()
 

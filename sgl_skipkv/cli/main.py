@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in _OF_SGLANG:
             raise
         expected = f"the package {package}, which comes with SGLang"
-        parser.error(
-            str(SettingError(arguments.command, expected, "an environment without it", CHOICES))
-        )
+        got = "an environment without it"
+        if error.name != package and find_spec(package) is not None:  # another version of it
+            expected, got = error.name or package, f"{package} {version_of(package)} without it"
+        parser.error(str(SettingError(arguments.command, expected, got, CHOICES)))

@@ -17,22 +17,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 from torch.profiler import ProfilerActivity
 
-from sgl_skipkv.config import CPU_PLATFORM
-
-
-def activate() -> str | None:
-    """Entry point (``sglang.srt.platforms``): the platform class, if ``SGLANG_PLATFORM`` names it.
-
-    Without ``SGLANG_PLATFORM`` SGLang activates every installed platform. An installed package must
-    not turn a GPU machine into a CPU server.
-    """
-    if os.environ.get("SGLANG_PLATFORM") != CPU_PLATFORM:
-        return None
-    # The scheduler and detokenizer processes inherit this. With small batches on a few cores,
-    # OpenMP synchronisation costs a factor of ten. A user's setting takes precedence.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return f"{__name__}.SkipKVCpuPlatform"
-
 
 class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # untyped bases
     """CPU tensors, torch-native attention, no graphs, no Triton."""

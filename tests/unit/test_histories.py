@@ -300,7 +300,7 @@ def test_recordings_make_room_for_recordings() -> None:
 
 
 def test_what_a_waiting_request_will_continue_makes_no_room() -> None:
-    """Its recordings stay in host memory, so dropping others that were used later frees as little."""
+    """Its recordings stay in host memory, and so do those of others that were used later."""
     mib = 1 << 20
     histories = Histories(4 * mib, pinned=False)
     histories.memory.reserve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
@@ -18,6 +19,7 @@ from sglang.srt.entrypoints.engine import SchedulerInitResult
 from sglang.srt.plugins.hook_registry import HookType
 
 import sgl_skipkv
+from sgl_skipkv import cpu, plugin
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.metadata import Keys
 from sgl_skipkv.patches.hook import Hook, before
@@ -162,9 +164,43 @@ def test_a_flag_of_sglangs_own_remains_its_own(monkeypatch: pytest.MonkeyPatch) 
     flags.add_flags(None, parser)
     given, server_args = parser.parse_args(["--kv-budget", "64"]), SimpleNamespace()
     assert given.kv_policy == "theirs"
-    flags.read_flags(server_args, object, given)
-    assert server_args._skipkv == {"kv_budget": 64}
     assert registry.problems() == ["--kv-policy is a flag of this SGLang's own"]
+    with pytest.raises(SystemExit, match="refused: --kv-policy is a flag of this SGLang's own"):
+        flags.read_flags(server_args, object, given)
+    flags.read_flags(server_args, object, parser.parse_args([]))
+    assert server_args._skipkv == {}
+
+
+def test_the_platform_asks_nothing_of_an_sglang_that_is_not_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang asks every installed platform, and some have not got what ours is made of."""
+    monkeypatch.setitem(sys.modules, "sgl_skipkv.cpu.platform", None)
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    assert cpu.activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "skipkv_cpu")
+    with pytest.raises(SystemExit, match=r"not with this SGLang .*docs/versions\.md"):
+        cpu.activate()
+
+
+def test_an_installation_without_its_links_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang swallows every other exception of a plugin, and would serve without budgets."""
+    for name in [name for name in sys.modules if name.startswith("sgl_skipkv.patches")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sgl_skipkv, "__path__", [])
+    with pytest.raises(SystemExit, match="sgl_skipkv lacks the link patches"):
+        plugin.register()
+
+
+def test_flags_are_refused_where_hooks_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the scheduler's hook, which refuses as well, is one of these."""
+    problems = ["SGLang 0.5.15 is not a tested version (0.5.22, 0.5.23)"]
+    monkeypatch.setattr(registry, "_problems_before", problems)
+    parser, server_args = argparse.ArgumentParser(), SimpleNamespace()
+    flags.add_flags(None, parser)
+    with pytest.raises(SystemExit, match=r"refused: SGLang 0\.5\.15 is not a tested"):
+        flags.read_flags(server_args, object, parser.parse_args(["--kv-budget", "64"]))
+    flags.read_flags(server_args, object, parser.parse_args([]))
 
 
 def test_a_function_that_another_plugin_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
