@@ -234,7 +234,8 @@ def _clipped(future_tokens: int) -> int:
     """Of these SGLang counts at most ``CLIP_MAX_NEW_TOKENS``; a budgeted request counts all."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    return max(future_tokens - CLIP_MAX_NEW_TOKENS, 0)
+    most_tokens: int = CLIP_MAX_NEW_TOKENS
+    return max(future_tokens - most_tokens, 0)
 
 
 @contextmanager
