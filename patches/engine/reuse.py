@@ -282,13 +282,13 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
     pools = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
     wait_for_forward(tree_cache.req_to_token_pool)
     policy = state.settings.policy
-    follows = policy.needs_attention and not policy.tracks_compactions
+    follows = policy.needs_attention and not policy.follows_compactions
     if follows and state.settings.kv_reuse == "budget":
         # A next prompt may leave out the token that ended the output.
         known_tokens = logical_tokens - int(new_tokens >= len(output))
-        if known_tokens > state.kv.tracked_tokens:
+        if known_tokens > state.kv.followed_tokens:
             row_tokens = known_tokens - state.kv.evicted_tokens
-            runtime.compactor.track([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
+            runtime.compactor.follow([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
     thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
     if thought is not None and thought.tokens >= new_tokens:
         thought = None  # no KV of an answer

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgl_skipkv.eviction.kv_move import KVMove
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.recording.recorder import Recorder

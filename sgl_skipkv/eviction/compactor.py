@@ -39,13 +39,13 @@ class StepWork(NamedTuple):
 
     Attributes:
         compacted: those grown ``interval`` past their budget.
-        tracked: those whose statistics are brought up to date: before a compaction, and before the
+        followed: those whose statistics are brought up to date: before a compaction, and before the
             step overwrites a query that they have not seen.
         measured: those whose demand is measured.
     """
 
     compacted: list[RequestState]
-    tracked: list[RequestState]
+    followed: list[RequestState]
     measured: list[RequestState]
 
 
@@ -102,16 +102,16 @@ class Compactor:
                 work.compacted.append(state)
             elif state.must_measure(tokens):
                 work.measured.append(state)
-            if self._must_track(state, tokens, is_due):
-                work.tracked.append(state)
+            if self._must_follow(state, tokens, is_due):
+                work.followed.append(state)
         return work
 
-    def _must_track(self, state: RequestState, row_tokens: int, is_due: bool) -> bool:
+    def _must_follow(self, state: RequestState, row_tokens: int, is_due: bool) -> bool:
         policy = state.settings.policy
         if not policy.needs_attention or is_due:
             return policy.needs_attention
-        untracked = row_tokens + state.kv.evicted_tokens - state.kv.tracked_tokens
-        return not policy.tracks_compactions and untracked >= self._recorder.query_window
+        unseen_tokens = row_tokens + state.kv.evicted_tokens - state.kv.followed_tokens
+        return not policy.follows_compactions and unseen_tokens >= self._recorder.query_window
 
     def before_step(
         self,
@@ -131,12 +131,12 @@ class Compactor:
         def sound(states: Sequence[RequestState]) -> list[Due]:
             return [due_of(state) for state in states if state.failure is None]
 
-        self.track(sound(work.tracked))
+        self.follow(sound(work.followed))
         self._replay(measure_demand, sound(work.measured))
         due = sound(work.compacted)
         return self._compact(due, req_to_token, buffers) if due else []
 
-    def track(self, due: Sequence[Due]) -> None:
+    def follow(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
         self._replay(replay_steps, due)
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from sgl_skipkv.eviction.pages import LedgerError
+from sgl_skipkv.eviction.ledger import LedgerError
 from sgl_skipkv.policy.inputs.ranks import RanksError
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ With ``protect_prompt: false`` the request also owns its prompt, and none of it 
 
 With pages of one token a compaction moves no KV: it writes the slot ids of the kept tokens to the
 front of the row, in ascending logical position, and returns the other slots. With larger pages it
-moves KV (``pages.py``), because entry i of a row is slot ``i % page`` of a page, and the row loses
-its last slots.
+moves KV (``kv_move.py``), because entry i of a row is slot ``i % page`` of a page, and the row
+loses its last slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sgl_skipkv.eviction.pages import LedgerError, check_pages
+from sgl_skipkv.eviction.ledger import check_ledger, check_pages
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import device_tensors, uses_triton
 
@@ -101,19 +101,3 @@ class RowRewrite:
             keep_tokens = slots.shape[0]
             self._req_to_token[row, :keep_tokens] = slots
             self._req_to_token[row, keep_tokens : keep_tokens + vacated.shape[0]] = 0
-
-
-def check_ledger(old: Tensor, kept: Tensor, freed: Tensor) -> None:
-    """Raise ``LedgerError`` unless ``kept`` and ``freed`` are a partition of ``old``.
-
-    Also requires that no slot occurs twice and none is 0, SGLang's padding slot.
-    """
-    before = old.to(torch.int64).sort().values
-    after = torch.cat([kept.to(torch.int64), freed.to(torch.int64)]).sort().values
-    if before.shape != after.shape or not torch.equal(before, after):
-        raise LedgerError(
-            f"kept + freed = old: {kept.numel()} + {freed.numel()} slots against {old.numel()}, or "
-            "not the same slots"
-        )
-    if before.numel() and (int(before[0]) <= 0 or bool((before[1:] == before[:-1]).any())):
-        raise LedgerError("a row names slot 0 or the same slot twice")

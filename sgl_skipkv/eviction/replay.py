@@ -35,18 +35,18 @@ def replay_steps(
     either as they were or up to date, so every request may be tried again. One of several ranks
     that fails goes on with statistics of NaN, which end the requests on all ranks.
     """
-    behind = [due for due in requests if due.logical_tokens > due.state.kv.tracked_tokens]
+    behind = [due for due in requests if due.logical_tokens > due.state.kv.followed_tokens]
     for chosen in by_policy(behind):
         together = [behind[i] for i in chosen]
         policy, lengths = together[0].state.settings.policy, [due.row_tokens for due in together]
-        tracked = _tracked(policy, together, recorder, scale, ranks)
-        parts = {name: torch.split(values, lengths) for name, values in tracked.items()}
+        followed = _followed(policy, together, recorder, scale, ranks)
+        parts = {name: torch.split(values, lengths) for name, values in followed.items()}
         for i, due in enumerate(together):
             due.state.kv.statistics = {name: values[i] for name, values in parts.items()}
-            due.state.kv.tracked_tokens = due.logical_tokens
+            due.state.kv.followed_tokens = due.logical_tokens
 
 
-def _tracked(
+def _followed(
     policy: Policy, requests: Sequence[Due], recorder: Recorder, scale: float, ranks: Ranks
 ) -> dict[str, Tensor]:
     """name -> [tokens of all requests], statistics of requests of one policy after their steps."""
@@ -58,17 +58,17 @@ def _tracked(
     statistics = _statistics(policy, requests, recorder.device)
 
     def work() -> dict[str, Tensor]:
-        tracked = policy.track(dict(statistics), seen)
-        return _checked_statistics(policy, statistics.keys(), tracked, attention)
+        followed = policy.follow(dict(statistics), seen)
+        return _checked_statistics(policy, statistics.keys(), followed, attention)
 
     if ranks.size == 1:
         return work()
     lost = attention.isnan().any(dim=0)
-    tracked, _ = attempt(f"statistics of {policy.name}", work)
-    if tracked is None:
-        tracked, lost = statistics, torch.ones_like(lost)
+    followed, _ = attempt(f"statistics of {policy.name}", work)
+    if followed is None:
+        followed, lost = statistics, torch.ones_like(lost)
         _mark_lost(requests)
-    return {name: values.masked_fill(lost, torch.nan) for name, values in tracked.items()}
+    return {name: values.masked_fill(lost, torch.nan) for name, values in followed.items()}
 
 
 def _checked_statistics(
@@ -132,7 +132,7 @@ def kept_statistics(
     """What remains of each request's statistics when it keeps some of its tokens.
 
     Args:
-        statistics: name -> [n] of each request; none where its policy tracks nothing.
+        statistics: name -> [n] of each request; none where its policy follows nothing.
         kept: int64 [k] of each, row indices.
         row_tokens: n of each.
     """
@@ -214,8 +214,8 @@ def replayed_attention(
 
 def _steps(due: Due) -> range:
     """Positions whose queries the policy's statistics are to see."""
-    first, policy = due.state.kv.tracked_tokens, due.state.settings.policy
-    if policy.tracks_compactions:
+    first, policy = due.state.kv.followed_tokens, due.state.settings.policy
+    if policy.follows_compactions:
         first = max(first, due.logical_tokens - policy.params.window)
     return range(first, due.logical_tokens)
 

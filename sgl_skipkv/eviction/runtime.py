@@ -127,7 +127,7 @@ class Runtime:
             name_of(rid),
             settings,
             Prompt.of(()),
-            kv=KVState(tracked_tokens=0),
+            kv=KVState(followed_tokens=0),
             sentences=self._no_sentences(settings),
         )
         self.has_opened = True
@@ -144,7 +144,7 @@ class Runtime:
     def take_prompt(self, state: RequestState, prompt_ids: Sequence[int]) -> None:
         """The prompt of a request that has no row yet; again where SGLang changes it."""
         state.prompt = Prompt.of(prompt_ids)
-        state.kv.tracked_tokens = len(prompt_ids)
+        state.kv.followed_tokens = len(prompt_ids)
         if (steering := state.settings.steering) is not None:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(steering, prompt_ids)
@@ -346,7 +346,7 @@ class Runtime:
         """Reset what eviction knows: the next prefill recomputes every token."""
         generated = state.offloaded.waiting_with or 0
         state.prompt.tokens = state.prompt.sent_tokens
-        state.kv = KVState(tracked_tokens=state.prompt.tokens + generated)
+        state.kv = KVState(followed_tokens=state.prompt.tokens + generated)
         state.sentences = self._no_sentences(state.settings)
         state.prompt.uncounted_tokens, state.prompt.earlier_compactions = state.prompt.tokens, 0
         state.reuse.continued, state.reuse.input_spans = None, ()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.eviction.kv_move import KVMove
 from sgl_skipkv.eviction.page_table import RowRewrite
-from sgl_skipkv.eviction.pages import KVMove
 from sgl_skipkv.eviction.select import select_together
 from sgl_skipkv.policy.inputs.paged_cache import KeyLocation, PagedCache, paged_at
 from sgl_skipkv.recording.recorder import Recorder, Recording

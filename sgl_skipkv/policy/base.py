@@ -81,7 +81,7 @@ class Policy:
 
     A policy with ``needs_attention`` follows what each token received at every decode step. It says
     how a token's statistics begin (``initial_statistics``) and what a few steps do to them
-    (``track``); the request's state holds them, so the policy itself still holds none.
+    (``follow``); the request's state holds them, so the policy itself still holds none.
     """
 
     name: ClassVar[str]
@@ -98,15 +98,15 @@ class Policy:
     #: without recordings
     needs_spans: ClassVar[bool] = False
     needs_attention: ClassVar[bool] = False
-    #: what ``track`` sees of the attention of all rows, one per layer and query head: their mean;
+    #: what ``follow`` sees of the attention of all rows, one per layer and query head: their mean;
     #: the maximum over each KV head's query heads, then the mean; or the maximum over all rows
     attention_over: ClassVar[AttentionOver] = "mean"
-    #: whether ``track`` sees the last ``window`` steps before each compaction, no others
-    tracks_compactions: ClassVar[bool] = False
+    #: whether ``follow`` sees the last ``window`` steps before each compaction, no others
+    follows_compactions: ClassVar[bool] = False
     #: how the scores of several ranks, each of which has seen some of the heads, become one. "max"
     #: also where the ranks' scores are equal; None: they depend on no head
     over_ranks: ClassVar[Literal["mean", "max"] | None] = "mean"
-    #: whether ``track`` must see the attention of all ranks' heads
+    #: whether ``follow`` must see the attention of all ranks' heads
     tracks_all_heads: ClassVar[bool] = True
     evicts: ClassVar[bool] = True
     #: of how many layers it holds as many numbers as the keys have, where the cache is known and it
@@ -125,7 +125,7 @@ class Policy:
     @property
     def records_queries(self) -> bool:
         """Whether the last ``window`` queries are used: for scores, statistics or ``coverage``."""
-        return self.needs_queries or self.tracks_compactions or self.params.coverage < 1
+        return self.needs_queries or self.follows_compactions or self.params.coverage < 1
 
     @property
     def needs_track(self) -> bool:
@@ -175,7 +175,7 @@ class Policy:
         """
         return {}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """Statistics after a few decode steps, name -> float32 [n].
 
         The tokens may be those of several requests, one after the other. What a request's tokens

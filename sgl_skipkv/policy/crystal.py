@@ -42,7 +42,7 @@ class Crystal(JointPolicy):
     source = "after Crystal-KV, arXiv 2601.16986"
     Params: ClassVar[type[PolicyParams]] = CrystalParams
     needs_attention = True
-    over_ranks = "max"  # equal: ``track`` has seen all heads
+    over_ranks = "max"  # equal: ``follow`` has seen all heads
     attention_over = "max"
     params: CrystalParams
 
@@ -50,7 +50,7 @@ class Crystal(JointPolicy):
         initial = positions.float()
         return {"last_look": initial, "credit": torch.zeros_like(initial)}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """All steps at once: ``credit = sum over looks of decay ** (tau - t)``, the earlier ones
         among them by the credit that they left."""
         last, credit, decay = statistics["last_look"], statistics["credit"], self.params.decay

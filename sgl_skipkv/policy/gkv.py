@@ -49,14 +49,14 @@ class GKV(JointPolicy):
     Params: ClassVar[type[PolicyParams]] = GKVParams
     needs_attention = True
     attention_over = "group_max"
-    tracks_compactions = True
+    follows_compactions = True
     over_ranks = "max"  # equal: all that is divided by a maximum is combined before
     params: GKVParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"attended": torch.zeros_like(positions, dtype=torch.float32)}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
         received = torch.split(seen.attention.cumsum(dim=0)[-1], list(seen.lengths))
         recent = _of_highest(self._before_window(received), seen.lengths)

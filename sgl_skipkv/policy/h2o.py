@@ -31,7 +31,7 @@ class H2O(Policy):
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"received": torch.zeros_like(positions, dtype=torch.float32)}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
         return {"received": statistics["received"] + seen.attention.cumsum(dim=0)[-1]}
 

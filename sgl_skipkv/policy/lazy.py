@@ -34,14 +34,14 @@ class Lazy(JointPolicy):
     source = "LazyEviction, arXiv 2506.15969"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
-    over_ranks = "max"  # equal: ``track`` has seen all heads
+    over_ranks = "max"  # equal: ``follow`` has seen all heads
     params: RaaSParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         initial = positions.float()
         return {"last_active": initial, "longest_gap": torch.zeros_like(initial)}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         """Eq. 1 of all steps at once: a gap is only known when the step that closes it comes."""
         last, longest = statistics["last_active"], statistics["longest_gap"]
         # A token's own first step is its birth, not a recurrence.

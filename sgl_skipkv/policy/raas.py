@@ -36,13 +36,13 @@ class RaaS(Policy):
     source = "RaaS, arXiv 2502.11147"
     Params: ClassVar[type[PolicyParams]] = RaaSParams
     needs_attention = True
-    over_ranks = "max"  # equal: ``track`` has seen all heads
+    over_ranks = "max"  # equal: ``follow`` has seen all heads
     params: RaaSParams
 
     def initial_statistics(self, positions: Tensor) -> dict[str, Tensor]:
         return {"last_active": positions.float()}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         active = torch.where(seen.attention > self.params.alpha, seen.steps.float(), -1.0)
         return {"last_active": torch.maximum(statistics["last_active"], active.amax(dim=0))}
 

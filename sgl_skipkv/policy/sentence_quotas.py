@@ -52,7 +52,7 @@ class SentenceQuotas(Policy):
     """What ``with_quotas`` puts before a policy. Its ``scores`` stay the policy's own."""
 
     needs_spans = needs_attention = True
-    tracks_compactions = True
+    follows_compactions = True
     over_ranks = "max"  # equal: what is ranked is combined before
 
     def gathers(self, prompt_tokens: Sequence[int], row_tokens: Sequence[int]) -> list[int]:
@@ -63,7 +63,7 @@ class SentenceQuotas(Policy):
         initial = torch.zeros_like(positions, dtype=torch.float32)
         return {"recent": initial, "credit": initial.clone()}
 
-    def track(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
+    def follow(self, statistics: Statistics, seen: Steps) -> dict[str, Tensor]:
         # One step after the other: the order of ``sum`` depends on the shape, so on the batch.
         recent = seen.attention.cumsum(dim=0)[-1] / (seen.steps >= 0).sum(dim=0)
         credit = CREDIT_DECAY * statistics["credit"] + (1.0 - CREDIT_DECAY) * recent

@@ -69,13 +69,13 @@ class KVState:
         last_is_read: whether it was read back to the CPU.
         demand: last measurement of ``coverage``.
         statistics: of the policy, name -> one value per row entry that has a statistic.
-        tracked_tokens: logical tokens whose queries are included in the statistics.
+        followed_tokens: logical tokens whose queries are included in the statistics.
         lost: whether this rank's part of the statistics is missing.
         recorded_tokens: logical tokens that were recorded before the row was restored.
         not_before: logical length of the first decode step; no compaction comes before it.
     """
 
-    tracked_tokens: int
+    followed_tokens: int
     evicted_tokens: int = 0
     last: LastCompaction | None = None
     last_is_read: bool = False

@@ -192,7 +192,7 @@ class RequestState:
     def records_from(self) -> int:
         """First position of a prefill whose query is used later."""
         settings, policy = self.settings, self.settings.policy
-        first, window = self.kv.tracked_tokens, policy.params.window
+        first, window = self.kv.followed_tokens, policy.params.window
         reads_queries = policy.needs_queries or not policy.needs_attention
         if reads_queries:
             longest = settings.prompt_on_top(self.prompt_row_tokens)

@@ -74,7 +74,7 @@ def continue_history(
     prompt = state.prompt
     prompt.tokens = prompt.uncounted_tokens = prompt.sent_tokens + history.unsent_tokens
     state.kv = KVState(
-        tracked_tokens=state.kv.tracked_tokens + history.unsent_tokens,
+        followed_tokens=state.kv.followed_tokens + history.unsent_tokens,
         evicted_tokens=history.evicted_tokens,
         last=history.last,
         last_is_read=True,
@@ -164,7 +164,7 @@ def history_of(
                 len(finished.tokens), 0 if continued is None else continued.recorded_tokens
             ),
             statistics={name: one.clone() for name, one in state.kv.statistics.items()},
-            tracked_tokens=state.kv.tracked_tokens if state.kv.statistics else 0,
+            followed_tokens=state.kv.followed_tokens if state.kv.statistics else 0,
             # What is dropped follows no score, so the budget of a later compaction ignores it.
             compactions=state.compactions - (finished.thought is not None),
         )

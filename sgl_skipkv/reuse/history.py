@@ -53,7 +53,7 @@ class Recordings:
         recorded_tokens: logical tokens whose queries may be in the ring: those of its own history
             included that its prompt left out.
         statistics: of the policy, name -> one value per row entry that has a statistic.
-        tracked_tokens: logical tokens whose queries are included in the statistics; 0: it has none.
+        followed_tokens: logical tokens whose queries the statistics include; 0: it has none.
         compactions: of the whole conversation.
     """
 
@@ -65,7 +65,7 @@ class Recordings:
     recorded: Mapping[str, HostCopy] | None
     recorded_tokens: int
     statistics: Mapping[str, Tensor]
-    tracked_tokens: int
+    followed_tokens: int
     compactions: int
 
 
@@ -147,7 +147,7 @@ class History:
         compacted = self.own_prompt_tokens if self.last is None else self.last.logical_tokens
         if self.recordings is None:
             return compacted
-        return max(compacted, self.recordings.tracked_tokens, self.prompt_tokens)
+        return max(compacted, self.recordings.followed_tokens, self.prompt_tokens)
 
     @property
     def recorded_bytes(self) -> int:

@@ -68,7 +68,7 @@ FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
 def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
-    from sgl_skipkv.eviction import compaction, in_parts, page_table, pages, planner, runtime
+    from sgl_skipkv.eviction import compaction, in_parts, kv_move, page_table, planner, runtime
     from sgl_skipkv.patches.engine import (
         admission,
         backup,
@@ -159,7 +159,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "slots[kept]",
             ),
         },
-        pages.KVMove.apply: {
+        kv_move.KVMove.apply: {
             "KV is overwritten before it is read": (
                 "torch.index_select(buffer, 0, self._sources, out=staged)",
                 "[buffer.__setitem__(t, buffer[s].clone()) for t, s in "

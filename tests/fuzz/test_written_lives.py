@@ -102,7 +102,7 @@ def test_a_prompt_that_is_cut_on_its_way_to_the_queue(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Scheduler, "init_req_max_new_tokens", cut)
     world = World()
     call = world.arrive([5, 6, 7, 20] * 10, 40, **asks(8, "rkv"))
-    assert call.skipkv.prompt.sent_tokens == call.skipkv.kv.tracked_tokens == 12
+    assert call.skipkv.prompt.sent_tokens == call.skipkv.kv.followed_tokens == 12
     world.run_dry()
     assert call.skipkv.report.summary["compactions"] > 2
     world.drain()

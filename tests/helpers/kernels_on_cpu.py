@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton_tools import KERNELS as FOLDER
 from triton_tools import interpreted
 
-from sgl_skipkv.eviction import page_table, pages, select
+from sgl_skipkv.eviction import kv_move, page_table, select
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.recording import recorder, sentence_table
 from sgl_skipkv.steering import steerer
@@ -27,7 +27,7 @@ KERNELS = tuple(
     for path in sorted(FOLDER.glob("*.py"))
     if "@triton.jit" in path.read_text()
 )
-USERS = (page_table, pages, recorder, select, sentence_table, steerer, on_device)
+USERS = (kv_move, page_table, recorder, select, sentence_table, steerer, on_device)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def _faults(ranks: Any) -> None:
     for name in ("snapkv", "distinct"):
         _fail(policy_class(name), "scores_together", by_interval)
     for name in ("raas", "h2o"):
-        _fail(policy_class(name), "track", by_interval)
+        _fail(policy_class(name), "follow", by_interval)
     _fail(Runtime, "open", lambda runtime, rid, *_: _marked("open", rid))
     _fail(Runtime, "back_up", lambda runtime, state, *_: _marked("backup", state.rid))
     _fail_with_weights()

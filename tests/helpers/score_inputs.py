@@ -88,5 +88,5 @@ def with_statistics(policy: Policy, inputs: ScoreInput) -> ScoreInput:
     attention = attention.pow(4).tril(n - 20)
     statistics = policy.initial_statistics(inputs.positions)
     steps = inputs.positions[-20:, None].expand(20, n)
-    statistics = policy.track(statistics, Steps(attention / attention.sum(1, True), steps, [n]))
+    statistics = policy.follow(statistics, Steps(attention / attention.sum(1, True), steps, [n]))
     return dataclasses.replace(inputs, statistics=statistics)

@@ -238,7 +238,7 @@ class SyntheticServer:
         """What a compaction of several requests would do now."""
         self.read_back(calls)
         followed = [call for call in calls if call.state.settings.policy.needs_attention]
-        self.runtime.compactor.track([self.due(call) for call in followed])
+        self.runtime.compactor.follow([self.due(call) for call in followed])
         return self.runtime.compactor.planner.plan([self.due(call) for call in calls])
 
     def read_back(self, calls: Sequence[Call]) -> None:

@@ -11,7 +11,7 @@ from kv_bytes import counted_bytes
 from torch import Tensor
 from triton_tools import device_fixture, far_tensor, forbid_launches, interpreted
 
-from sgl_skipkv.eviction.pages import KVMove
+from sgl_skipkv.eviction.kv_move import KVMove
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels import kv_move as module
 from sgl_skipkv.kernels.kv_move import SlotBuffers, move_kv

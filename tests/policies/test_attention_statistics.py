@@ -47,14 +47,14 @@ def test_statistics_are_those_of_every_step(name: str, query_window: int) -> Non
         server.compact_due(call)
         for statistic, values in call.state.kv.statistics.items():
             expected = [getattr(books, statistic)[p] for p in call.positions[: len(values)]]
-            if call.state.kv.tracked_tokens == call.positions[-1] + 1:
+            if call.state.kv.followed_tokens == call.positions[-1] + 1:
                 assert values.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6), statistic
                 seen += 1
         assert len(call.compactions) - done <= 1
         server.decode(call)
         books.step()
     assert len(call.compactions) >= 5 and seen >= 10
-    assert call.state.kv.tracked_tokens >= call.positions[-1] + 1 - query_window
+    assert call.state.kv.followed_tokens >= call.positions[-1] + 1 - query_window
     server.finish(call)
     server.assert_idle()
 
@@ -98,7 +98,7 @@ def test_a_recomputation_starts_the_statistics_anew() -> None:
     server.retract(call)
     assert call.state.kv.statistics == {}
     server.prefill(call)
-    assert call.state.kv.tracked_tokens == call.prompt_tokens + call.generated
+    assert call.state.kv.followed_tokens == call.prompt_tokens + call.generated
     server.run(call, 60)
     assert call.state.failure is None and len(call.state.kv.statistics["received"]) > 0
     server.finish(call)

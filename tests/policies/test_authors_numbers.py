@@ -172,7 +172,7 @@ def after_steps(policy: Policy, attention: Tensor) -> ScoreInput:
     """attention: [steps, n], the last step is that of the newest token."""
     times = torch.arange(TOKENS - len(attention), TOKENS)[:, None].expand(attention.shape)
     before = policy.initial_statistics(PLAIN.positions)
-    statistics = policy.track(before, Steps(attention, times, [TOKENS]))
+    statistics = policy.follow(before, Steps(attention, times, [TOKENS]))
     return dataclasses.replace(PLAIN, statistics=statistics)
 
 
@@ -243,7 +243,7 @@ def test_gkv_carries_attention_from_one_compaction_to_the_next() -> None:
         new = policy.initial_statistics(positions[len(attended) :])["attended"]
         received = causal_attention(q[0], k[0, row], over=policy.attention_over)
         steps = Steps(received, positions[-WINDOW:, None].expand(received.shape), [len(row)])
-        statistics = policy.track({"attended": torch.cat([attended, new])}, steps)
+        statistics = policy.follow({"attended": torch.cat([attended, new])}, steps)
         inputs = seen(k[:, row], q, positions=positions, statistics=statistics)
         assert_gives(policy, inputs, scores, kept)
         attended = statistics["attended"][torch.isin(positions, torch.tensor(kept))]

@@ -160,18 +160,18 @@ def test_a_name_that_two_packages_register_is_refused(folder: Path) -> None:
         (
             "    needs_attention = True\n    def initial_statistics(self, positions):\n"
             "        return {'seen': positions.float()}\n"
-            "    def track(self, statistics, seen): return {'other': statistics['seen']}",
+            "    def follow(self, statistics, seen): return {'other': statistics['seen']}",
             r"statistics of policy own: expected seen of float32 \[\d+\] on cpu, got {'other'",
         ),
         (
             "    needs_attention = True\n    def initial_statistics(self, positions):\n"
             "        return {'seen': positions.float()}\n"
-            "    def track(self, statistics, seen): return {'seen': statistics['seen'][1:]}",
+            "    def follow(self, statistics, seen): return {'seen': statistics['seen'][1:]}",
             r"statistics of policy own: expected seen of float32 \[\d+\] on cpu, got {'seen'",
         ),
         (
             "    needs_attention = True\n    def initial_statistics(self, positions):\n"
-            "        return {'seen': positions}\n    def track(self, statistics, seen):\n"
+            "        return {'seen': positions}\n    def follow(self, statistics, seen):\n"
             "        statistics['seen'] = statistics['seen'][1:]\n        return statistics",
             r"statistics of policy own: expected seen of float32 .* got {'seen': 'torch.int64 \[",
         ),

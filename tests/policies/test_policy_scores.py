@@ -146,7 +146,7 @@ def test_gkv_scores(sigma: float) -> None:
             policy.initial_statistics(torch.arange(n - m)) for n, m in zip(now, known, strict=True)
         ]
         joined = [x for part, one in zip(parts, new, strict=True) for x in (part, one["attended"])]
-        statistics = policy.track(
+        statistics = policy.follow(
             {"attended": torch.cat(joined)},
             Steps(attention, torch.ones(4, sum(now)).long(), now),
         )
@@ -190,7 +190,7 @@ def test_crystal_scores() -> None:
     for cuts in ([steps], [120, 180], [8] * 37 + [4]):
         statistics = policy.initial_statistics(torch.zeros(n))
         for part, at in zip(attention.split(cuts), times.split(cuts), strict=True):
-            statistics = policy.track(statistics, Steps(part, at, [n]))
+            statistics = policy.follow(statistics, Steps(part, at, [n]))
         found = policy.scores(dataclasses.replace(inputs, statistics=statistics))
         assert found.tolist() == pytest.approx(exact, rel=1e-5, abs=1e-5)
     assert exact[7] == -1e30 and exact[8] == pytest.approx(299 * math.log(0.6))

@@ -32,7 +32,7 @@ def requests(policy: Policy, *lengths: int) -> list[ScoreInput]:
             attention = torch.rand(4, n, generator=draw) ** 4
             attention[steps:] = 0.0
             seen = torch.arange(4)[:, None].expand(4, n).where(attention > 0, -1)
-            statistics = policy.track(statistics, Steps(attention, seen, (n,)))
+            statistics = policy.follow(statistics, Steps(attention, seen, (n,)))
         found.append(dataclasses.replace(one, statistics=statistics))
     return found
 
@@ -120,7 +120,7 @@ def test_credit_fades_and_new_tokens_have_none() -> None:
     first = Steps(torch.tensor([[0.5, 0.1], [0.3, 0.1]]), torch.tensor([[3, 3], [4, 4]]), (2,))
     then = Steps(torch.tensor([[0.0, 0.4], [0.0, 0.0]]), torch.tensor([[9, 9], [-1, -1]]), (2,))
     for seen in (first, then):
-        statistics = policy.track(statistics, seen)
+        statistics = policy.follow(statistics, seen)
     expected = {"recent": [0.0, 0.4], "credit": [0.8 * 0.2 * 0.4, 0.8 * 0.2 * 0.1 + 0.2 * 0.4]}
     for name, values in expected.items():
         assert torch.allclose(statistics[name], torch.tensor(values))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_skipkv.eviction.error_boundary import attempt, is_fatal
-from sgl_skipkv.eviction.pages import LedgerError
+from sgl_skipkv.eviction.ledger import LedgerError
 
 DRIVER = "Triton Error [CUDA]: "
 

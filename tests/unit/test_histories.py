@@ -401,7 +401,7 @@ def test_a_row_is_continued_behind_what_its_statistics_have_seen() -> None:
     plain = history(Drawn("a", [0, 1, 1, 0, 1, 0], 1, 2))
     known = Recordings((), (), (), (), None, None, 6, {}, 0, 0)
     assert replace(plain, recordings=known).first_cut == 2
-    followed = replace(known, statistics={"received": torch.zeros(5)}, tracked_tokens=5)
+    followed = replace(known, statistics={"received": torch.zeros(5)}, followed_tokens=5)
     assert replace(plain, recordings=followed).first_cut == 5
 
 

@@ -284,7 +284,7 @@ def test_dropping_thoughts_keeps_the_statistics_of_the_rest() -> None:
     call = served(server, kv_policy="h2o", kv_reuse="budget")
     server.run(call, 70)
     server.read_back([call])
-    server.runtime.compactor.track([server.due(call)])
+    server.runtime.compactor.follow([server.due(call)])
     received, span = call.state.kv.statistics["received"], (call.prompt_tokens + 3, 50)
     kept = [i for i, position in enumerate(call.positions) if not span[0] <= position < span[1]]
     dropped = server.runtime.compactor.drop(server.due(call), span, server.req_to_token)

@@ -45,8 +45,8 @@ ALLOWED = {
     ("parts.py", "read_similar"): "of a copy that was started with that of what was kept",
     ("demand.py", "measured_row_tokens"): "of a copy that was started four steps ago",
     ("steerer.py", "nonexecution_sentences"): "for tests; says so",
-    ("page_table.py", "check_ledger"): "a debug check; says so",
-    ("pages.py", "check_pages"): "a debug check; says so",
+    ("ledger.py", "check_ledger"): "a debug check; says so",
+    ("ledger.py", "check_pages"): "a debug check; says so",
 }
 
 

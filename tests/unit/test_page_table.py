@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from row_rewrites import compact_row
 from torch import Tensor
 
-from sgl_skipkv.eviction.page_table import check_ledger
-from sgl_skipkv.eviction.pages import LedgerError
+from sgl_skipkv.eviction.ledger import LedgerError, check_ledger
 from sgl_skipkv.eviction.select import Selection
 
 WIDTH = 24

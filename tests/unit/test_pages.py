@@ -13,7 +13,8 @@ from scarce import Scarce
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction, Plan
-from sgl_skipkv.eviction.pages import KVMove, LedgerError, check_pages
+from sgl_skipkv.eviction.kv_move import KVMove
+from sgl_skipkv.eviction.ledger import LedgerError, check_pages
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.request.pages import page_ceil, page_floor
 

@@ -181,10 +181,10 @@ def test_scores_of_another_shape_end_the_request_on_all() -> None:
     assert first["tova"][1] is None and len(first["tova"][0]) >= 3
 
 
-TRACKING = ["h2o", "raas", "lazy", "gkv", "crystal"]
+FOLLOWING = ["h2o", "raas", "lazy", "gkv", "crystal"]
 
 
-@pytest.mark.parametrize("place", ["replayed_attention", "track"])
+@pytest.mark.parametrize("place", ["replayed_attention", "follow"])
 @pytest.mark.parametrize("once", [True, False])
 def test_a_rank_that_cannot_follow_attention_ends_the_requests_on_all(
     place: str, once: bool
@@ -192,16 +192,16 @@ def test_a_rank_that_cannot_follow_attention_ends_the_requests_on_all(
     def plant(ranks: Ranks) -> None:
         if ranks.index != 1:
             return
-        if place == "track":
-            for name in TRACKING:
+        if place == "follow":
+            for name in FOLLOWING:
                 failing(policy_class(name), place, once=once)
         else:
             failing(replay, place, once=once)
 
-    first, second = on_ranks(2, lives, [*TRACKING, "skipkv"], plant)
+    first, second = on_ranks(2, lives, [*FOLLOWING, "skipkv"], plant)
     assert first == second
-    failed = {name for name in TRACKING if first[name][1] is not None}
-    assert failed == set(TRACKING) if place == "track" or not once else len(failed) == 1
+    failed = {name for name in FOLLOWING if first[name][1] is not None}
+    assert failed == set(FOLLOWING) if place == "follow" or not once else len(failed) == 1
     assert first["skipkv"][1] is None
 
 

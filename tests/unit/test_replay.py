@@ -37,12 +37,12 @@ def opened(steps: int) -> tuple[SyntheticServer, list[Call]]:
 def test_together_is_alone_to_the_bit(steps: int, way: str) -> None:
     (server, calls), (other, others) = opened(steps), opened(steps)
     with on_triton() if way == "kernels" else nullcontext():
-        server.runtime.compactor.track([server.due(call) for call in calls])
+        server.runtime.compactor.follow([server.due(call) for call in calls])
         for call in others:
-            other.runtime.compactor.track([other.due(call)])
+            other.runtime.compactor.follow([other.due(call)])
     for call, alone in zip(calls, others, strict=True):
-        assert call.state.kv.tracked_tokens == alone.state.kv.tracked_tokens
-        assert call.state.kv.tracked_tokens == len(call.slots)
+        assert call.state.kv.followed_tokens == alone.state.kv.followed_tokens
+        assert call.state.kv.followed_tokens == len(call.slots)
         found, expected = call.state.kv.statistics, alone.state.kv.statistics
         assert found.keys() == expected.keys() and found
         for name, values in found.items():
@@ -52,9 +52,9 @@ def test_together_is_alone_to_the_bit(steps: int, way: str) -> None:
 
 def test_kernels_replay_what_torch_replays() -> None:
     (server, calls), (other, others) = opened(9), opened(9)
-    server.runtime.compactor.track([server.due(call) for call in calls])
+    server.runtime.compactor.follow([server.due(call) for call in calls])
     with on_triton():
-        other.runtime.compactor.track([other.due(call) for call in others])
+        other.runtime.compactor.follow([other.due(call) for call in others])
     for call, on_kernel in zip(calls, others, strict=True):
         for name, values in call.state.kv.statistics.items():
             torch.testing.assert_close(on_kernel.state.kv.statistics[name], values)
@@ -68,17 +68,17 @@ def test_a_request_that_cannot_be_replayed_fails_alone() -> None:
 
     due = [server.due(call) for call in calls]
     due[1] = due[1]._replace(keys=broken)
-    server.runtime.compactor.track(due)
+    server.runtime.compactor.follow(due)
     for i, call in enumerate(calls):
-        tracked = call.state.kv.tracked_tokens == len(call.slots)
+        tracked = call.state.kv.followed_tokens == len(call.slots)
         assert tracked == (call.state.failure is None) == (i != 1)
 
 
 def test_an_up_to_date_request_is_left_alone() -> None:
     server, calls = opened(9)
-    server.runtime.compactor.track([server.due(call) for call in calls])
+    server.runtime.compactor.follow([server.due(call) for call in calls])
     before = [call.state.kv.statistics for call in calls]
-    server.runtime.compactor.track([server.due(call) for call in calls])
+    server.runtime.compactor.follow([server.due(call) for call in calls])
     assert all(call.state.kv.statistics is was for call, was in zip(calls, before, strict=True))
 
 

@@ -46,7 +46,7 @@ class ScoreInput:
         seed: the same for the same prompt and the same compaction, whatever the batch.
         logical_tokens: cached and evicted, so the position of the next query.
         centres: of the model's queries, and their rotation; None for policies that ask for neither.
-        statistics: name -> [n], what the policy's ``track`` made of every decode step so far.
+        statistics: name -> [n], what the policy's ``follow`` made of every decode step so far.
         location: where keys and queries lie; None where kernels cannot read them in place.
         ranks: all heads but this rank's are on the others.
     """

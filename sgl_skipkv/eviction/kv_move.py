@@ -79,22 +79,3 @@ class KVMove:
             staged = self._staged[buffer.shape[1:]]
             torch.index_select(buffer, 0, self._sources, out=staged)
             buffer.index_copy_(0, self._targets, staged)
-
-
-class LedgerError(AssertionError):
-    """A slot is missing, repeated, new or in another place than its entry."""
-
-
-def check_pages(slots: Tensor, kept: Tensor, evicted: Tensor, page_tokens: int) -> None:
-    """Raise ``LedgerError`` unless the row consists of whole pages in order, the last of which may
-    be partly used, and its kept and evicted entries are a partition. Waits for the device."""
-    entries = torch.arange(slots.shape[0], device=slots.device)
-    both = torch.cat([kept, evicted]).sort().values
-    if not torch.equal(both, entries) or bool((kept[1:] <= kept[:-1]).any()):
-        raise LedgerError(f"kept + evicted = the row's {slots.shape[0]} entries, kept in order")
-    pages = slots[::page_tokens] // page_tokens
-    if not torch.equal(slots, pages[entries // page_tokens] * page_tokens + entries % page_tokens):
-        raise LedgerError(f"entry i is slot i % {page_tokens} of its page: {slots.tolist()}")
-    ordered = pages.sort().values
-    if bool((ordered[1:] == ordered[:-1]).any()) or bool((pages <= 0).any()):
-        raise LedgerError(f"a row names page 0 or the same page twice: {pages.tolist()}")
