@@ -60,6 +60,12 @@ def main() -> int:
         print("NOT IN THE WHEEL:", *missing)
         return 1
 
+    alone = Environment(DIST / "alone", arguments.uv)
+    alone.install(wheel)
+    if run([alone.python.parent / "skipkv", "--version"], cwd=DIST, check=False):
+        print("THE COMMAND DOES NOT WORK WITHOUT SGLANG.")
+        return 1
+
     step(f"2 of 4: a fresh environment with a plain SGLang {arguments.sglang}, as a user has it")
     environment = Environment(DIST / "environment", arguments.uv)
     constraints = ROOT / ".ci" / "constraints.txt"
