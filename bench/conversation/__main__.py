@@ -8,7 +8,8 @@
 - ``first_token``: seconds from the last turn's question to its first token, one request at a time,
   of every way over that of the same budget without reuse, in turn. Replies have a fixed length.
 - ``pressure``: one pool that holds a few full conversations, more conversations than that: turns
-  per minute, share of right answers, prompt tokens computed and requests at once.
+  per minute, share of right answers, prompt tokens computed and requests at once. With
+  ``--hicache-ratio`` the same with HiCache, in bench/rows/conversation_hicache.csv.
 
 ``bench/conversation/figure.py`` draws the rows.
 """
@@ -175,12 +176,14 @@ def pressure(
             log = server.log[logged:]
             running[way] = max([running[way], *running_requests(log)])
             retracted[way] += retractions(log)
+    hicache = {} if not arguments.hicache_ratio else {"hicache_ratio": arguments.hicache_ratio}
     for way in ways:
         mean_computed_tokens = statistics.mean(turn.computed_tokens for turn in taken[way])
         yield (
-            "conversation_pressure",
+            "conversation_hicache" if hicache else "conversation_pressure",
             {
                 **columns(way),
+                **hicache,
                 "pool_tokens": arguments.pool_tokens,
                 "conversations": len(conversations),
                 "rounds": arguments.pressure_rounds,
@@ -217,6 +220,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pool-tokens", type=int, default=8192, help="under pressure")
     made.add_argument("--crowd", type=int, default=16, help="conversations under pressure")
     made.add_argument("--pressure-rounds", type=int, default=3)
+    made.add_argument(
+        "--hicache-ratio", type=float, default=0, help="host memory over the pool, under pressure"
+    )
     return made
 
 
@@ -233,6 +239,9 @@ def main() -> None:
         most = max(arguments.parallel, arguments.crowd)
         flags = ["--max-total-tokens", str(pool), "--max-running-requests", str(most)]
         flags += ["--decode-log-interval", "5", "--kv-policy", "distinct"]
+        if name == "pressure" and arguments.hicache_ratio:
+            flags += ["--enable-hierarchical-cache"]
+            flags += ["--hicache-ratio", str(arguments.hicache_ratio)]
         held_out = read_conversations(arguments.conversation_file, count)
         conversations = [conversation[: arguments.turns] for conversation in held_out]
         with (

@@ -75,6 +75,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "conversation": conversation_tables.conversation,
     "conversation_first_token": conversation_tables.conversation_first_token,
     "conversation_pressure": conversation_tables.conversation_pressure,
+    "conversation_hicache": conversation_tables.conversation_hicache,
     "off_cost": system_tables.off_cost,
     "explorer": system_tables.explorer,
     "similarity": accuracy_tables.similarity,

@@ -61,7 +61,16 @@ def conversation_first_token() -> str:
 
 def conversation_pressure() -> str:
     """More conversations at once than the pool holds in full."""
-    rows = recorded("conversation_pressure")
+    return _crowds("conversation_pressure")
+
+
+def conversation_hicache() -> str:
+    """The same with HiCache."""
+    return _crowds("conversation_hicache")
+
+
+def _crowds(file: str) -> str:
+    rows = recorded(file)
     header = ["conversations", "policy", "`kv_budget`", "`kv_reuse`", "turns per minute"]
     header += [f"over the full cache, {spread(rows)}", "right answers, %"]
     header += ["prompt tokens computed per turn"]
@@ -79,7 +88,7 @@ def conversation_pressure() -> str:
         ]
         for row in rows
     ]
-    return table(header, lines, rows, "conversation_pressure")
+    return table(header, lines, rows, file)
 
 
 def gain() -> list[str]:

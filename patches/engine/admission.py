@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
+from sgl_skipkv.patches.engine.hicache import leave_to_backup
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
@@ -51,7 +52,9 @@ class _BudgetedAdder:
         page_tokens = state.runtime.page_tokens
         return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
 
-    def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_one_req(
+        self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> Any:
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         if req is self.last_untracked:
@@ -59,7 +62,10 @@ class _BudgetedAdder:
         state = state_of(req)
         if state is None or not state.settings.evicts:
             with _counted_as_usual(req, chain(self.running_batch.reqs, self.can_run_list)):
-                return super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+                return super().add_one_req(  # type: ignore[misc]
+                    req, has_chunked_req, truncation_align_size
+                )
+        leave_to_backup(req, state)
         # Tokens restored from a backup and copied from a history need slots but no computation:
         # SGLang sees them as a cached prefix, and their slots count as future tokens. It adds a
         # page itself, for what the first and the last page of a candidate leave unused.
@@ -77,12 +83,17 @@ class _BudgetedAdder:
             return AddReqResult.CONTINUE if skip else AddReqResult.OTHER
         req.prefix_len = matched + restored
         with _future_as_max_new_tokens(req, loaded):
-            result = super().add_one_req(req, *args, **kwargs)  # type: ignore[misc]
+            result = super().add_one_req(  # type: ignore[misc]
+                req, has_chunked_req, truncation_align_size
+            )
         if self.can_run_list and self.can_run_list[-1] is req:
             self.memory_budget.total_offset += clipped
             self.memory_budget.current_offset += loaded
         else:
             req.prefix_len = matched
+            # What could not be loaded beside others may be loaded when one of them has ended.
+            others = self.can_run_list or self.running_batch.reqs or has_chunked_req
+            state.reuse.loads = state.reuse.loads or bool(others)
         return result
 
     def add_chunked_req(self, req: Any) -> Any:

@@ -68,7 +68,6 @@ def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
         tokens = row_ids(req, state)
         row_tokens = state.offloaded.backup.row_tokens
         req.full_untruncated_fill_ids = tokens[:row_tokens] + tokens[-1:]
-        req.host_hit_length = 0  # the backup has what HiCache has in host memory, too
 
 
 def lengthen_input(req: Any) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.request.state import RequestState
 
 
 def load_row(original: Callable[..., Any], tree_cache: Any, params: Any) -> Any:
     """AROUND ``UnifiedRadixCache.init_load_back``: loads all of a history's row; None: not now.
 
     SGLang does not load a few tokens, and computes what it does not load. A history cannot be
-    computed from its keys. The next pass loads it, or does without if nothing else ran.
+    computed from its keys. The next pass tries again, or does without if nobody runs beside it.
     """
     state = state_of(params.req)
     if state is None or state.reuse.continued is None:
@@ -30,10 +31,14 @@ def load_row(original: Callable[..., Any], tree_cache: Any, params: Any) -> Any:
     if loaded is not None and loaded[0] >= params.host_hit_length:
         _, node = loaded
         return params.host_hit_length, node  # without the slots behind the row in its last page
-    binding = binding_of(tree_cache.req_to_token_pool)
-    assert binding is not None
-    state.reuse.loads = not binding.scheduler.running_batch.is_empty()
+    state.reuse.loads = False
     return None
+
+
+def leave_to_backup(req: Any, state: RequestState) -> None:
+    """A retracted request is restored from its backup as a whole: nothing of it is loaded."""
+    if state.offloaded.backup is not None:
+        req.host_hit_length = 0
 
 
 def wait_for_load(batch: Any) -> None:
@@ -47,8 +52,10 @@ def wait_for_load(batch: Any) -> None:
 
 def refuse_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND ``Scheduler.attach_hicache_storage_wrapped``: a storage would take the private keys of
-    histories for token ids. A server that starts with one refuses ``kv_reuse``."""
-    if runtime_of(scheduler) is None:
+    histories for token ids. It may be attached where ``kv_reuse`` is refused, as on a server that
+    started with one."""
+    binding = binding_of(scheduler)
+    if binding is None or binding.runtime is None or binding.limits.without_reuse:
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 

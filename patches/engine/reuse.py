@@ -86,11 +86,15 @@ def continue_history(
             state.reuse.loads = True
             return
         if _has_whole_row(req, state, tree_cache):
-            runtime.histories.use(found.history)
-            return
+            if state.reuse.loads or not req.host_hit_length:
+                runtime.histories.use(found.history)
+                return
+            lost = True  # to this request
+            continue
         runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []
-        missing = found.history.pages[: _matched_tokens(req, state) + page_tokens]
+        matched_tokens = req.prefix_len + req.host_hit_length
+        missing = found.history.pages[: matched_tokens + page_tokens]
         for match in matches:
             if match.needs(missing, page_tokens):
                 runtime.histories.drop(match.history)
@@ -132,19 +136,14 @@ def _has_whole_row(req: Any, state: RequestState, tree_cache: Any) -> bool:
     continued = state.reuse.continued
     assert continued is not None
     row_tokens = continued.row_tokens
-    if req.prefix_len < row_tokens and continued.rest_of_page:
+    if req.prefix_len + req.host_hit_length < row_tokens and continued.rest_of_page:
         key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
         match = tree_cache.match_prefix(MatchPrefixParams(key=key))
         if match.device_prefix_len + match.host_hit_length >= row_tokens:
             req.prefix_len = min(match.device_prefix_len, row_tokens)
             req.last_node, req.best_match_node = match.last_device_node, match.best_match_node
             req.host_hit_length = row_tokens - req.prefix_len
-    return _matched_tokens(req, state) >= row_tokens
-
-
-def _matched_tokens(req: Any, state: RequestState) -> int:
-    """Row entries that the radix tree has or HiCache loads."""
-    return int(req.prefix_len + (req.host_hit_length if state.reuse.loads else 0))
+    return bool(req.prefix_len + req.host_hit_length >= row_tokens)
 
 
 def _fits_context(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> bool:

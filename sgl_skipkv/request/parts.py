@@ -247,8 +247,8 @@ class Reuse:
             request, this one's included; none unless that counts as generated.
         miss: why a history was not reused, or not all of it.
         row_key: the radix tree's keys of the row that a finished request leaves.
-        loads: whether it waits for a history that HiCache has in host memory only; False: it could
-            not be loaded, though nothing else ran.
+        loads: whether it continues a history that HiCache has in host memory; False: that could not
+            be loaded, though nobody ran beside it.
         runs_to_context_end: whether it may generate until the model's context is full.
     """
 

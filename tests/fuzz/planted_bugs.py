@@ -385,8 +385,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         reuse._has_whole_row: {
             "a history that the tree has lost a part of is not dropped": (
-                "return _matched_tokens(req, state) >= row_tokens",
-                "return bool(_matched_tokens(req, state))",
+                "return bool(req.prefix_len + req.host_hit_length >= row_tokens)",
+                "return bool(req.prefix_len)",
             ),
             "the last page of a history is taken for there": (
                 "if match.device_prefix_len + match.host_hit_length >= row_tokens:\n"
@@ -429,7 +429,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         hicache.wait_for_load: {
             "a history is copied before it has been loaded": ("index >= 0", "False"),
         },
-        backup.shorten_input: {
+        hicache.leave_to_backup: {
             "a restored row is loaded as well": ("req.host_hit_length = 0", "pass"),
         },
     }

@@ -75,12 +75,15 @@ def test_a_history_that_cannot_be_loaded_waits_and_is_then_computed(
     assert second.skipkv.report.summary["kv_reuse_miss"] == "evicted"
 
 
-def test_no_storage_is_attached_to_who_can_evict() -> None:
+def test_no_storage_is_attached_where_requests_leave_rows() -> None:
     from sgl_skipkv.patches.engine.hicache import refuse_storage
+    from sgl_skipkv.patches.limits import ServerLimits
 
     def attach(scheduler: Any, recv_req: Any) -> str:
         return "attached"
 
     refused = refuse_storage(attach, World(), None)
     assert not refused.success and "--hicache-storage-backend" in refused.message
-    assert refuse_storage(attach, SimpleNamespace(), None) == "attached"
+    refused_reuse = SimpleNamespace(limits=ServerLimits(without_reuse=("a storage",)), runtime=1)
+    for allowed in (SimpleNamespace(), SimpleNamespace(skipkv=refused_reuse)):
+        assert refuse_storage(attach, allowed, None) == "attached"

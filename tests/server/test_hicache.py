@@ -29,12 +29,11 @@ from talks import (
     verdict,
 )
 
-from sgl_skipkv.policy import names
+from sgl_skipkv.policy import names, policy_class
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-# Latents are refused to two policies.
-POLICIES = [name for name in names() if name not in ("full", "triattention", "expected")]
+POLICIES = [name for name in names() if name != "full"]
 TURNS = 3
 
 
@@ -54,20 +53,27 @@ def scores(name: str, model_folder, score_oracle) -> Any:
     return LatentOracle(model_folder("deepseek_v3"), 2) if latents else score_oracle("qwen2")
 
 
+@pytest.fixture(scope="module")
+def policies(name: str) -> list[str]:
+    """Latents are refused to those that turn keys back."""
+    latents = SPECS[name].model == "deepseek_v3"
+    return [one for one in POLICIES if not (latents and policy_class(one).needs_rotation)]
+
+
 def from_host(turn: Turn) -> int:
     """KV tokens that were loaded."""
     return int(turn.answer["meta_info"]["cached_tokens_details"]["host"])
 
 
 @pytest.fixture(scope="module")
-def talks(server: Server) -> dict[Case, tuple[list[Turn], list[Turn]]]:
+def talks(server: Server, policies: list[str]) -> dict[Case, tuple[list[Turn], list[Turn]]]:
     """More conversations than the device has room for."""
 
     def asked(case: Case, number: object, after: Turn | None) -> Asked:
         text = draw((*case, number), TEXT if after else 90 + TEXT)
         return Asked(f"host-{'-'.join(case)}-{number}", text, keys(*case), after)
 
-    return converse(server, [(mode, p) for mode in MODES for p in POLICIES], asked, TURNS)
+    return converse(server, [(mode, p) for mode in MODES for p in policies], asked, TURNS)
 
 
 def test_histories_are_loaded_and_continued(talks) -> None:
@@ -98,9 +104,8 @@ def test_every_kept_set_is_the_one_with_the_best_scores(talks, scores) -> None:
     assert compactions >= 10
 
 
-def test_prompts_are_loaded(server: Server, oracle, name: str) -> None:
-    """Of requests that evict and are retracted."""
-    prompts = {policy: draw(("prompt", policy), 200) for policy in POLICIES}
+def test_prompts_are_loaded(server: Server, policies: list[str], oracle, name: str) -> None:
+    prompts = {policy: draw(("prompt", policy), 200) for policy in policies}
     for prompt in prompts.values():
         server.generate(prompt, 1)
     turns = say(
@@ -112,6 +117,8 @@ def test_prompts_are_loaded(server: Server, oracle, name: str) -> None:
     )
     assert sum(from_host(turn) >= 190 for turn in turns) >= 0.5 * len(turns)
     assert all(turn.info["compactions"] for turn in turns)
+    retractions = sum(turn.answer["meta_info"]["num_retractions"] for turn in turns)
+    assert bool(retractions) == ("two ranks" in name)
     assert_judged(oracle(str(SPECS[name].model)), *turns)
 
 
@@ -125,10 +132,10 @@ def test_prompts_come_from_a_storage(fleet: Fleet, oracle) -> None:
             Asked(f"stored-{policy}", prompt + draw("its own", 5), keys(False, policy))
             for policy, prompt in prompts.items()
         ]
-        # Four at once: as many as the second level has room for.
-        turns = [turn for i in range(0, len(asked), 4) for turn in say(server, *asked[i : i + 4])]
+        # Two at once, because the second level has room for few; how many it has depends on time.
+        turns = [turn for i in range(0, len(asked), 2) for turn in say(server, *asked[i : i + 2])]
         details = [turn.answer["meta_info"]["cached_tokens_details"] or {} for turn in turns]
-        assert sum(one.get("storage", 0) >= 250 for one in details) >= 0.5 * len(turns)
+        assert sum(one.get("storage", 0) >= 250 for one in details) >= 3
         assert all(turn.info["compactions"] for turn in turns)
         assert_judged(oracle("llama"), *turns)
         with pytest.raises(HTTPFailure, match="kv_reuse with a HiCache storage"):
