@@ -309,13 +309,13 @@ SPECS: dict[str, Spec] = {
         {**CHECKED, "check_agreement": True},
         {"env": retracts(50)},
     ),
-    # A third level, and a second one that has room for little.
+    # A third level.
     "hicache with a storage": Spec(
         ("hicache",),
         "llama",
         (
-            *(*HICACHE, "--hicache-ratio", "1.1", "--enable-cache-report", *PAGES_OF_16),
-            *("--hicache-storage-backend", "file"),
+            *(*HICACHE, "--hicache-storage-backend", "file"),
+            *("--enable-cache-report", *PAGES_OF_16),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
             *(*CHUNKS_OF_64, *ONE_BATCH),
         ),

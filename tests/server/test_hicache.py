@@ -128,14 +128,15 @@ def test_prompts_come_from_a_storage(fleet: Fleet, oracle) -> None:
         prompts = {policy: draw(("stored", policy), 300) for policy in POLICIES}
         for prompt in prompts.values():
             server.generate(prompt, 1)
+        server.wait_idle()
+        server.post("/flush_cache")  # of the first two levels; idle is who has written the third
         asked = [
             Asked(f"stored-{policy}", prompt + draw("its own", 5), keys(False, policy))
             for policy, prompt in prompts.items()
         ]
-        # Two at once, because the second level has room for few; how many it has depends on time.
-        turns = [turn for i in range(0, len(asked), 2) for turn in say(server, *asked[i : i + 2])]
+        turns = [turn for i in range(0, len(asked), 6) for turn in say(server, *asked[i : i + 6])]
         details = [turn.answer["meta_info"]["cached_tokens_details"] or {} for turn in turns]
-        assert sum(one.get("storage", 0) >= 250 for one in details) >= 3
+        assert sum(one.get("storage", 0) >= 250 for one in details) >= 0.5 * len(turns)
         assert all(turn.info["compactions"] for turn in turns)
         assert_judged(oracle("llama"), *turns)
         with pytest.raises(HTTPFailure, match="kv_reuse with a HiCache storage"):
