@@ -91,6 +91,17 @@ def _crowds(file: str) -> str:
     return table(header, lines, rows, file)
 
 
+def gain_with_hicache() -> list[str]:
+    """The same for servers with HiCache."""
+    rows = recorded("conversation_hicache")
+    shown = [row for row in rows if row["kv_reuse"] == "budget"]
+    ratio = float(shown[0]["hicache_ratio"])
+    return [
+        f"the same, with HiCache and host memory for {ratio:g} times the pool on both servers",
+        f"{_ratios(shown)} times ({spread(shown)})",
+    ]
+
+
 def gain() -> list[str]:
     """Case and result of every crowd: a line of the table of gains."""
     rows = recorded("conversation_pressure")
@@ -102,17 +113,17 @@ def gain() -> list[str]:
     )
     held = max(float(one["held_kv_tokens"]) for one in recorded("conversation"))
     row = shown[-1]
-    ratios = [
-        "{:.2f} [{:.2f}, {:.2f}]".format(
-            *(float(one[name]) for name in ("ratio_p50", "ratio_low", "ratio_high"))
-        )
-        for one in shown
-    ]
     return [
         f"{' or '.join(one['conversations'] for one in shown)} conversations of eight turns at "
         f"once in memory for {int(row['pool_tokens']):,} KV tokens, of which each fills "
         f"{held:,.0f} in full, `kv_reuse` budget, `kv_budget` {row['kv_budget']} "
         f"({row['device']}, `{row['policy']}`)",
-        f"{' or '.join(ratios)} times ({spread(shown)}) the turns per minute of the same server "
+        f"{_ratios(shown)} times ({spread(shown)}) the turns per minute of the same server "
         f"without a budget; right answers {least:.1f}%, without a budget {least_of_full:.1f}%",
     ]
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    names = ("ratio_p50", "ratio_low", "ratio_high")
+    of_each = [[float(row[name]) for name in names] for row in rows]
+    return " or ".join("{:.2f} [{:.2f}, {:.2f}]".format(*one) for one in of_each)

@@ -119,6 +119,7 @@ def gains() -> str:
             "ran as many requests as fit by arithmetic",
         ],
         conversation_tables.gain(),
+        conversation_tables.gain_with_hicache(),
         [
             f"memory for all requests, `kv_budget` {with_budget['kv_budget']} ({same})",
             f"{_rounded(with_budget)} {plain}",

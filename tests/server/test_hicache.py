@@ -129,7 +129,8 @@ def test_prompts_come_from_a_storage(fleet: Fleet, oracle) -> None:
         for prompt in prompts.values():
             server.generate(prompt, 1)
         server.wait_idle()
-        server.post("/flush_cache")  # of the first two levels; idle is who has written the third
+        # Of the first two levels, and not before the third is written.
+        server.post("/flush_cache?timeout=60")
         asked = [
             Asked(f"stored-{policy}", prompt + draw("its own", 5), keys(False, policy))
             for policy, prompt in prompts.items()
