@@ -20,9 +20,11 @@ def load_row(original: Callable[..., Any], tree_cache: Any, params: Any) -> Any:
     SGLang does not load a few tokens, and computes what it does not load. A history cannot be
     computed from its keys. The next pass tries again, or does without if nobody runs beside it.
     """
-    state = state_of(params.req)
-    if state is None or state.reuse.continued is None:
-        return original(tree_cache, params)
+    req = params.req
+    state = state_of(req)
+    continued = None if state is None else state.reuse.continued
+    if state is None or continued is None or req.prefix_len >= continued.row_tokens:
+        return original(tree_cache, params)  # text, which can be computed
     fewest, tree_cache.load_back_threshold = tree_cache.load_back_threshold, 1
     try:
         loaded = original(tree_cache, params)
