@@ -52,7 +52,7 @@ def pytest_report_header() -> str:
 
 def group_of(file: str) -> str:
     """Of a test file and those that share a server with it."""
-    from fleet import sharing
+    from server_specs import sharing
 
     return min(sharing(Path(file).stem.removeprefix("test_")))
 

@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 import sglang as sgl
-from fleet import REASONER, Fleet
+from fleet import Fleet
 from hostile_bodies import PATHS, Body, plain_body
 from hostile_client import refusal, send
+from server_specs import REASONER
 from servers import Server
 from transformers import AutoTokenizer
 

@@ -31,7 +31,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
-from planted_bugs import FOUND, IN_HOST, IN_PAGES, RARE, SOONEST, bugs, plant
+from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
+from planted_bugs import FOUND, bugs, plant
 from pool_content import plugin_and_topology
 from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
 from row_table import show

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted_bugs import RARE, bugs
+from bug_lives import RARE
+from planted_bugs import bugs
 
 COMMAND = (
     *(sys.executable, str(Path(__file__).parent / "fuzz.py"), "--report", "rows.json"),

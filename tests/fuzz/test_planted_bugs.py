@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from planted_bugs import IN_HOST, IN_PAGES, RARE, SOONEST, bugs, plant
+from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
+from planted_bugs import bugs, plant
 
 
 def test_every_bug_can_be_planted() -> None:

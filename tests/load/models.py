@@ -27,11 +27,12 @@ from isolated import isolate
 
 isolate()  # before anything imports sglang
 
-from fleet import CHECKED, ONE_BATCH, addition_of, flags_of
+from fleet import addition_of, flags_of
 from media_oracle import oracle_of
 from oracle import MaskingOracle
 from pictures import image_data, with_picture
 from row_table import show
+from server_specs import CHECKED, ONE_BATCH
 from servers import Server, logprob_gap
 from tiny_models import ARGUMENTS, ENVIRONMENT, WITH_VISION, prompt_ids, save_model
 

@@ -23,10 +23,11 @@ from isolated import isolate
 
 isolate()  # before anything imports sglang
 
-from fleet import CHECKED, ONE_BATCH, WITHOUT_OVERLAP, flags_of
+from fleet import flags_of
 from moved_bytes import moved_over_survivors
 from oracle import MaskingOracle
 from row_table import show
+from server_specs import CHECKED, ONE_BATCH, WITHOUT_OVERLAP
 from servers import Server, logprob_gap
 from talks import MODES, TEXT, Asked, Turn, converse, distance, draw, keys, verdict
 from tiny_models import prompt_ids, save_model

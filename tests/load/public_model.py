@@ -23,10 +23,11 @@ from isolated import isolate
 
 isolate()  # before anything imports sglang
 
-from fleet import CHECKED, ONE_BATCH, flags_of
+from fleet import flags_of
 from models import POLICIES, START_WITHIN_S, Row, judged
 from oracle import MaskingOracle
 from row_table import show
+from server_specs import CHECKED, ONE_BATCH
 from servers import Server
 from transformers import AutoTokenizer
 

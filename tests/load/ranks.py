@@ -30,11 +30,12 @@ from isolated import isolate
 isolate()  # before anything imports sglang
 
 import psutil
-from fleet import CHECKED, ONE_BATCH, REASONER, WITHOUT_OVERLAP, flags_of
+from fleet import flags_of
 from oracle import MaskingOracle
 from rank_costs import costs
 from rank_plants import environment, trace_of
 from row_table import show
+from server_specs import CHECKED, ONE_BATCH, REASONER, WITHOUT_OVERLAP
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 

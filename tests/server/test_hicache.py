@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import SPECS, Fleet
+from fleet import Fleet
 from latent_oracle import LatentOracle
 from score_oracle import SPELLED_OUT, score_tolerance
+from server_specs import SPECS
 from servers import HTTPFailure, Server
 from talks import (
     BUDGET,

@@ -11,8 +11,9 @@ from itertools import count
 from typing import Any
 
 import pytest
-from fleet import SPECS, Fleet, addition
+from fleet import Fleet, addition
 from score_oracle import SPELLED_OUT, score_tolerance
+from server_specs import SPECS
 from servers import Server
 from tiny_models import LINE_END_IDS, prompt_ids
 

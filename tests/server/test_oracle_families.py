@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import SPECS, Fleet, addition
+from fleet import Fleet, addition
+from server_specs import SPECS
 from servers import Server, logprob_gap
 from tiny_models import prompt_ids
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import DEFAULTS_BY_FLAG, STEERING_GAMMA, Fleet, addition
+from fleet import STEERING_GAMMA, Fleet, addition
+from server_specs import DEFAULTS_BY_FLAG
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import VOCAB_SIZE, prompt_ids
 

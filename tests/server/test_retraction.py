@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fleet import CROWD_POOL_TOKENS, RETRACT_POOL_TOKENS, Fleet, addition
+from fleet import Fleet, addition
 from load_turns import PHASES, Crowd, Talk
+from server_specs import CROWD_POOL_TOKENS, RETRACT_POOL_TOKENS
 from servers import Server, logprob_gap, output_logprobs
 from tiny_models import prompt_ids
 

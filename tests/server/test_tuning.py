@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from fleet import REASONER, Fleet
+from fleet import Fleet
+from server_specs import REASONER
 
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.server_process import Endpoint
