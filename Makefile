@@ -6,6 +6,7 @@
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make gpu     every check and measurement that needs a GPU, in .gpu-run/ (half an hour)
+# make mooncake   Mooncake for machines without CUDA, in .mooncake/, which tests of PD disaggregation need (Debian)
 # make monitoring   the dashboard and the alerts against a real Prometheus (Debian: apt install prometheus)
 # make lint    ruff and mypy --strict
 # make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
@@ -23,7 +24,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test test-slow explorer fuzz reliability gpu monitoring lint docs notebook bench-quick public-model canary dist
+.PHONY: setup demo test test-slow explorer fuzz reliability gpu mooncake monitoring lint docs notebook bench-quick public-model canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -61,6 +62,16 @@ reliability: $(READY)
 
 gpu: $(READY)
 	$(BIN)/python tests/release/gpu.py
+
+mooncake: .mooncake/.ready
+
+# Its wheel links against libraries of Debian, which need no root where they lie beside it.
+.mooncake/.ready: $(READY) | $(UV)
+	$(UV) pip install --quiet --no-deps --python $(BIN)/python --target .mooncake/package mooncake-transfer-engine-non-cuda==0.3.13.post1
+	mkdir -p .mooncake/debian
+	cd .mooncake/debian && apt-get download --quiet libibverbs1 libnl-3-200 libnl-route-3-200
+	for package in .mooncake/debian/*.deb; do dpkg -x $$package .mooncake/libraries; done
+	touch $@
 
 monitoring: $(READY)
 	$(BIN)/python tests/load/monitoring.py

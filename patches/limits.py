@@ -14,6 +14,10 @@ from sgl_skipkv.policy import built_in, policy_class
 from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS
 
+#: parameter -> its only value where the prompt is computed by another server
+WITHOUT_PROMPT: Final = {"protect_prompt": True, "count_prompt": False}
+PROMPT_IS_ELSEWHERE: Final = "PD disaggregation: nothing is recorded of the prompt"
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -25,12 +29,15 @@ class ServerLimits:
         without_rotation: why policies that need the rotation of queries are refused; None: they are
             not.
         has_thoughts: whether one token each begins and ends a thought.
+        prompt_is_elsewhere: whether another server computes prompts (PD disaggregation), so nothing
+            of them is recorded.
     """
 
     model_window_tokens: int = 0
     without_reuse: tuple[str, ...] = ()
     without_rotation: str | None = None
     has_thoughts: bool = False
+    prompt_is_elsewhere: bool = False
 
     def check(self, settings: RequestSettings) -> None:
         """Refuse what this server cannot do.
@@ -46,6 +53,11 @@ class ServerLimits:
             others = [name for name in built_in() if not policy_class(name).needs_rotation]
             expected = f"another policy on this server ({self.without_rotation})"
             raise SettingError("kv_policy", expected, settings.policy.name, ", ".join(others))
+        if settings.evicts and self.prompt_is_elsewhere:
+            for name, served in WITHOUT_PROMPT.items():
+                if (got := getattr(settings.policy.params, name)) is not served:
+                    expected = f"{str(served).lower()} on this server ({PROMPT_IS_ELSEWHERE})"
+                    raise SettingError(f"kv_params.{name}", expected, got, "leave it out")
         if settings.drops_thoughts and not self.has_thoughts:
             expected = f"false on this server ({NO_THOUGHTS})"
             raise SettingError("kv_params.drop_thoughts", expected, True, "false, or leave it out")

@@ -46,11 +46,7 @@ class _BudgetedAdder:
             stock = super()._get_running_request_total_token_offset  # type: ignore[misc]
             return float(stock(req))
         # The bound is exact, so SGLang's estimate that some requests stop early does not apply.
-        # Of a running request only pages that it does not have count.
-        row_tokens: int = req.kv.kv_allocated_len
-        peak_tokens = row_tokens + state.future_tokens(row_tokens, _tokens_left(req))
-        page_tokens = state.runtime.page_tokens
-        return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
+        return growth_tokens(state, req)
 
     def add_one_req(
         self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
@@ -71,7 +67,7 @@ class _BudgetedAdder:
         # page itself, for what the first and the last page of a candidate leave unused.
         matched, restored = req.prefix_len, _restored_tokens(state, req)
         loaded = restored + _copied_tokens(state, req.prefix_len)
-        future = _future_tokens(state, req) + loaded
+        future = future_tokens(state, req) + loaded
         clipped = _clipped(future)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
         if clipped and needed >= self.rem_total_tokens:
@@ -102,7 +98,7 @@ class _BudgetedAdder:
             return super().add_chunked_req(req)  # type: ignore[misc]
         with _future_as_max_new_tokens(req):
             unfinished = super().add_chunked_req(req)  # type: ignore[misc]
-        self.memory_budget.total_offset += _clipped(_future_tokens(state, req))
+        self.memory_budget.total_offset += _clipped(future_tokens(state, req))
         return unfinished
 
     def preempt_to_schedule(self, req: Any) -> bool:
@@ -199,7 +195,7 @@ def backup_bytes(req: Any, state: RequestState) -> int | None:
 
 def fits_alone(state: RequestState, req: Any) -> bool:
     """Whether a request without a backup can be admitted when no other request holds KV."""
-    needed = prefill_tokens(req) - state.kv.evicted_tokens + _future_tokens(state, req)
+    needed = prefill_tokens(req) - state.kv.evicted_tokens + future_tokens(state, req)
     if (continued := state.reuse.continued) is not None:  # beside the history, until it is copied
         pages = page_ceil(continued.row_tokens, state.runtime.page_tokens)
         needed += pages - continued.shared_tokens
@@ -233,7 +229,15 @@ def _copied_tokens(state: RequestState, matched: int) -> int:
     return continued.row_tokens - continued.shared_tokens
 
 
-def _future_tokens(state: RequestState, req: Any) -> int:
+def growth_tokens(state: RequestState, req: Any) -> int:
+    """KV tokens that a request with a row may still need: of pages that it does not have."""
+    row_tokens: int = req.kv.kv_allocated_len
+    peak_tokens = row_tokens + state.future_tokens(row_tokens, _tokens_left(req))
+    page_tokens = state.runtime.page_tokens
+    return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
+
+
+def future_tokens(state: RequestState, req: Any) -> int:
     """KV tokens that a request may need after its next prefill."""
     backup = state.offloaded.backup
     prefilled_tokens = prefill_tokens(req) - state.kv.evicted_tokens
@@ -267,7 +271,7 @@ def _future_as_max_new_tokens(
     params = req.sampling_params
     saved = params.max_new_tokens, params.ignore_eos
     subtracted = len(req.output_ids) if subtracted is None else subtracted
-    params.max_new_tokens = _future_tokens(state, req) + loaded + subtracted
+    params.max_new_tokens = future_tokens(state, req) + loaded + subtracted
     params.ignore_eos = False
     try:
         yield

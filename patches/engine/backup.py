@@ -146,11 +146,15 @@ def forget_flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> No
 
 def _forget_waiting(scheduler: Any, runtime: Runtime, lost_to: str) -> None:
     """Requests that wait with a backup are computed anew."""
-    for req in list(scheduler.waiting_queue):
+    queues = [scheduler.waiting_queue]
+    if not runtime.recomputes:
+        queues.append(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+    for queue, req in [(one, req) for one in queues for req in one]:
         state = state_of(req)
-        if state is not None and state.offloaded.backup is not None:
+        # On a decode server a row that is restored waits for its first step, see ``end_paused``.
+        if state is not None and state.offloaded.backup is not None and not req.kv.holds_kv:
             runtime.forget_backup(state)
             lengthen_input(req)
             if is_stranded(req):  # it would block the queue for ever
-                scheduler.waiting_queue.remove(req)
+                queue.remove(req)
                 end_stranded(scheduler, req, lost_to)

@@ -154,6 +154,64 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.waiting:_end",
         "end a request that waits",
     ),
+    # -- a decode server of PD disaggregation
+    around(
+        "disaggregation.decode.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch(self, "
+        "running_batch)",
+        "engine.pd_decode:hold_back_untracked",
+        "a request starts when a track is free for it",
+    ),
+    before(
+        "disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin."
+        "process_prebuilt(self, future_map)",
+        "engine.pd_decode:start_rows",
+        "a request has a row of the page table, without a prefill",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue._pre_alloc_fill_len(req)",
+        "engine.pd_decode:row_tokens",
+        "a row that was compacted is restored with its own length",
+    ),
+    around(
+        "mem_cache.common.backup_kv_cache(req, tree_cache, req_to_token_pool, "
+        "token_to_kv_pool_allocator, backend)",
+        "engine.pd_decode:back_up_row",
+        "SGLang's copy is of a row as long as the sequence, and has no recordings",
+    ),
+    around(
+        "mem_cache.common.restore_kv_cache(req, tree_cache, req_to_token_pool, "
+        "token_to_kv_pool_allocator, backend)",
+        "engine.pd_decode:restore_row",
+        "SGLang restores a row as long as the sequence",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue.hold_rebootstrap(self, req)",
+        "engine.pd_decode:end_paused",
+        "a prefill server does not record what it recomputes",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue._active_reserved_tokens(self, n_active=None, "
+        "extra_reserved_reqs=0)",
+        "engine.pd_admission:reserve_growth",
+        "reserve the future KV tokens of requests that have a row",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue._need_space_for_single_req(self, "
+        "retractable_tokens=None)",
+        "engine.pd_admission:needed_by_longest",
+        "reserve the future KV tokens of running requests",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue._required_admission_tokens(self, req, "
+        "allocated_tokens, prefix_len, retractable_tokens)",
+        "engine.pd_admission:needed_by_arrival",
+        "reserve the future KV tokens of a candidate",
+    ),
+    around(
+        "disaggregation.decode.DecodePreallocQueue._prealloc_required_tokens(self, req)",
+        "engine.pd_admission:needed_by_restored",
+        "reserve the future KV tokens of a request that is restored",
+    ),
     # -- rows in the radix tree
     around(
         "mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back(self, params)",

@@ -44,7 +44,8 @@ def close_request(
     """AROUND ``release_kv_cache``: close a finished or aborted request, back up a retracted one."""
     state, row_tokens = state_of(req), req.kv.kv_allocated_len
     if state is not None and not req.finished():
-        back_up(state, req, tree_cache)
+        if state.runtime.recomputes:  # a decode server has done so: ``pd_decode.back_up_row``
+            back_up(state, req, tree_cache)
     elif state is not None:
         # Its answer has not been sent. It may have ended before its last compaction was read.
         state.runtime.read_back(state)
@@ -52,7 +53,7 @@ def close_request(
             req.finished_reason = failure_reason(req, state)
     with leaving_history(req, state, tree_cache, checkpoint=checkpoint):
         original(req, tree_cache, checkpoint=checkpoint)
-    if state is not None and req.finished():
+    if state is not None and req.finished() and state.report.summary is None:
         state.runtime.close(state, row_tokens, req.output_ids_through_stop, _finish_type(req))
 
 

@@ -71,7 +71,7 @@ def _open(
 ) -> None:
     try:
         refuse_misspelt(rest)
-        if binding.runtime is None:
+        if binding.readiness.reasons:
             field, got = next(iter(keys.items()), ("kv_budget", "the server's default"))
             raise Unavailable(field, got, binding.readiness)
         kind = request_kind(recv_req.session_params, recv_req.sampling_params.beam_width)
@@ -84,6 +84,8 @@ def _open(
         if kind is not None:
             kind.refuse_beside(settings)
         binding.limits.check(settings)
+        if binding.runtime is None:
+            return  # a prefill server: the decode server evicts
         if settings.evicts and (reason := measure_alone(binding)) is not None:
             binding.metrics.refused("unavailable")
             _refuse_for_now(req, unmeasured(reason))

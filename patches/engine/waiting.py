@@ -43,12 +43,15 @@ def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
         lost_to: a key of ``_LOST``.
     """
     state, (why, remedy) = req.skipkv, _LOST[lost_to]
-    message = (
-        f"kv_budget request {state.rid}: {why}, and the request cannot be recomputed: its "
-        f"{state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
+    because = (
+        f"its {state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
         f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
         "--mem-fraction-static."
     )
+    if not state.runtime.recomputes:  # only a pause takes KV from it here
+        because = "a decode server computes no prompts. Pause with mode in_place."
+    message = f"kv_budget request {state.rid}: {why}, and the request cannot be recomputed: "
+    message += because
     state.failure = message
     _end(scheduler, req, message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 

@@ -24,14 +24,15 @@ from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
+from sgl_skipkv.patches.engine.pd_decode import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
-from sgl_skipkv.patches.limits import ServerLimits
+from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
 from sgl_skipkv.patches.startup.flags import config_of
-from sgl_skipkv.patches.startup.measurements import measure_model, text_ids
+from sgl_skipkv.patches.startup.measurements import measure_model, text_ids, without_rotation
 from sgl_skipkv.patches.startup.parallel import (
     is_first_rank,
     joins_running_server,
@@ -60,7 +61,7 @@ def reserve(original: Callable[[Any], None], scheduler: Any) -> None:
         config = config_of(scheduler.server_args)
         path = config.steering_vector
         vector = SteeringVector.load(path) if path is not None else None
-        if config.enabled and not registry.problems() and _can_record(scheduler):
+        if config.enabled and not registry.problems() and _records(scheduler):
             side = build_model_side(config, scheduler, vector)
             workspace = _reserved_workspace(config, scheduler)
     except (SettingError, torch.OutOfMemoryError) as error:
@@ -86,14 +87,17 @@ def _reserved_workspace(config: ServerConfig, scheduler: Any) -> torch.Tensor | 
     return torch.empty(config.compaction_work_bytes, dtype=torch.uint8, device=device)
 
 
-def _can_record(scheduler: Any) -> bool:
-    """Whether this model's forward pass can be recorded, as far as is known before pools exist.
+def _records(scheduler: Any) -> bool:
+    """Whether this model's forward pass can be recorded, as far as is known before pools exist, and
+    is: a prefill server records nothing (PD disaggregation).
 
     ``bind`` checks the rest and reports all reasons.
     """
     from sglang.srt.configs.model_config import AttentionArch
 
     if missing_capabilities(scheduler, settings_only=True) or missing_vocabulary(scheduler):
+        return False
+    if is_prefill_server():
         return False
     layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
     shapes = {(layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim) for layer in layers}
@@ -109,12 +113,17 @@ class ModelFacts(NamedTuple):
         window_tokens: the largest window of a layer; 0: they have none.
         without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
         thoughts: None: the vocabulary marks none.
+        without_rotation: why policies that need the rotation of queries are refused; None: they are
+            not.
+        prompt_is_elsewhere: whether this is a server of PD disaggregation.
     """
 
     layers: Sequence[Any] = ()
     window_tokens: int = 0
     without_reuse: Sequence[str] = ()
     thoughts: ThoughtTokens | None = None
+    without_rotation: str | None = None
+    prompt_is_elsewhere: bool = False
 
 
 class Built(NamedTuple):
@@ -123,7 +132,6 @@ class Built(NamedTuple):
     runtime: Runtime
     capture: HiddenCapture | None
     kv_scales: Any
-    without_rotation: str | None
 
 
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,12 +159,12 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     try:
         check_server_defaults(config, facts.window_tokens)
         if config.trace is not None and not problems and is_first_rank():
-            trace = TraceWriter(trace_path(config.trace))
+            trace = None if is_prefill_server() else TraceWriter(trace_path(config.trace))
     except SettingError as error:
         reasons.append(str(error))
     reasons, metrics = _shared(scheduler, reasons, problems)
     built: Built | None = None
-    if not reasons:
+    if not reasons and not is_prefill_server():
         build = partial(_build, scheduler, config, facts, measured_ids, trace, metrics, reasons)
         built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
         reasons += [] if failure is None else [failure]
@@ -171,8 +179,9 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         limits=ServerLimits(
             facts.window_tokens,
             tuple(facts.without_reuse),
-            built.without_rotation if built else None,
+            facts.without_rotation,
             has_thoughts=facts.thoughts is not None,
+            prompt_is_elsewhere=facts.prompt_is_elsewhere,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
         measure_again=partial(_measure_again, scheduler, measured_ids),
@@ -211,7 +220,11 @@ def _facts(scheduler: Any) -> ModelFacts:
     layers = attention_layers(runner.model)
     window_tokens = model_window_tokens(layers, runner.sliding_window_size)
     thoughts = ThoughtTokens.of(tokenizer_of(scheduler))
-    return ModelFacts(layers, window_tokens, missing_for_reuse(scheduler), thoughts)
+    return ModelFacts(
+        *(layers, window_tokens, missing_for_reuse(scheduler), thoughts),
+        without_rotation=without_rotation(runner.model),
+        prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
+    )
 
 
 def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
@@ -219,6 +232,11 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     reasons = [*facts.without_reuse] if config.kv_reuse else []
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
+    if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:
+        reasons.append(f"kv_policy {config.kv_policy}: {facts.without_rotation}")
+    for name, served in WITHOUT_PROMPT.items() if facts.prompt_is_elsewhere else ():
+        if config.kv_params.get(name, served) is not served:
+            reasons.append(f"kv_params.{name}: {PROMPT_IS_ELSEWHERE}")
     return reasons
 
 
@@ -252,9 +270,7 @@ def _build(
             side = build_model_side(config, scheduler)
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
-        centres, reach, without_rotation = measure_model(scheduler, side, measured_ids, ranks)
-        if without_rotation and policy_class(config.kv_policy).needs_rotation:
-            reasons.append(f"kv_policy {config.kv_policy}: {without_rotation}")
+        centres, reach = measure_model(scheduler, side, measured_ids, ranks)
         buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
         runtime = Runtime(
             config,
@@ -270,11 +286,12 @@ def _build(
             reach=reach,
             ranks=ranks,
             metrics=metrics,
+            recomputes=not is_decode_server(),
         )
     except (SettingError, AttentionMismatch, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
         return None
-    return Built(runtime, side.capture, kv_scales_of(runner), without_rotation)
+    return Built(runtime, side.capture, kv_scales_of(runner))
 
 
 def _measure_again(scheduler: Any, measured_ids: list[int]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from sgl_skipkv.kernels.on_device import uses_triton
+from sgl_skipkv.patches.engine.pd_decode import is_decode_server
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
@@ -173,6 +174,14 @@ class Switch:
         return f"{self.reason} ({self.attribute})" if is_on else None
 
 
+def _second_level_of_decode(scheduler: Any) -> str | None:
+    return (
+        "HiCache on a decode server"
+        if is_decode_server() and scheduler.enable_hierarchical_cache
+        else None
+    )
+
+
 _OFF = (False, None, 0, "none", "null")
 _REUSED = "the next turn reuses the row as a token prefix"
 _STORED = "rows are stored by logical length"
@@ -192,7 +201,6 @@ _SETTINGS: Rows = (
         "a batch is split after positions are set",
         "exec.overlap.enable_two_batch_overlap",
     ),
-    ("PD disaggregation", "rows are copied by logical length", "disagg.disaggregation_mode"),
     ("PD multiplexing", "decode steps run inside a prefill", "disagg.enable_pdmux"),
     ("FlexKV", _STORED, "memory.enable_flexkv"),
     ("unified cache linker", _STORED, "memory.enable_unified_cache_external_linker"),
@@ -294,6 +302,30 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         lambda s: None if s.spec_algorithm.is_none() else "speculative decoding",
     ),
     (
+        "role switches",
+        "a prefill server has no buffers for recording",
+        Setting("disagg.enable_pd_role_switch", _OFF, "role switches of PD disaggregation"),
+    ),
+    (
+        "KV offload of a decode server",
+        _STORED,
+        Setting(
+            "disagg.disaggregation_decode_enable_offload_kvcache",
+            _OFF,
+            "KV offload of a decode server",
+        ),
+    ),
+    (
+        "prompts received in host memory",
+        "untested",
+        Setting(
+            "disagg.disaggregation_decode_host_receive_threshold",
+            (1,),
+            "prompts received in host memory",
+        ),
+    ),
+    ("HiCache on a decode server", "untested", _second_level_of_decode),
+    (
         "embedding models",
         "nothing is generated",
         lambda s: None if s.is_generation else "not a generation model",
@@ -343,6 +375,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability("expert parallel", "yes", "every rank has the whole attention of its heads"),
     Capability("DP attention", "yes", "each attention group has its own pool and trace file"),
+    Capability("PD disaggregation", "yes", "the decode server evicts; the prompt must be kept"),
     Capability("steering", "yes", f"{STEERED_TYPES}; checked when a vector is loaded"),
     Capability("data parallel", "yes", "each replica has its own pool, settings and trace file"),
     Capability(
@@ -390,6 +423,11 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 #: beside these no request may have kv_reuse
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
+    Setting(
+        "disagg.disaggregation_mode",
+        _OFF,
+        "kv_reuse with PD disaggregation, where the prefill server does not have the kept KV",
+    ),
     Setting(
         "observability.kv_events_config",
         (None, ""),

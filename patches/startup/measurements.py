@@ -45,12 +45,10 @@ class Measurements(NamedTuple):
         centres: of its queries, and their rotation; None where it does not follow from the
             position.
         reach: float32 [layers, Hkv of all ranks], how far its heads look.
-        without_rotation: why there are no centres, where there are none.
     """
 
     centres: QueryCentres | None
     reach: Tensor
-    without_rotation: str | None
 
 
 def text_ids(scheduler: Any, config: ServerConfig) -> list[int]:
@@ -98,18 +96,14 @@ def measure_model(
     Raises:
         AttentionMismatch: scores would not be of what the model's attention does.
     """
-    rotation, without_rotation = None, None
-    try:
-        rotation = rotation_of(scheduler.tp_worker.model_runner.model)
-    except NoRotation as error:
-        without_rotation = str(error)
+    model = scheduler.tp_worker.model_runner.model
+    rotation = None if without_rotation(model) else rotation_of(model)
     check = AttentionCheck(scheduler, side.scale, len(ids))
     centres, reach = _seen(scheduler, side, rotation, ids, check, serving)
     check.conclude(ranks)
     return Measurements(
         None if rotation is None else QueryCentres.of_means(rotation, centres),
         torch.cat(ranks.gathered(torch.stack(reach)).unbind(), dim=1),
-        without_rotation,
     )
 
 
@@ -194,6 +188,15 @@ def _prefill(scheduler: Any, ids: list[int], recorder: Recorder, serving: bool) 
             pages.req_to_token.zero_()
         elif req.kv.holds_kv:
             release_kv_cache(req, tree, checkpoint=False)
+
+
+def without_rotation(model: Any) -> str | None:
+    """Why policies cannot know how the model's queries are rotated; None: they can."""
+    try:
+        rotation_of(model)
+    except NoRotation as error:
+        return str(error)
+    return None
 
 
 def rotation_of(model: Any) -> Rotation:

@@ -34,6 +34,8 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
         # HiCache's other ways to copy are kernels of a GPU.
         server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
+        # A prefill server sends what the radix tree has behind a CUDA event; here with the rest.
+        os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -75,6 +77,7 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         dp_attention.memcpy_func = dp_attention.memcpy_cpu
         forward_batch_info._is_cpu = parallel_state._is_cpu = True
         serve_hicache()
+        serve_disaggregation()
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -86,6 +89,13 @@ def serve_hicache() -> None:
 
     base.HostKVCache.pin_memory = property(lambda pool: False, lambda pool, pinned: None)
     mha.transfer_kv_direct = mla.transfer_kv_direct = _copy_pages
+
+
+def serve_disaggregation() -> None:
+    """A prefill server passes page numbers on through pinned memory; here without."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    MooncakeKVSender.supports_host_tensor_indices = False
 
 
 def _copy_pages(

@@ -50,6 +50,7 @@ class Runtime:
         has_opened: whether a request has been opened so far.
         open_requests: that hold a row of the page table; 0 when the server is idle.
         ranks: that share its requests; this is the runtime of one of them.
+        recomputes: whether the server can prefill; a decode server cannot (PD disaggregation).
         metrics: that this process exports.
         page_tokens: of the KV pool.
     """
@@ -70,8 +71,9 @@ class Runtime:
         centres: QueryCentres | None,
         ranks: Ranks = ONE_RANK,
         metrics: Metrics | None = None,
+        recomputes: bool = True,
     ) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.recomputes = config, ranks, recomputes
         self.metrics = Metrics() if metrics is None else metrics
         self.recorder = recorder
         self.steerer = steerer
@@ -158,7 +160,10 @@ class Runtime:
         return tokens + 1 + self.page_tokens < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
-        """Whether a request without KV can be prefilled again from all of its tokens."""
+        """Whether a request without KV can be prefilled again from all of its tokens. Without
+        eviction SGLang has a copy of its own wherever it cannot prefill."""
+        if state.settings.evicts and not self.recomputes:
+            return False
         return self.fits_pool(state.prompt.sent_tokens + generated)
 
     def has_track(self, state: RequestState, before: Sequence[RequestState]) -> bool:
@@ -186,8 +191,10 @@ class Runtime:
             recorded_tokens = 0 if continued is None else continued.recorded_tokens
             state.kv.not_before = max(prefill_tokens + 1, recorded_tokens)
         if offloaded.waiting_with is not None:
-            event = "recompute" if offloaded.backup is None else "restore"
-            state.report.recomputations += offloaded.backup is None
+            # Without eviction a decode server restores its own copy.
+            recomputed = offloaded.backup is None and self.recomputes
+            event = "recompute" if recomputed else "restore"
+            state.report.recomputations += recomputed
             self.metrics.returned(event)
             if self._trace is not None:
                 self._trace.write(event, rid=state.rid, generated=offloaded.waiting_with)

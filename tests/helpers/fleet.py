@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from disaggregated import Disaggregated
 from oracle import Addition, steering_factors
 from server_specs import SPECS
 from servers import Server
@@ -87,9 +88,12 @@ class Fleet:
             folder = self._folder(name.replace(", ", "-").replace(" ", "-"))
             arguments = flags_of(folder, spec.config, spec.steering_layer)
             model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
-            self._started[name] = Server(
-                model, folder, [*spec.arguments, *arguments], **spec.options
-            )
+            if spec.prefill is None:
+                server = Server(model, folder, [*spec.arguments, *arguments], **spec.options)
+            else:
+                both = {"prefill": spec.prefill, "shared": arguments}
+                server = Disaggregated(model, folder, spec.arguments, **both, **spec.options)
+            self._started[name] = server
         return self._started[name]
 
     def ready(self, name: str) -> Server:

@@ -48,6 +48,8 @@ class Spec:
         config: written to a file that ``--skipkv-config`` names.
         options: of ``Server``.
         steering_layer: of a random vector that the server loads; requests ask for it or do without.
+        prefill: arguments of the prefill server of this decode server (PD disaggregation), which
+            has its settings and vector, too; None: it is neither.
     """
 
     files: tuple[str, ...]
@@ -56,6 +58,7 @@ class Spec:
     config: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     steering_layer: int | None = None
+    prefill: tuple[str, ...] | None = None
 
 
 def retracts(every: int) -> dict[str, str]:
@@ -309,6 +312,29 @@ SPECS: dict[str, Spec] = {
         ),
         CHECKED,
         {"env": {**retracts(50), "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "storage"}},
+    ),
+    # A decode server in pages, retracted now and then, and a prefill server that sends in chunks.
+    "disaggregated": Spec(
+        ("disaggregation",),
+        "qwen2",
+        (*PAGES_OF_16, *ONE_BATCH, "--enable-metrics"),
+        CHECKED,
+        {"env": retracts(7)},
+        steering_layer=1,
+        prefill=(*PAGES_OF_16, *CHUNKS_OF_64),
+    ),
+    # Two ranks behind one, prompts in the decode server's radix cache, and a pool that is too
+    # small.
+    "disaggregated, two ranks": Spec(
+        ("disaggregation",),
+        "llama",
+        (
+            *("--tp-size", "2", "--max-total-tokens", "1024", *ONE_BATCH, *WITHOUT_OVERLAP),
+            *("--disaggregation-decode-enable-radix-cache", "--num-reserved-decode-tokens", "16"),
+        ),
+        {**CHECKED, "check_agreement": True},
+        steering_layer=1,
+        prefill=(),
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.

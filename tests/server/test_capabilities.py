@@ -305,25 +305,31 @@ def test_mrope_on_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused == (said if target and axes else None)
 
 
-def test_pd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode in ("prefill", "decode"):
+def test_hicache_on_a_decode_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = row_named("HiCache on a decode server").check
+    assert check is not None
+    for mode, enabled in (("decode", False), ("prefill", True), ("null", True), ("decode", True)):
         on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
-        refused = row_named("PD disaggregation").check(None)
-        assert refused == f"PD disaggregation (disaggregation_mode={mode})"
+        refused = check(SimpleNamespace(enable_hierarchical_cache=enabled))
+        expected = "HiCache on a decode server" if mode == "decode" and enabled else None
+        assert refused == expected
 
 
 def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in CAPABILITIES if row.name == "kv_reuse")
     assert row.supported == "per request" and row.check is None
     zmq = '{"publisher": "zmq"}'
-    for disabled, events, storage in (
-        *((False, None, None), (True, None, None)),
-        *((False, zmq, None), (False, None, "file")),
+    for disabled, events, storage, mode in (
+        *((False, None, None, "null"), (True, None, None, "null")),
+        *((False, zmq, None, "null"), (False, None, "file", "null")),
+        *((False, None, None, "prefill"), (True, None, None, "decode")),
     ):
+        on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
         on_a_server(monkeypatch, "observability.kv_events_config", events)
         on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
         missing = capabilities.missing_for_reuse(SimpleNamespace(disable_radix_cache=disabled))
-        assert len(missing) == disabled + (events is not None) + (storage is not None)
+        beside = events is not None, storage is not None, mode != "null"
+        assert len(missing) == disabled + sum(beside)
         assert all(reason.startswith("kv_reuse with") for reason in missing)
 
 

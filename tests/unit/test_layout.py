@@ -44,6 +44,8 @@ SGLANG = {
         "sglang.srt.model_executor.forward_batch_info",
         # HiCache without a GPU
         "sglang.srt.mem_cache.pool_host.",
+        # PD disaggregation without a GPU
+        "sglang.srt.disaggregation.mooncake.conn.",
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),

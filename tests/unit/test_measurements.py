@@ -33,6 +33,7 @@ from sgl_skipkv.patches.startup.measurements import (
     measure_model,
     rotation_of,
     text_ids,
+    without_rotation,
 )
 from sgl_skipkv.policy import make_policy
 from sgl_skipkv.policy.inputs.head_reach import head_reach
@@ -208,17 +209,20 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_is_measured_and_who_is_refused_without_it(measuring: Any, tmp_path: Path) -> None:
     scheduler, side = measuring
     ids = text_ids(scheduler, ServerConfig())
-    centres, reach, why = measure_model(scheduler, side, ids)
-    assert centres is not None and centres.mean.shape == (1, 2, 8) and why is None
+    model = scheduler.tp_worker.model_runner.model
+    centres, reach = measure_model(scheduler, side, ids)
+    assert centres is not None and centres.mean.shape == (1, 2, 8)
+    assert without_rotation(model) is None
     assert reach.shape == (1, 2)
     assert scheduler.read == 512  # what the pool has room for
     text = tmp_path / "short.txt"
     text.write_text("word " * 64)
     with pytest.raises(SettingError, match=r"query_text: expected more than 64 tokens .*, got 64"):
         text_ids(scheduler, ServerConfig(query_text=str(text)))
-    scheduler.tp_worker.model_runner.model[0].rotary_emb = None
-    centres, reach, why = measure_model(scheduler, side, ids)
+    model[0].rotary_emb = None
+    centres, reach = measure_model(scheduler, side, ids)
     assert centres is None and reach.shape == (1, 2)
+    why = without_rotation(model)
     assert why is not None and "rotary" in why
     with pytest.raises(SettingError, match="query_text: expected a readable text file, got "):
         text_ids(scheduler, ServerConfig(query_text="none.txt"))

@@ -113,7 +113,7 @@ def test_the_workspace_is_reserved_until_the_pool_is_sized(
 
     monkeypatch.setattr(bind, "_reserved_workspace", spied)
     monkeypatch.setattr(bind, "config_of", lambda _: config)
-    monkeypatch.setattr(bind, "_can_record", lambda _: True)
+    monkeypatch.setattr(bind, "_records", lambda _: True)
     monkeypatch.setattr(bind, "build_model_side", lambda *_: side)
     assert reserve(config, scheduler) is None, "plain torch"
     monkeypatch.setattr(bind, "uses_triton", lambda _: True)
