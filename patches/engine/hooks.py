@@ -105,6 +105,11 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.new_weights:measure_together",
         "with DP attention the ranks measure new weights in a step of all of them",
     ),
+    before(
+        "disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue(self)",
+        "engine.new_weights:measure_before_arrivals",
+        "the same of a decode server, before prompts arrive",
+    ),
     after(
         "managers.scheduler.Scheduler.flush_cache(self, empty_cache=True)",
         "engine.backup:forget_flushed",

@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.dp_attention import any_rank, has_dp_attention
+from sgl_skipkv.patches.engine.pd_roles import announced, transferred
 from sgl_skipkv.patches.engine.waiting import refuse_waiting, wants_to_evict
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def measure_together(scheduler: Any, running_batch: Any, last_batch: Any) -> Non
     runs |= scheduler.enable_overlap and len(scheduler.result_queue) > 0
     # A request whose grammar is ready may skip the other queue.
     queues = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    queues += announced(scheduler)
+    runs |= any(req.kv.holds_kv for req in (*queues, *transferred(scheduler)))
     is_busy, is_wanted = any_rank(
         runs or not _has_all_weights(scheduler), any(map(wants_to_evict, queues))
     )
@@ -84,6 +87,11 @@ def measure_together(scheduler: Any, running_batch: Any, last_batch: Any) -> Non
     if failed:
         runtime.is_measured = False
         refuse_waiting(scheduler, unmeasured(reason or "on another rank; see the server's log"))
+
+
+def measure_before_arrivals(scheduler: Any) -> None:
+    """BEFORE ``process_decode_queue``: as ``measure_together``, before arriving prompts take KV."""
+    measure_together(scheduler, scheduler.running_batch, scheduler.last_batch)
 
 
 def unmeasured(reason: str) -> str:

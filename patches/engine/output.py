@@ -42,7 +42,12 @@ class _ReportingStreamer:
 
 def _summary(req: Any) -> dict[str, Any] | None:
     state = state_of(req)
-    return state.report.summary if state is not None and req.finished() else None
+    if state is None or not req.finished():
+        return None
+    if state.report.summary is None:  # a decode server streams the end of one that has no row yet
+        state.runtime.close(state, 0, req.output_ids, "abort")
+    summary: dict[str, Any] | None = state.report.summary
+    return summary
 
 
 def send_summary(abort_req: Any, summary: dict[str, Any] | None) -> None:

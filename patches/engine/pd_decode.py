@@ -28,20 +28,6 @@ from sgl_skipkv.request.state import RequestState
 logger = logging.getLogger(__name__)
 
 
-def is_prefill_server() -> bool:
-    return _mode() == "prefill"
-
-
-def is_decode_server() -> bool:
-    return _mode() == "decode"
-
-
-def _mode() -> str:
-    from sglang.srt.runtime_context import get_disagg
-
-    return str(get_disagg().disaggregation_mode)
-
-
 def hold_back_untracked(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     """AROUND ``_get_new_prebuilt_batch``: requests wait until a track is free for them. Those that
     need none pass them."""

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.pd_roles import announced
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ def wants_to_evict(req: Any) -> bool:
 def refuse_waiting(scheduler: Any, message: str) -> None:
     """End every request that waits to evict with 503: its client may retry. SGLang ends those whose
     grammar is not ready yet."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     status, err_type = HTTPStatus.SERVICE_UNAVAILABLE, "ServiceUnavailableError"
     for req in [*filter(wants_to_evict, scheduler.waiting_queue)]:
         scheduler.waiting_queue.remove(req)
@@ -75,6 +78,9 @@ def refuse_waiting(scheduler: Any, message: str) -> None:
     for req in filter(wants_to_evict, scheduler.grammar_manager.grammar_queue):
         req.skipkv.runtime.metrics.refused("unavailable")
         req.set_finish_with_abort(message, status, err_type)
+    for req in filter(wants_to_evict, announced(scheduler)):
+        req.skipkv.runtime.metrics.refused("unavailable")
+        req.finished_reason = FINISH_ABORT(message, status, err_type)
 
 
 def _end(scheduler: Any, req: Any, message: str, status: HTTPStatus, err_type: str) -> None:

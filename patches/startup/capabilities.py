@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from sgl_skipkv.kernels.on_device import uses_triton
-from sgl_skipkv.patches.engine.pd_decode import is_decode_server
+from sgl_skipkv.patches.engine.pd_roles import is_decode_server
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (

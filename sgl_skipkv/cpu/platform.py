@@ -34,6 +34,9 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
         # HiCache's other ways to copy are kernels of a GPU.
         server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
+        # A decode server with DP attention exchanges logits by an operator of NCCL.
+        if server_args.enable_tp_lm_head_all_to_all is None:
+            server_args.enable_tp_lm_head_all_to_all = False
         # A prefill server sends what the radix tree has behind a CUDA event; here with the rest.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
 

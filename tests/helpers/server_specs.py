@@ -336,6 +336,15 @@ SPECS: dict[str, Spec] = {
         steering_layer=1,
         prefill=(),
     ),
+    # Two attention groups behind one rank, latents in pages, retracted now and then.
+    "disaggregated, two groups": Spec(
+        ("disaggregation",),
+        "deepseek_v3",
+        ("--tp-size", "2", "--attn-dp-size", "2", *PAGES_OF_16, *ONE_BATCH),
+        CHECKED,
+        {"env": retracts(9)},
+        prefill=PAGES_OF_16,
+    ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.
     "unavailable": Spec(
