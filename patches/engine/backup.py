@@ -13,6 +13,9 @@ The host memory of a dropped copy is reused at once, although the device may sti
   SGLang orders each step behind the schedule stream, so they read after the write. Both have
   launched their reads before ``start_recording`` drops the copy.
 The CPU never reads or writes the copies.
+
+On a decode server (PD disaggregation) the network writes to freed slots as well: SGLang sends their
+numbers when the CPU has read them from the schedule stream, behind all of these copies.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ def drop_backup(scheduler: Any, abort_req: Any, req: Any) -> None:
         state.offloaded.backup = state.reuse.continued = None
         if state.report.summary is None:
             state.runtime.close(state, 0, req.output_ids, "abort")
-        send_summary(abort_req, state.report.summary)
+        send_summary(abort_req, state.report.summary, state.failure)
 
 
 def forget_backups(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:

@@ -184,6 +184,11 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "SGLang's copy is of a row as long as the sequence, and has no recordings",
     ),
     around(
+        "mem_cache.common.discard_kv_cache_backup(req, tree_cache, backend)",
+        "engine.pd_decode:discard_backup",
+        "a budgeted request has no copy of SGLang's",
+    ),
+    around(
         "mem_cache.common.restore_kv_cache(req, tree_cache, req_to_token_pool, "
         "token_to_kv_pool_allocator, backend)",
         "engine.pd_decode:restore_row",

@@ -50,9 +50,15 @@ def _summary(req: Any) -> dict[str, Any] | None:
     return summary
 
 
-def send_summary(abort_req: Any, summary: dict[str, Any] | None) -> None:
+def send_summary(abort_req: Any, summary: dict[str, Any] | None, failure: str | None) -> None:
     """Send the summary of a request that ends while it waits: as text in the reason, because the
-    message has no field for an object. Without a reason SGLang has this default."""
+    message has no field for an object. Without a reason SGLang has this default.
+
+    Args:
+        failure: why it ended, where SGLang may know less.
+    """
     message = abort_req.abort_message or "Abort in waiting queue"
     reason = abort_req.finished_reason or {"type": "abort", "message": message}
+    if failure is not None:
+        reason = {**reason, "message": failure}
     abort_req.finished_reason = {**reason, META_KEY: json.dumps(summary)}

@@ -38,7 +38,7 @@ def needed_by_longest(
     may need when all others are retracted. Their rows hold less than their tokens."""
     running = queue.scheduler.running_batch.reqs
     if retractable_tokens is not None:
-        retractable_tokens -= sum(state.kv.evicted_tokens for _, state in _evicting(running))
+        retractable_tokens -= _evicted_tokens(queue)
     with _growth_as_max_new_tokens(running):
         return original(queue, retractable_tokens)
 
@@ -55,6 +55,7 @@ def needed_by_arrival(
     beside it."""
     state = state_of(req)
     if state is None or not state.settings.evicts:
+        retractable_tokens -= _evicted_tokens(queue)
         return original(queue, req, allocated_tokens, prefix_len, retractable_tokens)
     return allocated_tokens + page_ceil(future_tokens(state, req), state.runtime.page_tokens)
 
@@ -94,6 +95,12 @@ def _growth_as_max_new_tokens(reqs: Iterable[Any]) -> Iterator[None]:
     finally:
         for (params, _), tokens in zip(changed, saved, strict=True):
             params.max_new_tokens = tokens
+
+
+def _evicted_tokens(queue: Any) -> int:
+    """Of running requests, which SGLang takes to be as long as their tokens."""
+    running = _evicting(queue.scheduler.running_batch.reqs)
+    return sum(state.kv.evicted_tokens for _, state in running)
 
 
 def _evicting(reqs: Iterable[Any]) -> Iterator[tuple[Any, RequestState]]:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.admission import prefill_tokens
+from sgl_skipkv.patches.engine.admission import backup_bytes, prefill_tokens
 from sgl_skipkv.patches.engine.backup import back_up, lengthen_input
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers
+from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.waiting import end_stranded
 from sgl_skipkv.request.state import RequestState
 
@@ -34,6 +34,8 @@ def hold_back_untracked(original: Callable[..., Any], scheduler: Any, running_ba
     runtime = runtime_of(scheduler)
     if runtime is None:
         return original(scheduler, running_batch)
+    if scheduler.enable_priority_scheduling:
+        scheduler.policy.calc_priority(scheduler.waiting_queue, running_batch)
     ready, held_back, before = list[Any](), list[Any](), list[RequestState]()
     for req in scheduler.waiting_queue:
         state = state_of(req)
@@ -101,13 +103,25 @@ def back_up_row(
     if state is None or not state.settings.evicts:
         return original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend)
     back_up(state, req, tree_cache)
-    if state.offloaded.backup is None:
-        limit = state.runtime.config.retraction_backup_bytes
-        logger.error(
-            f"kv_budget request {state.rid}: no backup when the KV pool was full; "
-            f"retraction_backup_bytes is {limit}"
+    if state.offloaded.backup is None and state.failure is None:
+        needed, limit = backup_bytes(req, state), state.runtime.config.retraction_backup_bytes
+        why = "it cannot be copied in this moment"
+        if needed is not None:
+            why = f"{needed} bytes do not fit beside others into retraction_backup_bytes ({limit})"
+        state.failure = (
+            f"kv_budget request {state.rid}: the KV pool was full, a decode server computes no "
+            f"prompts, and the request has no backup: {why}. Lower the load, or raise "
+            "retraction_backup_bytes (host memory), --max-total-tokens or --mem-fraction-static."
         )
+        logger.error(state.failure)
     return state.offloaded.backup is not None
+
+
+def discard_backup(original: Callable[..., None], req: Any, tree_cache: Any, backend: str) -> None:
+    """AROUND ``discard_kv_cache_backup``: ours goes with the request (``drop_backup``)."""
+    state = state_of(req)
+    if state is None or not state.settings.evicts:
+        original(req, tree_cache, backend)
 
 
 def restore_row(
@@ -125,6 +139,7 @@ def restore_row(
         original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend)
         return
     backup = state.offloaded.backup
+    wait_for_forward(req_to_token_pool)  # a running step may still write to these slots
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, : backup.row_tokens]
     slots = row.to(torch.int64)
     for buffer, saved in zip(kv_buffers(token_to_kv_pool_allocator), backup.kv, strict=True):

@@ -336,6 +336,18 @@ SPECS: dict[str, Spec] = {
         steering_layer=1,
         prefill=(),
     ),
+    # Nothing is backed up, by us or by SGLang.
+    "disaggregated, no backups": Spec(
+        ("disaggregation",),
+        "llama",
+        (
+            *("--disaggregation-decode-retraction-backup", "none", "--enable-metrics"),
+            *ONE_BATCH,
+        ),
+        {**CHECKED, "retraction_backup_bytes": 0, "max_tracked_requests": 4},
+        {"env": retracts(60)},
+        prefill=(),
+    ),
     # Two attention groups behind one rank, latents in pages, retracted now and then.
     "disaggregated, two groups": Spec(
         ("disaggregation",),
