@@ -399,7 +399,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "kv_reuse",
         "per request",
-        "400 without a radix cache, with --kv-events-config and with --hicache-storage-backend",
+        "400 without a radix cache, with PD disaggregation, --kv-events-config and "
+        "--hicache-storage-backend",
     ),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
