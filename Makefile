@@ -55,6 +55,7 @@ explorer: $(READY) | $(UV)
 fuzz: $(READY)
 	$(BIN)/python tests/fuzz/fuzz.py
 	$(BIN)/python tests/fuzz/fuzz.py --hicache --examples 5000
+	$(BIN)/python tests/fuzz/fuzz.py --decode --examples 5000
 	$(BIN)/python tests/fuzz/fuzz.py --planted
 
 reliability: $(READY)

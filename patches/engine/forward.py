@@ -16,6 +16,7 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.media import prepare_media
 from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
+from sgl_skipkv.patches.engine.pd_decode import end_silence
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -80,6 +81,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
     if result.forward_mode.is_decode():
         _place_decode(result, batch, shifts)
+        end_silence(binding.runtime, batch, states)
         recorder.records_decode = any(state is not None and state.held.track_id for state in states)
     elif result.forward_mode.is_extend():
         if any(shifts):  # of restored rows, and of rows that decode

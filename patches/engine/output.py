@@ -28,7 +28,7 @@ class _ReportingStreamer:
     def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
         stock = super().build_additional_customized_info  # type: ignore[misc]
         info: dict[str, list[Any]] = stock(reqs)
-        summaries = [_summary(req) for req in reqs]
+        summaries = [summary_of(req) for req in reqs]
         if any(summaries):
             info[META_KEY] = [[summary] if summary else [] for summary in summaries]
         return info
@@ -40,7 +40,8 @@ class _ReportingStreamer:
         return is_level
 
 
-def _summary(req: Any) -> dict[str, Any] | None:
+def summary_of(req: Any) -> dict[str, Any] | None:
+    """Of a request that has ended; None: it runs, or has no budget."""
     state = state_of(req)
     if state is None or not req.finished():
         return None

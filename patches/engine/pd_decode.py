@@ -12,11 +12,12 @@ one without a backup ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import backup_bytes, prefill_tokens
 from sgl_skipkv.patches.engine.backup import back_up, lengthen_input
@@ -64,9 +65,12 @@ def start_rows(batch: Any, future_map: Any) -> None:
             continue
         if state.offloaded.backup is not None:
             lengthen_input(req)
-        # The newest token has no KV yet.
-        runtime.admit(state, req.kv.req_pool_idx, prefill_tokens(req) - 1)
+        tokens = prefill_tokens(req) - 1  # the newest token has no KV yet
+        runtime.admit(state, req.kv.req_pool_idx, tokens)
         runtime.start_recording(state)
+        # The step that ran when it was retracted has recorded that token, and its result is lost.
+        if state.held.track_id and state.kv.recorded_tokens > tokens:
+            runtime.silence(state, silent=True)
         if state.schedule is not None and runtime.steerer is not None:
             schedule = state.schedule.copy()
             schedule.feed(req.output_ids[:-1])
@@ -76,6 +80,16 @@ def start_rows(batch: Any, future_map: Any) -> None:
         batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
         batch.seq_lens_sum -= sum(evicted)
+
+
+def end_silence(runtime: Runtime, batch: Any, states: Sequence[RequestState | None]) -> None:
+    """Restored rows record again from the first token on that is not recorded yet."""
+    if runtime.recomputes:
+        return
+    for state, tokens in zip(states, batch.seq_lens_cpu.tolist(), strict=True):
+        if state is not None and state.held.is_silent:
+            if tokens + state.kv.evicted_tokens > state.kv.recorded_tokens:
+                runtime.silence(state, silent=False)
 
 
 def row_tokens(original: Callable[..., int], req: Any) -> int:

@@ -218,6 +218,12 @@ class Runtime:
                 continued.recorded = None
         held.started, state.offloaded.backup = True, None
 
+    def silence(self, state: RequestState, *, silent: bool) -> None:
+        """Let decode steps of a row record nothing, or record again; on the stream of the steps."""
+        track_id = 0 if silent else state.held.track_id
+        self.recorder.track_of_row[state.row].fill_(track_id)  # an assignment would wait
+        state.held.is_silent = silent
+
     def observe(self, state: RequestState, row_tokens: int) -> None:
         """Count the request's budgeted tokens, at every decode step."""
         report, budgeted_tokens = state.report, state.budgeted_tokens(row_tokens)

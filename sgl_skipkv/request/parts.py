@@ -52,11 +52,13 @@ class Held:
         row: of the page table; None while the request waits.
         track_id: its place in the recording buffers; 0 for none.
         started: whether its first forward pass since its admission was launched.
+        is_silent: whether its step computes a token that is recorded already (decode server).
     """
 
     row: int | None = None
     track_id: int = 0
     started: bool = False
+    is_silent: bool = False
 
 
 @dataclass

@@ -24,6 +24,10 @@ SOONEST = {
     "a demand is measured without the queries of a prefill": 6,
     "a history is shared although its demand may evict from it": 43,
     "the page that a prompt ends in is shared with who evicts behind it": 6,
+    "what is restored is steered as at its start": 12,
+    "who waits with a row is ended by a pause as if it had none": 13,
+    "a decode server waits for a prefill": 7,
+    "recordings do not come back": 7,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test-slow`` does not
 RARE = {

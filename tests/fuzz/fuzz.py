@@ -3,6 +3,7 @@
     python tests/fuzz/fuzz.py --examples 20000          # make fuzz
     python tests/fuzz/fuzz.py --examples 20000 --record # goes on behind the lives on record
     python tests/fuzz/fuzz.py --hicache --examples 2000 # with HiCache behind the pool
+    python tests/fuzz/fuzz.py --decode --examples 2000  # a decode server of PD disaggregation
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
@@ -33,7 +34,9 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 
 from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
 from planted_bugs import FOUND, bugs, plant
+from planted_decode_bugs import decode_bugs
 from pool_content import plugin_and_topology
+from pool_decode_machine import DecodePoolMachine
 from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
 from row_table import show
 
@@ -43,6 +46,7 @@ from sgl_skipkv.cli.progress import track
 T = TypeVar("T")
 Row = dict[str, Any]
 STEPS = 50
+KINDS = {"": PagedPoolMachine, "hicache": HostPoolMachine, "decode": DecodePoolMachine}
 PART, RECORDED_AT_ONCE = 500, 2_000
 logging.disable()  # requests that the machine has refused are not news
 
@@ -68,14 +72,17 @@ def side_by_side(work: Callable[..., T], tasks: Sequence[Any], workers: int, uni
             pool.shutdown(cancel_futures=True)
 
 
-def fuzz(examples: int, seed: int, workers: int, hicache: bool = False) -> list[Row]:
+def fuzz(examples: int, seed: int, workers: int, kind: str = "") -> list[Row]:
     """Lives in parts of their own seed, so that a failure names a short run that shows it.
+
+    Args:
+        kind: a key of ``KINDS``.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
     numbers = range(0, examples, PART)
-    parts = [(min(PART, examples - number), seed + number, hicache) for number in numbers]
+    parts = [(min(PART, examples - number), seed + number, kind) for number in numbers]
     total: Counter[str] = Counter()
     for events in side_by_side(some_lives, parts, workers, f"{PART} lives"):
         total += events
@@ -100,15 +107,14 @@ def fuzz_on(examples: int, seed: int, workers: int) -> list[Row]:
     return rows
 
 
-def some_lives(count: int, seed: int, hicache: bool) -> Counter[str]:
+def some_lives(count: int, seed: int, kind: str) -> Counter[str]:
     """What happened in them.
 
     Raises:
         SystemExit: an invariant does not hold.
     """
     try:
-        kind = HostPoolMachine if hicache else PagedPoolMachine
-        return run_machine(count, steps=STEPS, seed=seed, kind=kind)
+        return run_machine(count, steps=STEPS, seed=seed, kind=KINDS[kind])
     except FOUND as error:
         raise SystemExit(f"seed {seed}: {type(error).__name__}: {error}") from error
 
@@ -156,9 +162,11 @@ def planted_bug(name: str) -> Iterator[None]:
 
 
 def found_after(name: str, seed: int, most: int) -> int | None:
-    kind = PagedPoolMachine if name in IN_PAGES else PoolMachine
+    kind: type[PoolMachine] = PagedPoolMachine if name in IN_PAGES else PoolMachine
     if name in IN_HOST:
         kind = HostPoolMachine
+    if any(name in changes for changes in decode_bugs().values()):
+        kind = DecodePoolMachine
     try:
         run_machine(most, steps=STEPS, seed=seed, kind=kind)
     except FOUND:
@@ -170,6 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--hicache", action="store_true", help="lives with HiCache, not recorded")
+    parser.add_argument("--decode", action="store_true", help="a decode server's, not recorded")
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -192,7 +201,8 @@ def main() -> int:
         show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
         sizes = arguments.examples, seeds[0], workers
-        rows = fuzz_on(*sizes) if arguments.record else fuzz(*sizes, arguments.hicache)
+        kind = "decode" if arguments.decode else "hicache" if arguments.hicache else ""
+        rows = fuzz_on(*sizes) if arguments.record else fuzz(*sizes, kind)
         if rows:
             show(rows, "random lives")
     if arguments.report is not None:

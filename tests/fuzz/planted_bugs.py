@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+from planted_decode_bugs import decode_bugs
 
 FREE = "allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])"
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
@@ -379,7 +380,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a restored row is loaded as well": ("req.host_hit_length = 0", "pass"),
         },
     }
-    of_functions = table.items()
+    of_functions = [*table.items(), *decode_bugs().items()]
     return [(name, f, *change) for f, planted in of_functions for name, change in planted.items()]
 
 

@@ -377,5 +377,6 @@ class Books(TurnBooks):
         slots = [slot for slot in lent.values() if slot]
         assert len(slots) == len(set(slots)) == TRACKED - len(self.recorder.free_tracks)
         assert all(state.failure is None for state in states)
-        held = [lent.get(row, 0) for row in range(ROWS + 1)]
+        silent = {state.held.row for state in states if state.held.is_silent}
+        held = [0 if row in silent else lent.get(row, 0) for row in range(ROWS + 1)]
         assert self.recorder.track_of_row.tolist()[: ROWS + 1] == held

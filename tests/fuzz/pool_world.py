@@ -7,8 +7,8 @@ is made up (``pool_forward.py``); everything is held against plain books (``pool
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +61,9 @@ class World(Loop):
     kv_shard_widening = 1
     max_total_num_tokens, max_req_len = POOL, POOL - 1
     processed_tokens_counter = 0
+    has_tree, queues_refused = True, False
+    #: where the KV of a prompt comes from
+    address: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class World(Loop):
             TokenToKVPoolAllocator,
         )
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -105,9 +108,7 @@ class World(Loop):
         self.model_config = SimpleNamespace(
             vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
         )
-        self.req_to_token_pool = ReqToTokenPool(
-            size=ROWS, max_context_len=CONTEXT, device=device, enable_memory_saver=False
-        )
+        self.req_to_token_pool = self._row_pool()
         paged = {} if page_tokens == 1 else {"page_size": page_tokens}
         allocator_of = PagedTokenToKVPoolAllocator if paged else TokenToKVPoolAllocator
         self.token_to_kv_pool_allocator = allocator_of(
@@ -133,7 +134,7 @@ class World(Loop):
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             page_size=page_tokens,
-            disable=False,
+            disable=not self.has_tree,
             tree_components=(ComponentType.FULL,),
             tree_core_backend=tree_core,
         )
@@ -154,6 +155,13 @@ class World(Loop):
             compaction_work_bytes=work_bytes,
             kv_reuse_bytes=reuse_bytes,
             check_ledger=check_ledger,
+        )
+
+    def _row_pool(self) -> Any:
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        return ReqToTokenPool(
+            size=ROWS, max_context_len=CONTEXT, device=self.device, enable_memory_saver=False
         )
 
     def _bind(self, **given: Any) -> None:
@@ -260,6 +268,7 @@ class World(Loop):
             vocab_size=VOCAB,
             extra_key=extra_key,
             cache_salt=cache_salt,
+            **self.address,
         )
         self.arrived.append(req)
         self.received = received = SimpleNamespace(
@@ -274,7 +283,7 @@ class World(Loop):
             return_indexer_topk=False,
         )
         open_request(req, self, received)
-        if req.to_finish is not None:
+        if req.to_finish is not None and not self.queues_refused:
             return req
         if becomes is not None:
             req.origin_input_ids = array("q", becomes)

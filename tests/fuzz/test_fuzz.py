@@ -61,3 +61,14 @@ def test_memory_stays_sound_with_hicache(tmp_path: Path) -> None:
     wanted |= {"loaded": 15, "copied": 30, "continued": 50, "continued, evicted from": 40}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
+def test_memory_stays_sound_on_a_decode_server(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--decode", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {"compactions": 1500, "compactions in pages": 500, "begun": 200, "aborts": 250}
+    wanted |= {"retractions": 35, "retractions, pool full": 5, "backups": 10, "restored": 25}
+    wanted |= {"copies of SGLang": 15, "pauses, retract": 5, "prefix hits": 20, "finished": 125}
+    wanted |= {"failed, transfer": 4, "failed, handshake": 4, "steered tokens": 200}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
