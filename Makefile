@@ -2,11 +2,11 @@
 # make demo    the real server on the bundled model: what a KV budget does (5 minutes, 10 on 2 slow cores)
 # make test    many tests through real servers (13 minutes on 2 slow cores)
 # make test-slow   the tests that take longest (longer)
+# make test-disaggregation   prefill and decode servers over Mooncake, which it fetches to .mooncake/ (Debian; 5 minutes)
 # make explorer   the explorer's page in a headless Chromium (Debian: apt install chromium)
 # make fuzz    20,000 random lives of a scheduler's memory, and planted bugs (about an hour)
 # make reliability   every run that docs/reliability.md quotes, and the table of its goals (about 2.5 hours)
 # make gpu     every check and measurement that needs a GPU, in .gpu-run/ (half an hour)
-# make mooncake   Mooncake for machines without CUDA, in .mooncake/, which tests of PD disaggregation need (Debian)
 # make monitoring   the dashboard and the alerts against a real Prometheus (Debian: apt install prometheus)
 # make lint    ruff and mypy --strict
 # make docs    the documentation as a site, in .site/ (a minute); a broken link is an error
@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 # uv from the PATH if there is one, else one in a folder of its own
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
-.PHONY: setup demo test test-slow explorer fuzz reliability gpu mooncake monitoring lint docs notebook bench-quick public-model canary dist
+.PHONY: setup demo test test-slow explorer fuzz reliability gpu test-disaggregation monitoring lint docs notebook bench-quick public-model canary dist
 
 setup:
 	rm -rf $(VENV)
@@ -64,9 +64,11 @@ reliability: $(READY)
 gpu: $(READY)
 	$(BIN)/python tests/release/gpu.py
 
-mooncake: .mooncake/.ready
+# Alone, because its servers take much memory.
+test-disaggregation: .mooncake/.ready
+	MOONCAKE=$(CURDIR)/.mooncake $(BIN)/python -P -m pytest tests/server/test_disaggregation.py
 
-# Its wheel links against libraries of Debian, which need no root where they lie beside it.
+# Mooncake for machines without CUDA. Its wheel links against libraries of Debian, which need no root where they lie beside it.
 .mooncake/.ready: $(READY) | $(UV)
 	$(UV) pip install --quiet --no-deps --python $(BIN)/python --target .mooncake/package mooncake-transfer-engine-non-cuda==0.3.13.post1
 	mkdir -p .mooncake/debian

@@ -1,6 +1,6 @@
 """A decode server with a prefill server before it (PD disaggregation), over the real Mooncake.
 
-Mooncake for machines without CUDA comes with ``make mooncake``; without it these tests are skipped.
+``make test-disaggregation`` fetches Mooncake for machines without CUDA and says where it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from servers import HTTPFailure, Server
 
 from sgl_skipkv.cli.server_process import claimed_port
 
-_MOONCAKE = Path(__file__).resolve().parents[2] / ".mooncake"
+_MOONCAKE = Path(os.environ.get("MOONCAKE", "none"))
 
 
 def _with_mooncake() -> dict[str, str]:

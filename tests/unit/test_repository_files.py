@@ -67,7 +67,15 @@ def test_workflows(path: Path) -> None:
 def test_every_check_of_ci_is_in_a_workflow() -> None:
     commands = MAKE.findall((ROOT / ".ci" / "run").read_text())
     checks = list(strings(load(ROOT / ".github/workflows/checks.yml")))
-    assert commands == ["lint", "test", "mooncake", "test-slow", "docs", "notebook", "canary"]
+    assert commands == [
+        "lint",
+        "test",
+        "test-slow",
+        "test-disaggregation",
+        "docs",
+        "notebook",
+        "canary",
+    ]
     assert all(any(f"make {name}" in text for text in checks) for name in commands)
 
 
