@@ -7,15 +7,9 @@ marked "not run" should work, by reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
-import torch
-
-from sgl_skipkv.kernels.on_device import uses_triton
-from sgl_skipkv.patches.engine.pd_roles import is_decode_server
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
@@ -24,7 +18,6 @@ from sgl_skipkv.patches.startup.attention_kinds import (
     hybrid_window,
     logit_cap,
 )
-from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.pool_kinds import (
     PAGE_SIZES,
     allocator,
@@ -35,9 +28,21 @@ from sgl_skipkv.patches.startup.pool_kinds import (
     quantised_kv,
     uniform_layers,
 )
-
-Check = Callable[[Any], str | None]
-BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+from sgl_skipkv.patches.startup.setting_kinds import (
+    BACKENDS,
+    Check,
+    Setting,
+    SharedGroupSetting,
+    Switch,
+    backend,
+    generated_images,
+    hicache_of_decode,
+    mrope_on_policy,
+    not_enabled,
+    results_behind_next_plan,
+    rocm,
+    tokenizer_workers,
+)
 
 
 @dataclass(frozen=True)
@@ -48,138 +53,6 @@ class Capability:
     supported: Literal["yes", "not run", "per request", "no"]
     why: str
     check: Check | None = None
-
-
-def _backend(scheduler: Any) -> str | None:
-    runner = scheduler.tp_worker.model_runner
-    used = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
-    other = sorted(str(name) for name in used if name not in BACKENDS)
-    if not other:
-        return None
-    return f"attention backend {', '.join(other)} (supported: {', '.join(BACKENDS)})"
-
-
-def _rocm(scheduler: Any) -> str | None:
-    version = torch.version.hip
-    return None if version is None else f"ROCm {version}: untested"
-
-
-def generates_images(hf_config: Any) -> bool:
-    return bool(hf_config.model_type == "glm_image")
-
-
-def _generated_images(scheduler: Any) -> str | None:
-    hf_config = scheduler.model_config.hf_config
-    named = f"generated images (model_type={hf_config.model_type})"
-    return named if generates_images(hf_config) else None
-
-
-def _mrope_on_policy(scheduler: Any) -> str | None:
-    from sglang.srt.runtime_context import get_exec
-
-    on_policy = get_exec().deterministic.rl_on_policy_target is not None
-    both = on_policy and scheduler.model_config.model_is_mrope
-    return "mrope with --rl-on-policy-target" if both else None
-
-
-def _results_behind_next_plan(scheduler: Any) -> str | None:
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_parallel
-
-    late = envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get() and get_parallel().attn_dp_enabled
-    return "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP with DP attention" if late else None
-
-
-def _not_enabled(scheduler: Any) -> str | None:
-    """Kernels, graphs and the memory of several ranks are made at start, or not at all."""
-    from sglang.srt.runtime_context import get_parallel
-
-    if config_of(scheduler.server_args).enabled:
-        return None
-    runner, size = scheduler.tp_worker.model_runner, get_parallel().tp_size
-    captured = runner.decode_cuda_graph_runner is not None
-    captured |= runner.prefill_cuda_graph_runner not in (None, runner.eager_runner)
-    has = {
-        "a GPU": uses_triton(torch.device(runner.device)),
-        "CUDA graphs": captured,
-        f"tensor parallel (tp_size={size})": size > 1,
-    }
-    needed_for = " and ".join(name for name in has if has[name])
-    if not needed_for:
-        return None
-    return (
-        f"eviction was not enabled at start, which is needed for {needed_for} (any sgl_skipkv flag "
-        "enables it, such as --kv-policy distinct, and for an Engine SGL_SKIPKV_CONFIG in its "
-        "environment)"
-    )
-
-
-def _tokenizer_workers(scheduler: Any) -> str | None:
-    from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_serving
-
-    workers = get_serving().tokenizer_worker_num
-    if workers == 1 or hasattr(envs, "SGLANG_HTTP_SERVER_APP_PATH"):
-        return None
-    return (
-        f"several tokenizer workers (tokenizer_worker_num={workers}), which load no plugin before "
-        "SGLang 0.5.23"
-    )
-
-
-#: setting -> the tested versions of SGLang that do not have it yet, nor what it enables
-_WITHOUT = {"exec.kernel.enable_nvidia_megakernel": ("0.5.22",)}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A check on one resolved setting: its path in SGLang's runtime context, and its off values."""
-
-    path: str
-    off: tuple[object, ...]
-    reason: str
-
-    def __call__(self, scheduler: Any) -> str | None:
-        import sglang
-        from sglang.srt import runtime_context
-
-        if sglang.__version__ in _WITHOUT.get(self.path, ()):
-            return None
-        bag, _, path = self.path.partition(".")
-        value = attrgetter(path)(getattr(runtime_context, f"get_{bag}")())
-        name = path.rpartition(".")[2]
-        return None if value in self.off else f"{self.reason} ({name}={value})"
-
-
-class SharedGroupSetting(Setting):
-    """A check on a setting that is refused where ranks share an attention group, or all of them."""
-
-    def __call__(self, scheduler: Any) -> str | None:
-        from sglang.srt.runtime_context import get_parallel
-
-        parallel = get_parallel()
-        is_alone = parallel.attn_dp_enabled and parallel.attn_tp_size == 1
-        return None if is_alone else super().__call__(scheduler)
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A check on one attribute of the scheduler that must be false or None."""
-
-    attribute: str
-    reason: str
-
-    def __call__(self, scheduler: Any) -> str | None:
-        is_on = attrgetter(self.attribute)(scheduler)
-        return f"{self.reason} ({self.attribute})" if is_on else None
-
-
-def _second_level_of_decode(scheduler: Any) -> str | None:
-    return (
-        "HiCache on a decode server"
-        if is_decode_server() and scheduler.enable_hierarchical_cache
-        else None
-    )
 
 
 _OFF = (False, None, 0, "none", "null")
@@ -275,11 +148,11 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         "between layers a step's tokens lie on several ranks",
         SharedGroupSetting("parallel.moe_dense_tp_size", (None,), "dense layers of one rank"),
     ),
-    ("ROCm", "untested: unavailable", _rocm),
+    ("ROCm", "untested: unavailable", rocm),
     (
         "consecutive prefills without overlap",
         "with DP attention a request may end between the plan and the launch of its last step",
-        _results_behind_next_plan,
+        results_behind_next_plan,
     ),
     (
         "hybrid sliding window",
@@ -289,11 +162,11 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ("chunked attention", "chunks and temperatures count row entries", counting_attention),
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("capped attention logits", "scores have no cap", logit_cap),
-    ("generated images", "their positions are planned for a whole row", _generated_images),
+    ("generated images", "their positions are planned for a whole row", generated_images),
     (
         "mrope with --rl-on-policy-target",
         "SGLang then places images as if they were text",
-        _mrope_on_policy,
+        mrope_on_policy,
     ),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
@@ -324,7 +197,7 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
             "prompts received in host memory",
         ),
     ),
-    ("HiCache on a decode server", "untested", _second_level_of_decode),
+    ("HiCache on a decode server", "untested", hicache_of_decode),
     (
         "embedding models",
         "nothing is generated",
@@ -343,7 +216,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("mixed chunks", "yes", "what decodes in a prefill is recorded as in a decode step"),
-    Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", _backend),
+    Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", backend),
     Capability(
         "page size",
         "yes",
@@ -362,7 +235,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "part of the prompt; a row that has evicted computes text only",
     ),
     Capability("quantised KV", "yes", "fp8_e4m3, fp8_e5m2, by their layer's scale", quantised_kv),
-    Capability("GPU", "yes", "kernels are compiled if eviction is enabled at start", _not_enabled),
+    Capability("GPU", "yes", "kernels are compiled if eviction is enabled at start", not_enabled),
     Capability("CUDA graphs", "yes", "they record if eviction is enabled at start"),
     Capability(
         "tensor parallel", "yes", "ranks combine their scores if eviction is enabled at start"
@@ -382,7 +255,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "several tokenizer workers",
         "yes",
         "each is told the schedulers' state; needs SGLang 0.5.23",
-        _tokenizer_workers,
+        tokenizer_workers,
     ),
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),

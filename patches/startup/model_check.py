@@ -12,7 +12,8 @@ from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, Unabridged
 from sgl_skipkv.patches.engine.steered_models import FAMILIES
-from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, generates_images
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+from sgl_skipkv.patches.startup.setting_kinds import generates_images
 from sgl_skipkv.policy import policy_class, with_params
 
 #: rotations whose turn follows from the position: see ``rotation_of`` in measurements.py

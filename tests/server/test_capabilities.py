@@ -22,7 +22,8 @@ from sgl_skipkv.config import ENV_CONFIG, SettingError
 from sgl_skipkv.kernels import on_device
 from sgl_skipkv.patches.engine import model_side, retraction, vocabulary
 from sgl_skipkv.patches.startup import capabilities, flags
-from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, Setting, Switch
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+from sgl_skipkv.patches.startup.setting_kinds import Setting, Switch
 
 SETTINGS = [row for row in CAPABILITIES if type(row.check) is Setting]
 SWITCHES = [row for row in CAPABILITIES if isinstance(row.check, Switch)]

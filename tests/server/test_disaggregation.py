@@ -189,7 +189,6 @@ def test_a_pause_that_takes_kv_ends_what_evicts(server: Disaggregated) -> None:
         with pytest.raises(HTTPFailure, match="a decode server computes no prompts") as ended:
             evicting.result()
         server.post("/continue_generation", {})
-        full.cancel()
         server.post("/abort_request", {"rid": "paused-full"})
         full.exception()
     assert ended.value.status == 500
