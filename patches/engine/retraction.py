@@ -24,7 +24,9 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
 
     Requests that could be neither restored nor recomputed move to the front: they are retracted
     only if no other is left. Next come requests that have just been compacted, because they would
-    have to be recomputed; with ``--retraction-policy priority`` only among their equals.
+    have to be recomputed; with ``--retraction-policy priority`` only among their equals. On a
+    decode server they are the first of all. A full pool never asks for these: what their
+    compaction has freed covers their next step.
     """
     from sglang.srt.runtime_context import get_schedule
 
@@ -35,8 +37,8 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
         state = state_of(reqs[i])
         if state is None:
             return 0
-        ahead = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
-        return 2 if reqs[i] in staying else int(ahead)
+        ahead: bool = state.runtime.compactor.compacted_ahead(state, len(reqs[i].output_ids))
+        return 2 * (reqs[i] in staying) + ahead
 
     costs = {i: cost(i) for i in order}
     if not any(costs.values()):

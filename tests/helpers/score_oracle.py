@@ -70,12 +70,12 @@ class ScoreOracle:
     """
 
     def __init__(self, model_path: Path | str, cached: torch.dtype = torch.float64) -> None:
-        AttentionInterface.register("remembering", _attend)
+        AttentionInterface.register("score_oracle", _attend)
         self.cached, self.path = cached, model_path
         self.model = AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=torch.float64,
-            attn_implementation="remembering",
+            attn_implementation="score_oracle",
             experts_implementation="eager",  # the other forms have no float64
         ).eval()
 

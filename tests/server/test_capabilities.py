@@ -245,20 +245,23 @@ def test_an_encoder_does_not_start_with_our_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "priorities", "order"),
+    ("policy", "priorities", "staying", "order"),
     [
-        ("default", (5, 1, 1), [2, 0, 1]),
-        ("priority", (5, 1, 1), [0, 2, 1]),
-        ("priority", (None, None, None), [2, 0, 1]),
+        ("default", (5, 1, 1), (), [2, 0, 1]),
+        ("priority", (5, 1, 1), (), [0, 2, 1]),
+        ("priority", (None, None, None), (), [2, 0, 1]),
+        ("default", (5, 1, 1), (1,), [1, 2, 0]),
+        ("default", (5, 1, 1), (1, 2), [2, 1, 0]),
+        ("priority", (1, 5, 5), (1, 2), [2, 1, 0]),
     ],
 )
 def test_whom_a_full_pool_retracts_last(
-    policy: str, priorities: Any, order: Any, monkeypatch: pytest.MonkeyPatch
+    policy: str, priorities: Any, staying: Any, order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third row has just been compacted and would have to be recomputed: it stays as long as
-    its equals, and priorities go before that."""
+    its equals, and priorities go before that. Where it cannot be recomputed it stays longest."""
     on_a_server(monkeypatch, "schedule.retraction_policy", policy)
-    monkeypatch.setattr(retraction, "must_stay", lambda reqs: [])
+    monkeypatch.setattr(retraction, "must_stay", lambda _: [reqs[i] for i in staying])
     ahead = SimpleNamespace(compacted_ahead=lambda state, generated: state.compacted)
     runtime = SimpleNamespace(compactor=ahead)
     states = [SimpleNamespace(runtime=runtime, compacted=i == 2) for i in range(3)]
@@ -267,7 +270,7 @@ def test_whom_a_full_pool_retracts_last(
         for priority, state in zip(priorities, states, strict=True)
     ]
     assert retraction.order_victims([0, 1, 2], reqs) == order
-    assert retraction.order_victims([0, 1], reqs[:2]) is None
+    assert retraction.order_victims([0], reqs[:1]) is None
 
 
 def test_speculative_decoding_is_refused() -> None:

@@ -72,7 +72,37 @@ def answers(server: Disaggregated, name: str) -> Answers:
     calls = [call(one, one, kv_budget=KV_BUDGET + i) for i, one in enumerate(evicting)]
     if SPECS[name].steering_layer is not None:
         calls += [call(f"steered-{policy}", policy, steering=1.0) for policy in STEERED]
-    return list(zip(calls, server.generate_all(calls), strict=True))
+    return list(zip(*answered(server, calls), strict=True))
+
+
+def answered(
+    server: Disaggregated, calls: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The calls and their answers; those are asked again that SGLang's test switch has ended.
+
+    It retracts although the pool is not full: one of two requests that were both compacted while
+    the running step saw their rows as they were before.
+    """
+    with ThreadPoolExecutor(len(calls)) as pool:
+        ends = [*pool.map(lambda asked: end(server, asked), calls)]
+    lost = [i for i, ended in enumerate(ends) if JUST_COMPACTED in str(ended)]
+    assert len(lost) <= 2
+    for i in lost:
+        calls[i] = {**calls[i], "rid": f"{calls[i]['rid']}-again"}
+        ends[i] = end(server, calls[i])
+    assert not any(isinstance(ended, HTTPFailure) for ended in ends)
+    return calls, ends
+
+
+JUST_COMPACTED = "no backup: it cannot be copied in this moment"
+
+
+def end(server: Disaggregated, asked: dict[str, Any]) -> Any:
+    """The answer, or what was said instead."""
+    try:
+        return server.generate(**asked)
+    except HTTPFailure as failure:
+        return failure
 
 
 def test_every_greedy_token_is_the_argmax_under_the_trace_masks(
@@ -171,8 +201,8 @@ def test_without_a_backup_a_request_ends_and_says_why(fleet: Fleet) -> None:
         with ThreadPoolExecutor(len(calls)) as pool:
             pending = [pool.submit(server.generate, **asked) for asked in calls]
             ends = [str(one.exception() or "") for one in pending]
-        said = "bytes do not fit beside others into retraction_backup_bytes (0)"
-        lost = sum(said in end for end in ends)
+        said = "bytes do not fit beside others into retraction_backup_bytes (0)", JUST_COMPACTED
+        lost = sum(any(one in ended for one in said) for ended in ends)
         assert lost >= 1 and ends.count("") == len(calls) - lost >= 1
         counts = Scrape(server.get("/metrics"))
         assert counts.total(f"{METRIC_PREFIX}requests_total", outcome="error") == lost
