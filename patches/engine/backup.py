@@ -20,7 +20,7 @@ numbers when the CPU has read them from the schedule stream, behind all of these
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,18 @@ from torch import Tensor
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.admission import backup_bytes
-from sgl_skipkv.patches.engine.binding import runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import own_row, row_ids
 from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
+from sgl_skipkv.patches.engine.window_pool import (
+    has_window_pool,
+    own_windowed_slots,
+    set_border,
+    window_buffers,
+    window_slots,
+)
 from sgl_skipkv.request.state import RequestState
 
 
@@ -55,14 +62,26 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     if needed is None or not runtime.host_memory.fits(needed):
         return
     wait_for_forward(pool)
-    row = pool.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+    row, allocator = pool.req_to_token[kv.req_pool_idx], tree_cache.token_to_kv_pool_allocator
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
-    buffers = kv_buffers(tree_cache.token_to_kv_pool_allocator)
-    copy = partial(runtime.back_up, state, (buffer[slots] for buffer in buffers), recorded_tokens)
+    copy = partial(runtime.back_up, state, _kv_of(allocator, slots, pool), recorded_tokens)
     _, error = attempt(f"backup of kv_budget request {state.rid}", copy)
     if runtime.ranks.any(error is not None):
         state.offloaded.backup = None
         state.failure = error or "another rank could not back it up; see the server's log"
+
+
+def _kv_of(allocator: Any, slots: Tensor, req_to_token_pool: Any) -> Iterator[Tensor]:
+    """Keys and values of these slots of a row, of one layer after the other. Of window layers with
+    a pool of their own: of the last tokens, as many as the next query sees."""
+    for buffer in kv_buffers(allocator):
+        yield buffer[slots]
+    if windowed := window_buffers(allocator):
+        binding = binding_of(req_to_token_pool)
+        assert binding is not None
+        seen = window_slots(allocator, slots[-(binding.limits.model_window_tokens - 1) :])
+        for buffer in windowed:
+            yield buffer[seen]
 
 
 def shorten_input(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,11 +116,20 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     req.prefix_len = matched
     shared = original(batch, req)
     req.prefix_len = backup.row_tokens
-    slots = own_slots(batch.tree_cache, backup.row_tokens - matched)
+    allocator, tokens = batch.token_to_kv_pool_allocator, backup.row_tokens - matched
+    if has_window_pool(allocator):
+        seen = min(tokens, backup.kv[-1].shape[0])
+        slots = own_windowed_slots(batch.tree_cache, tokens, seen)
+        set_border(req.kv, backup.row_tokens - seen)
+    else:
+        slots, seen = own_slots(batch.tree_cache, tokens), 0
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
-    buffers = kv_buffers(batch.token_to_kv_pool_allocator)
-    for buffer, saved in zip(buffers, backup.kv, strict=True):
-        buffer[slots] = saved.to(buffer.device, first_row=matched)
+    places = [(buffer, slots) for buffer in kv_buffers(allocator)]
+    if windowed := window_buffers(allocator):
+        last = window_slots(allocator, slots[tokens - seen :])
+        places += [(buffer, last) for buffer in windowed]
+    for (buffer, at), saved in zip(places, backup.kv, strict=True):
+        buffer[at] = saved.to(buffer.device, first_row=saved.shape[0] - at.shape[0])
     return torch.cat([shared, slots]) if matched else slots
 
 

@@ -19,7 +19,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import lengthen_input
-from sgl_skipkv.patches.engine.binding import runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
@@ -28,6 +28,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
     release_evicted,
     wait_for_forward,
 )
+from sgl_skipkv.patches.engine.window_pool import leave_windows
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,11 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     # The running step writes keys, queries and hidden states on the forward stream.
     wait_for_forward(batch.req_to_token_pool)
     pools = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
-    cache = paged_cache(*pools)
+    binding, cache = binding_of(pools[0]), paged_cache(*pools)
+    assert binding is not None
+    for state in work.compacted:
+        req, window_tokens = batch.reqs[places[state]], binding.limits.model_window_tokens
+        leave_windows(batch.tree_cache, req, row_tokens[state], window_tokens)
 
     def due(state: RequestState) -> Due:
         req, seq_len = batch.reqs[places[state]], int(batch.seq_lens_cpu[places[state]])

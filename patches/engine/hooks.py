@@ -277,6 +277,31 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.kv_cache:release_evicted",
         "give pages back that hold no token any more",
     ),
+    # -- window layers with a pool of their own
+    around(
+        "managers.schedule_batch.ScheduleBatch._evict_swa(self, req, pre_len, *, "
+        "eviction_interval=1)",
+        "engine.window_pool:move_border",
+        "what has left the windows of a row is counted in row entries",
+    ),
+    uses(
+        "mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows(self, req, pre_len, *, "
+        "eviction_interval=1)",
+        "engine.window_pool:leave_windows",
+        "what a compaction may evict has left the windows",
+    ),
+    uses(
+        "mem_cache.allocator.swa.SWATokenToKVPoolAllocator.free_full_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.window_pool:free_evicted",
+        "give evicted slots back that have none in the window pool",
+    ),
+    uses(
+        "mem_cache.allocator.swa.SWATokenToKVPoolAllocator.set_full_to_swa_mapping(self, "
+        "full_indices, swa_indices)",
+        "engine.window_pool:own_windowed_slots",
+        "of a restored row only the last tokens have slots in the window pool",
+    ),
     before(
         "managers.schedule_batch.ScheduleBatch.check_decode_mem(self, selected_indices=None)",
         "engine.batch:compact_due_requests",

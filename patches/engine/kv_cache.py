@@ -13,6 +13,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
+from sgl_skipkv.patches.engine.window_pool import free_evicted
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache, picked
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
@@ -21,11 +22,13 @@ _FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
 
 
 def kv_buffers(allocator: Any) -> list[Tensor]:
-    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores.
+    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores; not
+    of window layers with a pool of their own.
 
     With MLA the latents of every layer, [slots, 1, r + rotary]: keys that contain their values.
     """
     kv_pool = allocator.get_kvcache()
+    kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
     latents = getattr(kv_pool, "kv_buffer", None)
     return [*kv_pool.k_buffer, *kv_pool.v_buffer] if latents is None else [*latents]
 
@@ -83,8 +86,8 @@ def release_evicted(
     plans = [plan for compaction in done for plan in compaction.plans]
     freed = [slots for compaction in done for slots in compaction.freed]
     for plan, slots in zip(plans, freed, strict=True):
-        allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])
-        kv = reqs[plan.state].kv
+        kv, first = reqs[plan.state].kv, plan.row_tokens - slots.shape[0]
+        free_evicted(allocator, kv, slots, plan.evicted_tokens, first)
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens
 

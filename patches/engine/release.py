@@ -14,6 +14,7 @@ from sgl_skipkv.patches.engine.backup import back_up
 from sgl_skipkv.patches.engine.batch import failure_reason
 from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.reuse import leaving_history
+from sgl_skipkv.patches.engine.window_pool import is_out_of_windows
 
 
 def limit_insert(
@@ -35,6 +36,8 @@ def limit_insert(
     if kwargs["is_finished"] and not state.settings.steers:
         return None
     shared = state.shared_row_tokens
+    if is_out_of_windows(req.kv, shared):  # of a restored row
+        shared = req.kv.cache_protected_len
     return shared if result is None else min(result, shared)
 
 

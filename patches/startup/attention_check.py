@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.patches.engine.forward import with_rotary_part
+from sgl_skipkv.patches.engine.window_pool import has_window_pool, window_slots
+from sgl_skipkv.patches.engine.windows import has_window
 from sgl_skipkv.policy.inputs.head_reach import softmax_with_sinks
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 
@@ -76,7 +78,8 @@ class AttentionCheck:
     def __init__(self, scheduler: Any, scale: float, tokens: int) -> None:
         runner = scheduler.tp_worker.model_runner
         self._exact = runner.kv_cache_dtype == runner.dtype
-        self._pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._pool = self._allocator.get_kvcache()
         self._scale, self._tokens, self._queries = scale, tokens, dict[int, Tensor]()
         self.gaps = dict[int, Tensor]()
 
@@ -98,6 +101,8 @@ class AttentionCheck:
             return
         batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
         slots = batch.out_cache_loc[: self._tokens]
+        if has_window(layer) and has_window_pool(self._allocator):
+            slots = window_slots(self._allocator, slots)
         keys, values = (part[slots] for part in self._pool.get_kv_buffer(layer.layer_id))
         shown = output.detach()[: self._tokens].reshape(len(slots), queries.shape[1], -1)
         shown = shown[-len(queries) :]

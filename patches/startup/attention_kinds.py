@@ -9,16 +9,6 @@ from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.windows import scored_layers
 
 
-def hybrid_window(scheduler: Any) -> str | None:
-    """Window layers in a pool of their own."""
-    if not scheduler.is_hybrid_swa:
-        return None
-    return (
-        "hybrid sliding-window attention: its pool frees a window's slots by logical length "
-        "(one pool for all layers: --disable-hybrid-swa-memory)"
-    )
-
-
 def counting_attention(scheduler: Any) -> str | None:
     """Attention that counts row entries, or reads other rows."""
     runner = scheduler.tp_worker.model_runner

@@ -26,6 +26,7 @@ from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
+from sgl_skipkv.patches.engine.window_pool import window_buffers
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
@@ -271,7 +272,8 @@ def _build(
             side.use_rows(scheduler.req_to_token_pool.req_to_token.shape[0])
         ranks = open_ranks(side.recorder.device)
         centres, reach = measure_model(scheduler, side, measured_ids, ranks)
-        buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
+        allocator = scheduler.token_to_kv_pool_allocator
+        buffers = [*kv_buffers(allocator), *window_buffers(allocator)]
         runtime = Runtime(
             config,
             recorder=side.recorder,

@@ -15,7 +15,6 @@ from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
     counting_attention,
     full_attention,
-    hybrid_window,
     logit_cap,
 )
 from sgl_skipkv.patches.startup.pool_kinds import (
@@ -27,6 +26,7 @@ from sgl_skipkv.patches.startup.pool_kinds import (
     prefix_tree,
     quantised_kv,
     uniform_layers,
+    window_pool,
 )
 from sgl_skipkv.patches.startup.setting_kinds import (
     BACKENDS,
@@ -154,11 +154,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
         "with DP attention a request may end between the plan and the launch of its last step",
         results_behind_next_plan,
     ),
-    (
-        "hybrid sliding window",
-        "its pool frees by logical length; --disable-hybrid-swa-memory helps",
-        hybrid_window,
-    ),
     ("chunked attention", "chunks and temperatures count row entries", counting_attention),
     ("full attention", "a window layer does not see what may be evicted", full_attention),
     ("capped attention logits", "scores have no cap", logit_cap),
@@ -224,9 +219,18 @@ CAPABILITIES: tuple[Capability, ...] = (
         page_size,
     ),
     Capability(
-        "allocator", "yes", "TokenToKVPoolAllocator and PagedTokenToKVPoolAllocator", allocator
+        "allocator",
+        "yes",
+        "TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator, SWATokenToKVPoolAllocator",
+        allocator,
     ),
     Capability("KV pool", "yes", "MHATokenToKVPool, MLATokenToKVPool only", kv_pool),
+    Capability(
+        "window layers in a pool of their own",
+        "yes",
+        "pages of one token; not with HiCache, PD disaggregation or a quantised cache",
+        window_pool,
+    ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
     Capability(
@@ -272,8 +276,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "kv_reuse",
         "per request",
-        "400 without a radix cache, with PD disaggregation, --kv-events-config and "
-        "--hicache-storage-backend",
+        "400 without a radix cache, with PD disaggregation, window layers in a pool of their own, "
+        "--kv-events-config and --hicache-storage-backend",
     ),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
@@ -297,6 +301,11 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 #: beside these no request may have kv_reuse
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
+    Switch(
+        "is_hybrid_swa",
+        "kv_reuse with window layers in a pool of their own (one pool for all layers: "
+        "--disable-hybrid-swa-memory)",
+    ),
     Setting(
         "disagg.disaggregation_mode",
         _OFF,

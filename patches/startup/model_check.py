@@ -142,7 +142,6 @@ def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
     found = (
         ("sparse attention", "an indexer beside the latents", is_deepseek_dsa(config.hf_config)),
         ("hybrid / mamba", "layers without a KV cache", mambaish_config(config) is not None),
-        ("hybrid sliding window", seen, config.is_hybrid_swa),
         ("full attention", seen, windows == config.num_hidden_layers),
         ("chunked attention", f"chunks of {config.attention_chunk_size}", chunks),
         ("capped attention logits", f"at {cap}", cap),

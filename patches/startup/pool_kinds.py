@@ -6,6 +6,8 @@ from typing import Any
 
 from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.patches.engine.forward import attention_layers
+from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
+from sgl_skipkv.patches.engine.window_pool import has_window_pool
 
 #: that tests have seen
 PAGE_SIZES = (1, 16, 32, 64)
@@ -19,9 +21,12 @@ def page_size(scheduler: Any) -> str | None:
 
 def allocator(scheduler: Any) -> str | None:
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
     allocator = scheduler.token_to_kv_pool_allocator
     expected = TokenToKVPoolAllocator if scheduler.page_size == 1 else PagedTokenToKVPoolAllocator
+    if has_window_pool(allocator):
+        expected = SWATokenToKVPoolAllocator
     if type(allocator) is not expected:
         return f"allocator {type(allocator).__name__} (supported: {expected.__name__})"
     if allocator.page_size != scheduler.page_size:
@@ -32,26 +37,60 @@ def allocator(scheduler: Any) -> str | None:
 def kv_pool(scheduler: Any) -> str | None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     if _latent_pool(scheduler) is not None:
         return None
-    if type(pool) is not MHATokenToKVPool:
-        supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
-        return f"KV pool {type(pool).__name__} ({supported})"
-    return None if pool.kv_cache_layout == "nhd" else f"KV layout {pool.kv_cache_layout}"
+    for pool in _head_pools(scheduler):
+        if type(pool) is not MHATokenToKVPool:
+            supported = "supported: MHATokenToKVPool, MLATokenToKVPool"
+            return f"KV pool {type(pool).__name__} ({supported})"
+        if pool.kv_cache_layout != "nhd":
+            return f"KV layout {pool.kv_cache_layout}"
+    return None
+
+
+def window_pool(scheduler: Any) -> str | None:
+    """Window layers in a pool of their own, beside what was not made to work with it."""
+    if not scheduler.is_hybrid_swa:
+        return None
+    allocator, pools = scheduler.token_to_kv_pool_allocator, _head_pools(scheduler)
+    beside = {
+        f"pages of {scheduler.page_size} tokens": scheduler.page_size != 1,
+        "a ring per request": getattr(allocator, "swa_req_ring", False),
+        "PD disaggregation": is_prefill_server() or is_decode_server(),
+        "HiCache": scheduler.enable_hierarchical_cache,
+        "a quantised KV cache": any(one.dtype not in TRITON_NAMES for one in pools),
+    }
+    found = " and ".join(name for name, is_there in beside.items() if is_there)
+    if not found and has_window_pool(allocator):
+        return None
+    return (
+        f"window layers in a pool of their own, with {found or type(allocator).__name__} "
+        "(one pool for all layers: --disable-hybrid-swa-memory)"
+    )
 
 
 def prefix_tree(scheduler: Any) -> str | None:
-    """A compacted row is kept out of the tree by a method that other components override."""
+    """A compacted row is kept out of the tree by a method that other components override. Of all
+    components the shortest part is inserted."""
     from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+    from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     tree = scheduler.tree_cache
     if type(tree) is not UnifiedRadixCache:
         return f"prefix cache {type(tree).__name__} (supported: UnifiedRadixCache)"
-    kinds = {type(component) for component in tree.components.values()} - {FullComponent}
+    supported = {FullComponent, SWAComponent}
+    kinds = {type(component) for component in tree.components.values()} - supported
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"prefix cache with {names} (supported: FullComponent)" if names else None
+
+
+def _head_pools(scheduler: Any) -> list[Any]:
+    """The pool of keys and values of heads, or the two where window layers have their own."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
 
 
 def _latent_pool(scheduler: Any) -> Any:
@@ -81,10 +120,10 @@ def latents(scheduler: Any) -> str | None:
 def quantised_kv(scheduler: Any) -> str | None:
     if kv_pool(scheduler) is not None or _latent_pool(scheduler) is not None:
         return None  # the row of ``kv_pool`` or ``latents`` reports it; these have other attributes
-    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    if pool.dtype in KEY_NAMES and not pool.is_quantized_kv_cache:
-        return None
-    return f"KV cache dtype {pool.dtype}: block-scaled values"
+    for pool in _head_pools(scheduler):
+        if pool.dtype not in KEY_NAMES or pool.is_quantized_kv_cache:
+            return f"KV cache dtype {pool.dtype}: block-scaled values"
+    return None
 
 
 def uniform_layers(scheduler: Any) -> str | None:

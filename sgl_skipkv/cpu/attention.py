@@ -89,7 +89,8 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         lengths = (req_pool_indices, extend_prefix_lens, extend_seq_lens)
         for row, cached, new in zip(*map(_as_list, lengths), strict=True):
             start, stop = stop, stop + new
-            keys, values = _gathered(k_cache, v_cache, req_to_token[row, : cached + new])
+            slots = self._slots(req_to_token[row, : cached + new], window)
+            keys, values = _gathered(k_cache, v_cache, slots)
             by_head = query[start:stop].movedim(0, 1)
             if cached or window is not None or self._sinks is not None:
                 seen = _seen(cached, new, window)
@@ -136,12 +137,21 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
             zip(_as_list(req_pool_indices), _as_list(seq_lens), strict=True)
         ):
             first = 0 if window is None else max(length - 1 - window, 0)
-            keys, values = _gathered(k_cache, v_cache, req_to_token[row, first:length])
+            slots = self._slots(req_to_token[row, first:length], window)
+            keys, values = _gathered(k_cache, v_cache, slots)
             attended = _attended(
                 query[i][:, None], keys, values, options["scaling"], None, self._sinks
             )
             output[i] = attended.flatten(0, 1)
         return output
+
+    def _slots(self, row: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The row's slots in the pool of the layer that runs. The stock form writes to a pool of
+        window layers, and reads it as if it were the other one."""
+        if window is None or not self.use_sliding_window_kv_pool:
+            return row
+        slots: torch.Tensor = self.token_to_kv_pool.translate_loc_from_full_to_swa(row)
+        return slots
 
     def _is_left_to_stock(
         self,

@@ -17,7 +17,8 @@ class Backup:
     """One request's KV and recordings in host memory, which is freed with this object.
 
     Attributes:
-        kv: float [row_tokens, Hkv, d] each: keys and values of every layer, in row order.
+        kv: float [row_tokens, Hkv, d] each: keys and values of every layer, in row order. Behind
+            them those of window layers with a pool of their own: of the row's last tokens.
         recorded: its recordings, by ``Recorder.save``; None for a request without a track.
     """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rank_plants
-from tiny_models import ARGUMENTS, ENVIRONMENT, WITH_VISION
+from tiny_models import ARGUMENTS, ENVIRONMENT, TWO_POOLS, WITH_VISION
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 WANDERER = REASONER.parent / "wanderer"
@@ -198,6 +198,14 @@ SPECS: dict[str, Spec] = {
                 **retracts(30),
             }
         },
+    ),
+    # The windows in a small pool of their own, prompts in chunks.
+    "gpt_oss, two pools": Spec(
+        ("oracle_windows",),
+        "gpt_oss",
+        (*ONE_BATCH, *CHUNKS_OF_64, *TWO_POOLS, "--swa-full-tokens-ratio", "0.25"),
+        CHECKED,
+        {"env": {**ENVIRONMENT["gpt_oss"], **retracts(30)}},
     ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(

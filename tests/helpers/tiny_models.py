@@ -136,16 +136,13 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 #: of gpt_oss, one per query head, as large as logits are here: without them other tokens win
 SINKS = (12.0, 16.0, 20.0, 24.0)
-#: what a server needs to run one. Its pool for windows would be refused, as of the real one.
+#: what a server needs to run one, as the real one with a pool of their own for window layers
 _AS_EXTERNAL = {
     "architectures": ["GptOssOnCpuForCausalLM"],
     **{"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]},
 }
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "gpt_oss": (
-        *("--disable-hybrid-swa-memory", "--json-model-override-args", json.dumps(_AS_EXTERNAL)),
-    )
-}
+TWO_POOLS = ("--json-model-override-args", json.dumps(_AS_EXTERNAL))
+ARGUMENTS: dict[str, tuple[str, ...]] = {"gpt_oss": (*TWO_POOLS, "--disable-hybrid-swa-memory")}
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpt_oss": {
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
