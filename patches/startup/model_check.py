@@ -19,7 +19,8 @@ from sgl_skipkv.policy import policy_class, with_params
 #: rotations whose turn follows from the position: see ``rotation_of`` in measurements.py
 _ROTATIONS = ("default", "llama3", "yarn", "linear")
 #: SGLang's models of these types have no windows, whatever the file says
-_WITHOUT_WINDOWS = FAMILIES.keys() - {"Olmo2ForCausalLM", "Gemma3ForCausalLM"}
+_WITH_WINDOWS = {"Olmo2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"}
+_WITHOUT_WINDOWS = FAMILIES.keys() - _WITH_WINDOWS
 
 
 @dataclass(frozen=True)

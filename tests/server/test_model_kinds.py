@@ -65,19 +65,68 @@ def test_of_two_attentions_of_a_layer_the_one_over_the_cache_counts() -> None:
     assert attached == ["0.attn_mqa", "1.attn_mqa"] and model[0]["attn_mqa"].skipkv is recorder
 
 
-def test_windows_need_one_pool_and_a_layer_that_sees_everything() -> None:
+def test_windows_need_a_layer_that_sees_everything() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    hybrid, full = row_named("hybrid sliding window").check, row_named("full attention").check
-    windows, plain = {"sliding_window_size": 31}, ({}, {})
-    for layers in (plain, (windows, {})):
-        scheduler = scheduler_with(MHATokenToKVPool, *layers)
-        assert hybrid(scheduler) is None and full(scheduler) is None
-        refused = hybrid(scheduler_with(MHATokenToKVPool, *layers, is_hybrid_swa=True))
-        assert refused.startswith("hybrid sliding-window attention")
-        assert "--disable-hybrid-swa-memory" in refused
+    full, windows = row_named("full attention").check, {"sliding_window_size": 31}
+    for layers in (({}, {}), (windows, {})):
+        assert full(scheduler_with(MHATokenToKVPool, *layers)) is None
     refused = full(scheduler_with(MHATokenToKVPool, windows, windows))
     assert refused.startswith("a sliding window in every attention layer")
+
+
+def with_window_pool(**more: Any) -> Any:
+    """A scheduler whose window layers have a pool of their own."""
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    more = {"is_hybrid_swa": True, "page_size": 1, "enable_hierarchical_cache": False, **more}
+    scheduler = scheduler_with(SWAKVPool, {"sliding_window_size": 31}, {}, **more)
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    for name in ("full_kv_pool", "swa_kv_pool"):
+        part = object.__new__(MHATokenToKVPool)
+        part.kv_cache_layout, part.dtype = "nhd", torch.bfloat16
+        setattr(pool, name, part)
+    allocator = object.__new__(SWATokenToKVPoolAllocator)
+    allocator.full_to_swa_index_mapping, allocator._kvcache = torch.zeros(2), pool
+    allocator.page_size = more["page_size"]
+    scheduler.token_to_kv_pool_allocator = allocator
+    return scheduler
+
+
+def test_what_a_window_pool_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    check = row_named("window layers in a pool of their own").check
+    for role in ("is_prefill_server", "is_decode_server"):
+        monkeypatch.setattr(pool_kinds, role, lambda: False)
+    for name in ("KV pool", "allocator", "window layers in a pool of their own"):
+        assert row_named(name).check(with_window_pool()) is None
+
+    def refused(**more: Any) -> str:
+        found = str(check(with_window_pool(**more)))
+        assert found.startswith("window layers in a pool of their own, with ")
+        assert found.endswith("--disable-hybrid-swa-memory)")
+        return found
+
+    assert "with pages of 16 tokens (" in refused(page_size=16)
+    both = refused(page_size=64, enable_hierarchical_cache=True)
+    assert "with pages of 64 tokens and HiCache (" in both
+    monkeypatch.setattr(pool_kinds, "is_decode_server", lambda: True)
+    assert "with PD disaggregation (" in refused()
+    monkeypatch.setattr(pool_kinds, "is_decode_server", lambda: False)
+    scheduler = with_window_pool()
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    pool.swa_kv_pool.dtype = torch.float8_e4m3fn
+    assert "with a quantised KV cache (" in str(check(scheduler))
+    pool.full_kv_pool = object.__new__(MLATokenToKVPool)
+    assert row_named("KV pool").check(scheduler).startswith("KV pool MLATokenToKVPool")
+    # Another pool has another allocator.
+    other = scheduler_with(MLATokenToKVPool, is_hybrid_swa=True, page_size=1)
+    other.enable_hierarchical_cache = False
+    other.token_to_kv_pool_allocator.get_kvcache().dtype = torch.bfloat16
+    assert "with SimpleNamespace (" in str(check(other))
 
 
 def test_chunked_attention_is_refused() -> None:
