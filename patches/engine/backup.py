@@ -121,6 +121,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
         seen = min(tokens, backup.kv[-1].shape[0])
         slots = own_windowed_slots(batch.tree_cache, tokens, seen)
         set_border(req.kv, backup.row_tokens - seen)
+        req.swa_branching_seqlen = None  # SGLang would insert up to there
     else:
         slots, seen = own_slots(batch.tree_cache, tokens), 0
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots

@@ -61,9 +61,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     pools = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
     binding, cache = binding_of(pools[0]), paged_cache(*pools)
     assert binding is not None
-    for state in work.compacted:
-        req, window_tokens = batch.reqs[places[state]], binding.limits.model_window_tokens
-        leave_windows(batch.tree_cache, req, row_tokens[state], window_tokens)
+    rows = [(batch.reqs[places[state]], row_tokens[state]) for state in work.compacted]
+    leave_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
 
     def due(state: RequestState) -> Due:
         req, seq_len = batch.reqs[places[state]], int(batch.seq_lens_cpu[places[state]])

@@ -284,6 +284,11 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.window_pool:move_border",
         "what has left the windows of a row is counted in row entries",
     ),
+    around(
+        "mem_cache.common.checkpoint_kv_cache(req, tree_cache)",
+        "engine.window_pool:leave_chunks",
+        "what is not inserted of a prompt in chunks must not fill the window pool",
+    ),
     uses(
         "mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows(self, req, pre_len, *, "
         "eviction_interval=1)",

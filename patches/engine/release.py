@@ -36,8 +36,8 @@ def limit_insert(
     if kwargs["is_finished"] and not state.settings.steers:
         return None
     shared = state.shared_row_tokens
-    if is_out_of_windows(req.kv, shared):  # of a restored row
-        shared = req.kv.cache_protected_len
+    if is_out_of_windows(req.kv):  # a restored row, or one compacted before it was inserted
+        shared = min(shared, req.kv.cache_protected_len)
     return shared if result is None else min(result, shared)
 
 

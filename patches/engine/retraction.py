@@ -25,7 +25,7 @@ def order_victims(order: list[int], reqs: list[Any]) -> list[int] | None:
     Requests that could be neither restored nor recomputed move to the front: they are retracted
     only if no other is left. Next come requests that have just been compacted, because they would
     have to be recomputed; with ``--retraction-policy priority`` only among their equals. On a
-    decode server they are the first of all. A full pool never asks for these: what their
+    decode server they are the first of all. A full pool never asks for these there: what their
     compaction has freed covers their next step.
     """
     from sglang.srt.runtime_context import get_schedule

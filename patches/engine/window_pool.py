@@ -1,17 +1,17 @@
 """Window layers with a KV pool of their own (SGLang's ``SWAKVPool``: gpt-oss).
 
-A row of the page table names slots of the pool of the other layers. SGLang maps such a slot to one
-of the window pool while a window can see its token, and then gives that one back: of a request's
-own row entries those in front of a border have none, and those behind it have one each. SGLang
-counts the border in row entries and moves it by the request's tokens.
+A row of the page table names slots of the other layers' pool. SGLang maps such a slot to one of the
+window pool until its token is out of the windows: of a request's own row entries those in front of
+its SWA eviction cursor (``kv.get_evicted_seqlen``) have no window slot, and those behind it have
+one each. SGLang counts the cursor in row entries and moves it by the request's tokens.
 
-A compaction keeps the last tokens, as many as a window holds. So the border moves there first, and
-the compaction evicts only what has no slot in the window pool any more.
+A compaction keeps the last tokens, as many as a window holds. So the cursor moves there first, and
+the compaction evicts only what has no window slot any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,33 +44,62 @@ def move_border(
     original: Callable[..., None], batch: Any, req: Any, pre_len: int, **options: Any
 ) -> None:
     """AROUND ``ScheduleBatch._evict_swa``: in a decode step SGLang takes a row to be as long as
-    the request's tokens."""
+    the request's tokens, also when it asks whether enough of them are out of the windows."""
     state = state_of(req)
-    if state is not None and batch.forward_mode.is_decode():
-        pre_len -= state.kv.evicted_tokens
+    evicted_tokens = 0 if state is None else state.kv.evicted_tokens
+    if evicted_tokens and batch.forward_mode.is_decode():
+        from sglang.srt.environ import envs
+
+        pre_len -= evicted_tokens
+        least_tokens = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+        if pre_len - batch.tree_cache.sliding_window_size < _border(req.kv) + least_tokens:
+            return
     original(batch, req, pre_len, **options)
 
 
-def leave_windows(tree_cache: Any, req: Any, row_tokens: int, window_tokens: int) -> None:
-    """Move the border to the last ``window_tokens`` of the row: a compaction keeps these."""
-    if has_window_pool(tree_cache.token_to_kv_pool_allocator):
+def leave_windows(tree_cache: Any, rows: Iterable[tuple[Any, int]], window_tokens: int) -> None:
+    """Move the cursor of requests that are compacted to the last ``window_tokens`` of their rows.
+
+    Args:
+        rows: requests with their row lengths.
+    """
+    allocator = tree_cache.token_to_kv_pool_allocator
+    if not has_window_pool(allocator):
+        return
+    allocator.free_group_begin()
+    for req, row_tokens in rows:
         # SGLang keeps the entries that a query behind this length sees before itself.
         pre_len = row_tokens - window_tokens + tree_cache.sliding_window_size
         tree_cache.evict_sliding_windows(req, pre_len)
+    allocator.free_group_end()
+
+
+def leave_chunks(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
+    """AROUND ``common.checkpoint_kv_cache``: while a prompt is computed in chunks, SGLang moves the
+    cursor up to what it has inserted into the radix tree.
+
+    A private prompt and recomputed output are not inserted. They would fill the window pool, and
+    the next chunk would wait for ever. The last chunk may still run, so its windows stay.
+    """
+    chunk_from, state = req.prefix_len, state_of(req)
+    original(req, tree_cache)
+    if state is not None and req.kv.cache_protected_len < chunk_from:
+        if has_window_pool(tree_cache.token_to_kv_pool_allocator):
+            tree_cache.evict_sliding_windows(req, chunk_from)
 
 
 def free_evicted(allocator: Any, kv: Any, slots: Tensor, evicted_tokens: int, first: int) -> None:
-    """Give back what a compaction has evicted from a row, and move the border with the row.
+    """Give back what a compaction has evicted from a row, and move the cursor with the row.
 
     Args:
         kv: SGLang's record of the row, as it was before.
         first: entry of the row at which the slots begin.
     """
-    if not has_window_pool(allocator):
-        allocator.free_segment(slots, start_pos=first)
-    elif evicted_tokens:
+    if has_window_pool(allocator):
         allocator.free_full_segment(slots, start_pos=first)
         set_border(kv, _border(kv) - evicted_tokens)
+    else:
+        allocator.free_segment(slots, start_pos=first)
 
 
 def own_windowed_slots(tree_cache: Any, tokens: int, windowed_tokens: int) -> Tensor:
@@ -103,13 +132,13 @@ def _border(kv: Any) -> int:
 
 
 def set_border(kv: Any, entry: int) -> None:
-    """The request's own entries in front of this one have no slot in the window pool."""
+    """The request's own entries in front of this one have no window slot."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     kv.set_evicted_seqlen(ComponentType.SWA, entry)
 
 
-def is_out_of_windows(kv: Any, tokens: int) -> bool:
-    """Whether the row's first entries have no slot in the window pool that the request could give
-    to the radix tree."""
-    return _border(kv) >= tokens > int(kv.cache_protected_len)
+def is_out_of_windows(kv: Any) -> bool:
+    """Whether own entries that the radix tree does not have are in front of the cursor: what lies
+    behind it may be less than a window, and a match could not end there."""
+    return _border(kv) > int(kv.cache_protected_len)

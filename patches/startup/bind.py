@@ -273,14 +273,18 @@ def _build(
         ranks = open_ranks(side.recorder.device)
         centres, reach = measure_model(scheduler, side, measured_ids, ranks)
         allocator = scheduler.token_to_kv_pool_allocator
-        buffers = [*kv_buffers(allocator), *window_buffers(allocator)]
+        token_bytes, window_token_bytes = (  # of this rank's layers
+            sum(buffer[0].nbytes for buffer in buffers(allocator))
+            for buffers in (kv_buffers, window_buffers)
+        )
         runtime = Runtime(
             config,
             recorder=side.recorder,
             scale=side.scale,
             pool_tokens=scheduler.max_total_num_tokens,
             page_tokens=scheduler.page_size,
-            kv_token_bytes=sum(buffer[0].nbytes for buffer in buffers),  # of this rank's layers
+            kv_token_bytes=token_bytes,
+            windows_bytes=window_token_bytes * facts.window_tokens,
             steerer=side.steerer,
             trace=trace,
             thoughts=facts.thoughts,

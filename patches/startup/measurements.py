@@ -64,7 +64,8 @@ def text_ids(scheduler: Any, config: ServerConfig) -> list[int]:
         expected = "a readable text file"
         choices = "a text like those that the model will write"
         raise SettingError("query_text", expected, f"{error}", choices) from error
-    room = min(scheduler.max_total_num_tokens, int(scheduler.model_config.context_len)) - 8
+    pool_tokens = scheduler.token_to_kv_pool_allocator.size  # of the smaller pool, if there are two
+    room = min(pool_tokens, int(scheduler.model_config.context_len)) - 8
     if has_dp_attention() and scheduler.chunked_prefill_size:
         # All groups prefill it at once, and SGLang has planned for a chunk of each.
         room = min(room, max(scheduler.chunked_prefill_size, 4 * FIRST_QUERY))

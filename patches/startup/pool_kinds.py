@@ -82,7 +82,7 @@ def prefix_tree(scheduler: Any) -> str | None:
     supported = {FullComponent, SWAComponent}
     kinds = {type(component) for component in tree.components.values()} - supported
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    return f"prefix cache with {names} (supported: FullComponent)" if names else None
+    return f"prefix cache with {names} (supported: FullComponent, SWAComponent)" if names else None
 
 
 def _head_pools(scheduler: Any) -> list[Any]:

@@ -64,6 +64,7 @@ class Runtime:
         pool_tokens: int,
         page_tokens: int = 1,
         kv_token_bytes: int,
+        windows_bytes: int = 0,
         reach: Tensor,
         steerer: Steerer | None = None,
         trace: TraceWriter | None = None,
@@ -94,7 +95,8 @@ class Runtime:
         pinned = recorder.device.type != "cpu"
         self.host_memory = HostMemory(config.retraction_backup_bytes, pinned=pinned)
         self.histories = Histories(config.kv_reuse_bytes, pinned=pinned)
-        self._kv_token_bytes = kv_token_bytes
+        # Of a backup: of each token of the row, and of window layers with a pool of their own.
+        self._kv_token_bytes, self._windows_bytes = kv_token_bytes, windows_bytes
         self.backs_up = self.is_measured = True
         self.has_opened, self.open_requests = False, 0
         if ranks.size > 1 or pinned:
@@ -243,7 +245,8 @@ class Runtime:
         if self.compactor.compacted_ahead(state, generated):
             return None
         recorded_bytes = self.recorder.request_bytes() if state.held.track_id else 0
-        return self.host_memory.in_chunks(row_tokens * self._kv_token_bytes + recorded_bytes)
+        kv_bytes = row_tokens * self._kv_token_bytes + self._windows_bytes
+        return self.host_memory.in_chunks(kv_bytes + recorded_bytes)
 
     def back_up(self, state: RequestState, kv: Iterable[Tensor], recorded_tokens: int) -> None:
         """Copy the KV and recordings of a request that is about to lose its row to host memory.

@@ -94,7 +94,7 @@ def test_groups_measure_no_more_at_once_than_they_prefill(
     """Together; but enough to tell how far heads look."""
     load_plugins()
     scheduler = SimpleNamespace(
-        max_total_num_tokens=4096,
+        token_to_kv_pool_allocator=SimpleNamespace(size=4096),
         chunked_prefill_size=chunk,
         model_config=SimpleNamespace(context_len=4096),
         tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text))]),

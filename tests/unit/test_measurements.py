@@ -177,9 +177,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
     runner = SimpleNamespace(model=model, dtype=torch.float32, kv_cache_dtype=torch.float32)
     scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=runner),
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, size=520),
         tokenizer=SimpleNamespace(encode=lambda text: [*range(len(text.split()))]),
-        max_total_num_tokens=520,
         true_scale=0.25,
         model_config=SimpleNamespace(context_len=4096),
     )
