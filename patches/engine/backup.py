@@ -38,7 +38,7 @@ from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.patches.engine.window_pool import (
     has_window_pool,
     own_windowed_slots,
-    set_border,
+    set_cursor,
     window_buffers,
     window_slots,
 )
@@ -120,7 +120,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     if has_window_pool(allocator):
         seen = min(tokens, backup.kv[-1].shape[0])
         slots = own_windowed_slots(batch.tree_cache, tokens, seen)
-        set_border(req.kv, backup.row_tokens - seen)
+        set_cursor(req.kv, backup.row_tokens - seen)
         req.swa_branching_seqlen = None  # SGLang would insert up to there
     else:
         slots, seen = own_slots(batch.tree_cache, tokens), 0

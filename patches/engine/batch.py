@@ -28,7 +28,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
     release_evicted,
     wait_for_forward,
 )
-from sgl_skipkv.patches.engine.window_pool import leave_windows
+from sgl_skipkv.patches.engine.window_pool import free_out_of_windows
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     binding, cache = binding_of(pools[0]), paged_cache(*pools)
     assert binding is not None
     rows = [(batch.reqs[places[state]], row_tokens[state]) for state in work.compacted]
-    leave_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
+    free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
 
     def due(state: RequestState) -> Due:
         req, seq_len = batch.reqs[places[state]], int(batch.seq_lens_cpu[places[state]])

@@ -281,18 +281,18 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     around(
         "managers.schedule_batch.ScheduleBatch._evict_swa(self, req, pre_len, *, "
         "eviction_interval=1)",
-        "engine.window_pool:move_border",
+        "engine.window_pool:move_cursor",
         "what has left the windows of a row is counted in row entries",
     ),
     around(
         "mem_cache.common.checkpoint_kv_cache(req, tree_cache)",
-        "engine.window_pool:leave_chunks",
+        "engine.window_pool:free_behind_chunk",
         "what is not inserted of a prompt in chunks must not fill the window pool",
     ),
     uses(
         "mem_cache.base_prefix_cache.BasePrefixCache.evict_sliding_windows(self, req, pre_len, *, "
         "eviction_interval=1)",
-        "engine.window_pool:leave_windows",
+        "engine.window_pool:free_out_of_windows",
         "what a compaction may evict has left the windows",
     ),
     uses(

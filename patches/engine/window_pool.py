@@ -40,7 +40,7 @@ def window_slots(allocator: Any, slots: Tensor) -> Tensor:
     return mapped
 
 
-def move_border(
+def move_cursor(
     original: Callable[..., None], batch: Any, req: Any, pre_len: int, **options: Any
 ) -> None:
     """AROUND ``ScheduleBatch._evict_swa``: in a decode step SGLang takes a row to be as long as
@@ -52,12 +52,14 @@ def move_border(
 
         pre_len -= evicted_tokens
         least_tokens = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
-        if pre_len - batch.tree_cache.sliding_window_size < _border(req.kv) + least_tokens:
+        if pre_len - batch.tree_cache.sliding_window_size < _cursor(req.kv) + least_tokens:
             return
     original(batch, req, pre_len, **options)
 
 
-def leave_windows(tree_cache: Any, rows: Iterable[tuple[Any, int]], window_tokens: int) -> None:
+def free_out_of_windows(
+    tree_cache: Any, rows: Iterable[tuple[Any, int]], window_tokens: int
+) -> None:
     """Move the cursor of requests that are compacted to the last ``window_tokens`` of their rows.
 
     Args:
@@ -74,7 +76,7 @@ def leave_windows(tree_cache: Any, rows: Iterable[tuple[Any, int]], window_token
     allocator.free_group_end()
 
 
-def leave_chunks(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
+def free_behind_chunk(original: Callable[..., None], req: Any, tree_cache: Any) -> None:
     """AROUND ``common.checkpoint_kv_cache``: while a prompt is computed in chunks, SGLang moves the
     cursor up to what it has inserted into the radix tree.
 
@@ -97,7 +99,7 @@ def free_evicted(allocator: Any, kv: Any, slots: Tensor, evicted_tokens: int, fi
     """
     if has_window_pool(allocator):
         allocator.free_full_segment(slots, start_pos=first)
-        set_border(kv, _border(kv) - evicted_tokens)
+        set_cursor(kv, _cursor(kv) - evicted_tokens)
     else:
         allocator.free_segment(slots, start_pos=first)
 
@@ -124,14 +126,14 @@ def own_windowed_slots(tree_cache: Any, tokens: int, windowed_tokens: int) -> Te
     return own
 
 
-def _border(kv: Any) -> int:
+def _cursor(kv: Any) -> int:
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     entry: int = kv.get_evicted_seqlen(ComponentType.SWA)
     return entry
 
 
-def set_border(kv: Any, entry: int) -> None:
+def set_cursor(kv: Any, entry: int) -> None:
     """The request's own entries in front of this one have no window slot."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
@@ -141,4 +143,4 @@ def set_border(kv: Any, entry: int) -> None:
 def is_out_of_windows(kv: Any) -> bool:
     """Whether own entries that the radix tree does not have are in front of the cursor: what lies
     behind it may be less than a window, and a match could not end there."""
-    return _border(kv) > int(kv.cache_protected_len)
+    return _cursor(kv) > int(kv.cache_protected_len)

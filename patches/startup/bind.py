@@ -273,6 +273,9 @@ def _build(
         ranks = open_ranks(side.recorder.device)
         centres, reach = measure_model(scheduler, side, measured_ids, ranks)
         allocator = scheduler.token_to_kv_pool_allocator
+        pool_tokens = scheduler.max_total_num_tokens
+        if not scheduler.chunked_prefill_size:  # a prompt must fit the smaller of two pools
+            pool_tokens = min(pool_tokens, allocator.size)
         token_bytes, window_token_bytes = (  # of this rank's layers
             sum(buffer[0].nbytes for buffer in buffers(allocator))
             for buffers in (kv_buffers, window_buffers)
@@ -281,7 +284,7 @@ def _build(
             config,
             recorder=side.recorder,
             scale=side.scale,
-            pool_tokens=scheduler.max_total_num_tokens,
+            pool_tokens=pool_tokens,
             page_tokens=scheduler.page_size,
             kv_token_bytes=token_bytes,
             windows_bytes=window_token_bytes * facts.window_tokens,

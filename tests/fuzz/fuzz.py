@@ -4,6 +4,7 @@
     python tests/fuzz/fuzz.py --examples 20000 --record # goes on behind the lives on record
     python tests/fuzz/fuzz.py --hicache --examples 2000 # with HiCache behind the pool
     python tests/fuzz/fuzz.py --decode --examples 2000  # a decode server of PD disaggregation
+    python tests/fuzz/fuzz.py --windows --examples 2000 # window layers with a pool of their own
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
@@ -35,9 +36,11 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
 from planted_bugs import FOUND, bugs, plant
 from planted_decode_bugs import decode_bugs
+from planted_window_bugs import window_bugs
 from pool_content import plugin_and_topology
 from pool_decode_machine import DecodePoolMachine
 from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
+from pool_window_machine import WindowPoolMachine
 from row_table import show
 
 from bench.lib.record import append_row, recorded
@@ -46,7 +49,10 @@ from sgl_skipkv.cli.progress import track
 T = TypeVar("T")
 Row = dict[str, Any]
 STEPS = 50
-KINDS = {"": PagedPoolMachine, "hicache": HostPoolMachine, "decode": DecodePoolMachine}
+KINDS = {
+    **{"": PagedPoolMachine, "hicache": HostPoolMachine},
+    **{"decode": DecodePoolMachine, "windows": WindowPoolMachine},
+}
 PART, RECORDED_AT_ONCE = 500, 2_000
 logging.disable()  # requests that the machine has refused are not news
 
@@ -165,8 +171,9 @@ def found_after(name: str, seed: int, most: int) -> int | None:
     kind: type[PoolMachine] = PagedPoolMachine if name in IN_PAGES else PoolMachine
     if name in IN_HOST:
         kind = HostPoolMachine
-    if any(name in changes for changes in decode_bugs().values()):
-        kind = DecodePoolMachine
+    for bugs_of, own in ((decode_bugs, DecodePoolMachine), (window_bugs, WindowPoolMachine)):
+        if any(name in changes for changes in bugs_of().values()):
+            kind = own
     try:
         run_machine(most, steps=STEPS, seed=seed, kind=kind)
     except FOUND:
@@ -179,6 +186,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--hicache", action="store_true", help="lives with HiCache, not recorded")
     parser.add_argument("--decode", action="store_true", help="a decode server's, not recorded")
+    parser.add_argument("--windows", action="store_true", help="two pools, not recorded")
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -201,7 +209,7 @@ def main() -> int:
         show(rows, "planted bugs", record="planted_bugs" if arguments.record else None)
     else:
         sizes = arguments.examples, seeds[0], workers
-        kind = "decode" if arguments.decode else "hicache" if arguments.hicache else ""
+        kind = next((name for name in KINDS if name and getattr(arguments, name)), "")
         rows = fuzz_on(*sizes) if arguments.record else fuzz(*sizes, kind)
         if rows:
             show(rows, "random lives")

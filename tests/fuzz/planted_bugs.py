@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from planted_decode_bugs import decode_bugs
+from planted_window_bugs import window_bugs
 
-FREE = "allocator.free_segment(slots, start_pos=plan.row_tokens - slots.shape[0])"
+FREE = "allocator.free_segment(slots, start_pos=first)"
 FOUND = (AssertionError, RuntimeError, ValueError, LookupError, MemoryError)
 
 
@@ -30,6 +31,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         reuse,
         sampling,
         steering,
+        window_pool,
     )
     from sgl_skipkv.request import state as request_state
     from sgl_skipkv.reuse import continuation, histories, history
@@ -63,10 +65,9 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "for compaction in done for slots in compaction.freed",
                 "for slots in done[-1].freed",
             ),
-            "slots are freed twice": (
-                FREE,
-                f"{FREE}\n        {FREE}",
-            ),
+        },
+        window_pool.free_evicted: {
+            "slots are freed twice": (FREE, f"{FREE}; {FREE}"),
             "slots are not freed": (FREE, "pass"),
         },
         shorten: {
@@ -212,8 +213,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         backup.restore_row: {
             "a backup comes back a token off": (
-                "saved.to(buffer.device, first_row=matched)",
-                "saved.to(buffer.device).roll(1, 0)[matched:]",
+                "saved.to(buffer.device, first_row=saved.shape[0] - at.shape[0])",
+                "saved.to(buffer.device).roll(1, 0)[saved.shape[0] - at.shape[0] :]",
             ),
         },
         admission._restored_tokens: {
@@ -380,7 +381,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a restored row is loaded as well": ("req.host_hit_length = 0", "pass"),
         },
     }
-    of_functions = [*table.items(), *decode_bugs().items()]
+    of_functions = [*table.items(), *decode_bugs().items(), *window_bugs().items()]
     return [(name, f, *change) for f, planted in of_functions for name, change in planted.items()]
 
 

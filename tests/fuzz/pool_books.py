@@ -334,6 +334,10 @@ class Books(TurnBooks):
         if not batch.is_empty() and batch.seq_lens_cpu is not None:
             assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist()
 
+    def check_empty(self) -> None:
+        """Nobody holds a slot any more, and the tree is empty."""
+        assert len(self._free_slots()) == POOL
+
     def _check_request(self, req: Any, in_tree: set[int]) -> list[int]:
         """One request against the books; its private slots."""
         kv, row, slots = req.kv, self.rows[req.rid], self._row(req)

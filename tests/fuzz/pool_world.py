@@ -58,7 +58,7 @@ class World(Loop):
 
     # What the hooked methods of the real Scheduler read.
     max_new_tokens_limit = sliding_window_size = None
-    kv_shard_widening = 1
+    kv_shard_widening = layers = 1
     max_total_num_tokens, max_req_len = POOL, POOL - 1
     processed_tokens_counter = 0
     has_tree, queues_refused = True, False
@@ -87,13 +87,7 @@ class World(Loop):
     ) -> None:
         from sglang.srt.disaggregation.utils import DisaggregationMode
         from sglang.srt.managers.schedule_batch import ScheduleBatch
-        from sglang.srt.mem_cache.allocator import (
-            PagedTokenToKVPoolAllocator,
-            TokenToKVPoolAllocator,
-        )
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -109,33 +103,17 @@ class World(Loop):
             vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
         )
         self.req_to_token_pool = self._row_pool()
-        paged = {} if page_tokens == 1 else {"page_size": page_tokens}
-        allocator_of = PagedTokenToKVPoolAllocator if paged else TokenToKVPoolAllocator
-        self.token_to_kv_pool_allocator = allocator_of(
-            **paged,
-            size=POOL,
-            dtype=torch.float32,
-            device=device,
-            need_sort=False,
-            kvcache=MHATokenToKVPool(
-                size=POOL,
-                page_size=page_tokens,
-                dtype=torch.float32,
-                head_num=KV_HEADS,
-                head_dim=head_dim,
-                layer_num=1,
-                device=device,
-                enable_memory_saver=False,
-            ),
-        )
+        self.token_to_kv_pool_allocator = self._allocator()
         if newest_first:
-            reuse_newest_first(self.token_to_kv_pool_allocator)
+            for allocator in self._slot_lists():
+                reuse_newest_first(allocator)
         params = CacheInitParams(
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             page_size=page_tokens,
             disable=not self.has_tree,
-            tree_components=(ComponentType.FULL,),
+            sliding_window_size=self.sliding_window_size,
+            tree_components=self._tree_components(),
             tree_core_backend=tree_core,
         )
         self.tree_cache = UnifiedRadixCache(params=params)
@@ -163,6 +141,43 @@ class World(Loop):
         return ReqToTokenPool(
             size=ROWS, max_context_len=CONTEXT, device=self.device, enable_memory_saver=False
         )
+
+    def _allocator(self) -> Any:
+        """Of the KV pool, with the pool."""
+        from sglang.srt.mem_cache.allocator import (
+            PagedTokenToKVPoolAllocator,
+            TokenToKVPoolAllocator,
+        )
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        paged = {} if self.page_size == 1 else {"page_size": self.page_size}
+        allocator_of = PagedTokenToKVPoolAllocator if paged else TokenToKVPoolAllocator
+        return allocator_of(
+            **paged,
+            size=POOL,
+            dtype=torch.float32,
+            device=self.device,
+            need_sort=False,
+            kvcache=MHATokenToKVPool(
+                size=POOL,
+                page_size=self.page_size,
+                dtype=torch.float32,
+                head_num=KV_HEADS,
+                head_dim=self.head_dim,
+                layer_num=1,
+                device=self.device,
+                enable_memory_saver=False,
+            ),
+        )
+
+    def _slot_lists(self) -> list[Any]:
+        """Allocators that give out slots of one pool each."""
+        return [self.token_to_kv_pool_allocator]
+
+    def _tree_components(self) -> tuple[Any, ...]:
+        from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+
+        return (ComponentType.FULL,)
 
     def _bind(self, **given: Any) -> None:
         from sgl_skipkv.config import ServerConfig
@@ -201,7 +216,7 @@ class World(Loop):
             scale=self.head_dim**-0.5,
             pool_tokens=POOL,
             page_tokens=self.page_size,
-            kv_token_bytes=KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
+            kv_token_bytes=self.layers * KV_TOKEN_BYTES * self.head_dim // HEAD_DIM,
             steerer=make_steerer(delimiters, HIDDEN, ROWS + 1, self.device),
             thoughts=ThoughtTokens(THINK_END, THINK_START, frozenset({BLANK})),
             centres=some_centres(1, QUERY_HEADS, self.head_dim, self.device),
@@ -375,6 +390,6 @@ class World(Loop):
         self.evict_tree(POOL)
         self.check()
         assert not self.runtime.host_memory.used_bytes, "a backup outlives its call"
-        assert self.token_to_kv_pool_allocator.available_size() == POOL
+        self.check_empty()
         assert self.req_to_token_pool.available_size() == ROWS
         assert self.flush()

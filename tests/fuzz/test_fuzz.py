@@ -72,3 +72,13 @@ def test_memory_stays_sound_on_a_decode_server(tmp_path: Path) -> None:
     wanted |= {"failed, transfer": 4, "failed, handshake": 4, "steered tokens": 200}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
+def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--windows", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {"compactions": 1000, "windows read": 10_000, "retractions": 100, "restored": 25}
+    wanted |= {"restored, compacted": 10, "finished": 150, "aborts": 200, "prefix hits": 200}
+    wanted |= {"retractions, pool full": 1, "window pool full": 1, "steered tokens": 200}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}

@@ -31,4 +31,4 @@ def least_budget(policy: Any, prompt_tokens: int = 0) -> int:
     """What every compaction keeps."""
     params = policy.params
     counted = prompt_tokens if params.count_prompt and params.protect_prompt else 0
-    return params.sink + params.window + 1 + counted
+    return params.sink + max(params.window, policy.model_window_tokens) + 1 + counted

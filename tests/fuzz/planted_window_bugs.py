@@ -1,0 +1,84 @@
+"""Bugs of window layers with a pool of their own: ``planted_bugs.py`` plants them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Changes = dict[Callable[..., Any], dict[str, tuple[str, str]]]
+
+
+def window_bugs() -> Changes:
+    """Our function -> name of a bug -> a piece of its source, and what stands there instead."""
+    from sgl_skipkv.patches.engine import backup, batch, kv_cache, window_pool
+
+    return {
+        window_pool.move_cursor: {
+            "SGLang moves the cursor by the request's tokens": (
+                "pre_len -= evicted_tokens",
+                "pass",
+            ),
+        },
+        batch.compact_due_requests: {
+            "what is evicted has slots in the window pool": (
+                "free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)",
+                "pass",
+            ),
+        },
+        window_pool.free_out_of_windows: {
+            "the next query has no whole window behind a compaction": (
+                "row_tokens - window_tokens",
+                "row_tokens - window_tokens + 2",
+            ),
+        },
+        kv_cache.release_evicted: {
+            "evicted slots are given back as if none had left a window": (
+                "free_evicted(allocator, kv, slots, plan.evicted_tokens, first)",
+                "allocator.free_segment(slots, start_pos=first)",
+            ),
+        },
+        window_pool.free_evicted: {
+            "the cursor does not move with the row": (
+                "_cursor(kv) - evicted_tokens",
+                "_cursor(kv)",
+            ),
+            "slots in the window pool are given back twice": (
+                "free_full_segment",
+                "free_segment",
+            ),
+        },
+        backup._kv_of: {
+            "a token of the windows is not backed up": (
+                "model_window_tokens - 1",
+                "model_window_tokens - 2",
+            ),
+            "the windows are backed up from the first token on": (
+                "slots[-(binding.limits.model_window_tokens - 1) :]",
+                "slots[: binding.limits.model_window_tokens - 1]",
+            ),
+        },
+        backup.restore_row: {
+            "the cursor of a restored row is at its beginning": (
+                "set_cursor(req.kv, backup.row_tokens - seen)",
+                "pass",
+            ),
+            "the windows are restored to the first slots": (
+                "slots[tokens - seen :]",
+                "slots[:seen]",
+            ),
+            "the windows of a restored row stay empty": (
+                "places += [(buffer, last) for buffer in windowed]",
+                "places += [(buffer, last[:0]) for buffer in windowed]",
+            ),
+            "the windows that the tree has are restored over its others": (
+                "first_row=saved.shape[0] - at.shape[0]",
+                "first_row=matched",
+            ),
+        },
+        window_pool.own_windowed_slots: {
+            "the first tokens of a restored row have a window": (
+                "slots[tokens - windowed_tokens :]",
+                "slots[:windowed_tokens]",
+            ),
+        },
+    }
