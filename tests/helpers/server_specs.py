@@ -203,7 +203,7 @@ SPECS: dict[str, Spec] = {
     "gpt_oss, two pools": Spec(
         ("oracle_windows",),
         "gpt_oss",
-        (*ONE_BATCH, *CHUNKS_OF_64, *TWO_POOLS, "--swa-full-tokens-ratio", "0.25"),
+        (*ONE_BATCH, *CHUNKS_OF_64, *TWO_POOLS, "--swa-full-tokens-ratio", "0.13"),
         CHECKED,
         {"env": {**ENVIRONMENT["gpt_oss"], **retracts(30)}},
     ),
