@@ -264,19 +264,6 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.kv_cache:own_slots",
         "slots for a restored or copied row",
     ),
-    # -- the compaction
-    uses(
-        "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment(self, free_index, *, "
-        "start_pos)",
-        "engine.kv_cache:release_evicted",
-        "give evicted slots back",
-    ),
-    uses(
-        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free_segment(self, free_index, *, "
-        "start_pos)",
-        "engine.kv_cache:release_evicted",
-        "give pages back that hold no token any more",
-    ),
     # -- window layers with a pool of their own
     around(
         "managers.schedule_batch.ScheduleBatch._evict_swa(self, req, pre_len, *, "
@@ -306,6 +293,19 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "full_indices, swa_indices)",
         "engine.window_pool:own_windowed_slots",
         "of a restored row only the last tokens have slots in the window pool",
+    ),
+    # -- the compaction
+    uses(
+        "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.kv_cache:release_evicted",
+        "give evicted slots back",
+    ),
+    uses(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.kv_cache:release_evicted",
+        "give pages back that hold no token any more",
     ),
     before(
         "managers.schedule_batch.ScheduleBatch.check_decode_mem(self, selected_indices=None)",
