@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,12 +42,17 @@ def inputs(
     return given
 
 
-def attended(backend: type, given: dict[str, Any], **options: Any) -> torch.Tensor:
+def attended(
+    backend: type, given: dict[str, Any], mapping: torch.Tensor | None = None, **options: Any
+) -> torch.Tensor:
+    """mapping: of the row's slots to those of the pool of window layers; None: it has none."""
     output = torch.full_like(given["query"], torch.nan)  # every element has to be written
     grouped = given["query"].shape[1] != given["k_cache"].shape[1]
     prefill = "extend_seq_lens" in given
     settings = {"scaling": 0.2, "enable_gqa": grouped, "causal": prefill, **options}
     one = backend.__new__(backend)
+    one.use_sliding_window_kv_pool = mapping is not None
+    one.token_to_kv_pool = SimpleNamespace(translate_loc_from_full_to_swa=partial(_mapped, mapping))
     run = one._run_sdpa_forward_extend if prefill else one._run_sdpa_forward_decode
     run(output=output, **given, **settings)
     return output
@@ -61,6 +67,10 @@ def assert_as_exact_as_stock(given: dict[str, Any], **options: Any) -> None:
     stock = (attended(TorchNativeAttnBackend, single, **options) - exact).abs().max()
     ours = (attended(GroupedTorchAttnBackend, single, **options) - exact).abs().max()
     assert ours <= max(2 * stock, 1e-6)
+
+
+def _mapped(mapping: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return mapping[slots]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
@@ -84,6 +94,23 @@ def test_it_is_the_stock_one(
 def test_a_window_is_the_stock_one(new: list[int] | None, window: int) -> None:
     given = inputs(4, 2, [40, 120, 33], torch.float64, new)
     assert_as_exact_as_stock(given, sliding_window_size=window)
+
+
+@pytest.mark.parametrize("new", [None, [5, 120, 20]], ids=["decode", "prefill"])
+def test_a_window_is_read_in_its_own_pool(new: list[int] | None) -> None:
+    """Its slots are others, and layers that see everything read the row's own."""
+    given = inputs(4, 2, [40, 120, 33], torch.float64, new)
+    mapping = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
+    moved = {**given}
+    for name in ("k_cache", "v_cache"):
+        moved[name] = torch.empty_like(given[name])
+        moved[name][mapping] = given[name]
+    window = {"sliding_window_size": 8}
+    expected = attended(GroupedTorchAttnBackend, given, **window)
+    found = attended(GroupedTorchAttnBackend, moved, mapping=mapping, **window)
+    assert torch.equal(found, expected)
+    whole = attended(GroupedTorchAttnBackend, given, mapping=mapping)
+    assert torch.equal(whole, attended(GroupedTorchAttnBackend, given))
 
 
 def with_sinks(given: dict[str, Any], sinks: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -122,6 +149,7 @@ def test_sinks_take_weight_and_give_nothing(new: list[int] | None, window: int |
 def called(given: dict[str, Any], sinks: torch.Tensor | None, window: int | None) -> torch.Tensor:
     """What the backend answers an attention layer."""
     one = GroupedTorchAttnBackend.__new__(GroupedTorchAttnBackend)
+    one.use_sliding_window_kv_pool = False
     one.token_to_kv_pool = SimpleNamespace(
         get_key_buffer=lambda layer: given["k_cache"],
         get_value_buffer=lambda layer: given["v_cache"],
