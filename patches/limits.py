@@ -26,6 +26,7 @@ class ServerLimits:
     Attributes:
         model_window_tokens: the largest window of the model's layers; 0: they have none.
         without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
+        without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
         without_rotation: why policies that need the rotation of queries are refused; None: they are
             not.
         has_thoughts: whether one token each begins and ends a thought.
@@ -36,6 +37,7 @@ class ServerLimits:
     model_window_tokens: int = 0
     without_reuse: tuple[str, ...] = ()
     without_rotation: str | None = None
+    without_budget_reuse: str | None = None
     has_thoughts: bool = False
     prompt_is_elsewhere: bool = False
 
@@ -48,6 +50,9 @@ class ServerLimits:
         if settings.kv_reuse is not None and self.without_reuse:
             expected = f"false on this server ({'; '.join(self.without_reuse)})"
             raise SettingError("kv_reuse", expected, settings.kv_reuse, "false, or leave it out")
+        if settings.kv_reuse == "budget" and self.without_budget_reuse is not None:
+            expected = f"keep or false on this server ({self.without_budget_reuse})"
+            raise SettingError("kv_reuse", expected, "budget", "keep, false, or leave it out")
         needs_rotation = settings.evicts and settings.policy.needs_rotation
         if needs_rotation and self.without_rotation is not None:
             others = [name for name in built_in() if not policy_class(name).needs_rotation]

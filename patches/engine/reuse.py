@@ -32,6 +32,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
 )
 from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
+from sgl_skipkv.patches.engine.window_pool import lacks_window
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.continuation import FinishedRow, first_prompt_of, namespace_of
 from sgl_skipkv.reuse.histories import HistoryMatch
@@ -90,6 +91,10 @@ def continue_history(
                 runtime.histories.use(found.history)
                 return
             lost = True  # to this request
+            continue
+        continued = state.reuse.continued
+        if continued is not None and lacks_window(req, continued.row_tokens):
+            lost = True  # to this request: a longer part of the same history may end with one
             continue
         runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []

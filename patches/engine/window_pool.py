@@ -140,6 +140,12 @@ def set_cursor(kv: Any, entry: int) -> None:
     kv.set_evicted_seqlen(ComponentType.SWA, entry)
 
 
+def lacks_window(req: Any, row_tokens: int) -> bool:
+    """Whether the radix tree has this many tokens of the request, but no whole window in front of
+    the next one: SGLang matches them only up to where it has one."""
+    return int(req.swa_branching_seqlen or 0) >= row_tokens
+
+
 def is_out_of_windows(kv: Any) -> bool:
     """Whether own entries that the radix tree does not have are in front of the cursor: what lies
     behind it may be less than a window, and a match could not end there."""

@@ -40,6 +40,7 @@ from sgl_skipkv.patches.startup.parallel import (
     open_ranks,
     reasons_of_ranks,
 )
+from sgl_skipkv.patches.startup.pool_kinds import without_budget_reuse
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.policy import policy_class
 from sgl_skipkv.policy.inputs.ranks import RanksError
@@ -116,6 +117,7 @@ class ModelFacts(NamedTuple):
         thoughts: None: the vocabulary marks none.
         without_rotation: why policies that need the rotation of queries are refused; None: they are
             not.
+        without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
         prompt_is_elsewhere: whether this is a server of PD disaggregation.
     """
 
@@ -124,6 +126,7 @@ class ModelFacts(NamedTuple):
     without_reuse: Sequence[str] = ()
     thoughts: ThoughtTokens | None = None
     without_rotation: str | None = None
+    without_budget_reuse: str | None = None
     prompt_is_elsewhere: bool = False
 
 
@@ -181,6 +184,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             facts.window_tokens,
             tuple(facts.without_reuse),
             facts.without_rotation,
+            facts.without_budget_reuse,
             has_thoughts=facts.thoughts is not None,
             prompt_is_elsewhere=facts.prompt_is_elsewhere,
         ),
@@ -224,6 +228,7 @@ def _facts(scheduler: Any) -> ModelFacts:
     return ModelFacts(
         *(layers, window_tokens, missing_for_reuse(scheduler), thoughts),
         without_rotation=without_rotation(runner.model),
+        without_budget_reuse=without_budget_reuse(scheduler),
         prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
     )
 
@@ -231,6 +236,8 @@ def _facts(scheduler: Any) -> ModelFacts:
 def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     """Defaults of the server that it cannot serve."""
     reasons = [*facts.without_reuse] if config.kv_reuse else []
+    if config.kv_reuse == "budget" and facts.without_budget_reuse is not None:
+        reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:

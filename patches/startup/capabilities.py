@@ -276,8 +276,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "kv_reuse",
         "per request",
-        "400 without a radix cache, with PD disaggregation, window layers in a pool of their own, "
-        "--kv-events-config and --hicache-storage-backend",
+        "400 without a radix cache, with PD disaggregation, --kv-events-config and "
+        "--hicache-storage-backend; budget where window layers have a pool of their own",
     ),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),
@@ -301,11 +301,6 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 #: beside these no request may have kv_reuse
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
-    Switch(
-        "is_hybrid_swa",
-        "kv_reuse with window layers in a pool of their own (one pool for all layers: "
-        "--disable-hybrid-swa-memory)",
-    ),
     Setting(
         "disagg.disaggregation_mode",
         _OFF,

@@ -69,6 +69,16 @@ def window_pool(scheduler: Any) -> str | None:
     )
 
 
+def without_budget_reuse(scheduler: Any) -> str | None:
+    """Why no request may evict from a history."""
+    if not has_window_pool(scheduler.token_to_kv_pool_allocator):
+        return None
+    return (
+        "window layers in a pool of their own: a copied row cannot lock less than its history (one "
+        "pool for all layers: --disable-hybrid-swa-memory)"
+    )
+
+
 def prefix_tree(scheduler: Any) -> str | None:
     """A compacted row is kept out of the tree by a method that other components override. Of all
     components the shortest part is inserted."""

@@ -6,6 +6,7 @@ Admission, batches, memory and retraction are SGLang's own functions with our ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from pool_forward import Forward
@@ -157,6 +158,8 @@ class Loop(Forward):
     def _decode_batch(self, batch: Any) -> Any:
         from sglang.srt.managers.scheduler import Scheduler
 
+        from sgl_skipkv.patches.engine.backup import drop_backup
+
         queued = {id(req) for done, _ in self.result_queue for req in done.reqs}
         finishing = [
             req for req in batch.reqs if id(req) in queued and req.next_output_finishes_by_length()
@@ -184,6 +187,7 @@ class Loop(Forward):
             for req in hopeless:
                 self.rows.pop(req.rid)
                 self.aborted.append(req)
+                drop_backup(self, SimpleNamespace(finished_reason=None, abort_message=None), req)
             for req in retracted:
                 self._lose_row(req)
                 Scheduler._add_request_to_queue(self, req, is_retracted=True)

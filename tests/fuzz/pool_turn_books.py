@@ -143,7 +143,12 @@ class TurnBooks:
             shortest = history.first_cut - left.unsent_tokens
             own = left.namespace == namespace_of(req)
             if own and longest > max(sent, shortest - 1):  # it says where the conversation begins
-                assert not self._is_whole(history, left), "a longer history"
+                cut = longest + left.unsent_tokens
+                assert not self._goes_on_from(history, left, cut), "a longer history"
+
+    def _goes_on_from(self, history: Any, left: Left, cut: int) -> bool:
+        """Whether the tree lets a request continue what was left, with so many of its tokens."""
+        return self._is_whole(history, left)
 
     def _is_whole(self, history: Any, left: Left) -> bool:
         """Whether the tree has the whole row of what the request left."""

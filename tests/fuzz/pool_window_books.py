@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from pool_books import Books
 from pool_content import keys_of, values_of
-from pool_turns import Apart, Entry
+from pool_turns import Apart, Entry, Left
 
 
 class Read(NamedTuple):
@@ -97,6 +97,12 @@ class WindowBooks(Books):
             self.count["windows read"] += 1
 
     # -- rows
+
+    def _goes_on_from(self, history: Any, left: Left, cut: int) -> bool:
+        """If a whole window ends there."""
+        row_tokens = len(left.row_before(cut))
+        is_whole = super()._goes_on_from(history, left, cut)
+        return is_whole and self._has_all(history.key[:row_tokens], left.apart, row_tokens)
 
     def _restored(self, req: Any) -> list[Entry]:
         held = super()._restored(req)

@@ -10,14 +10,18 @@ from hypothesis.stateful import initialize, precondition, rule
 from pool_content import POOL
 from pool_machine import (
     APART,
+    BRANCH,
     HOW,
     PARAMETERS,
     PROMPT,
     SHARED,
+    SOME_STEPS,
     STOPS,
     TOKENS,
     Apart,
     Asked,
+    Branch,
+    Opening,
     PoolMachine,
 )
 from pool_windows import WindowWorld, window_flags, window_pool_tokens
@@ -40,11 +44,14 @@ BUDGETED = st.fixed_dictionaries(
     }
 )
 STEERED = st.builds(lambda keys: {**keys, "steering": 1.5}, BUDGETED)
-REFUSED: Asked = {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "keep"}
+REFUSED: Asked = {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "budget"}
+# What a request asks for that takes part in a conversation.
+KEEPING = st.builds(lambda keys: {**keys, "kv_params": PARAMETERS, "kv_reuse": "keep"}, BUDGETED)
 ASKED = st.one_of(
-    *(BUDGETED, BUDGETED, BUDGETED, STEERED, st.just({})),
+    *(BUDGETED, BUDGETED, KEEPING, STEERED, st.just({})),
     st.sampled_from([{}, {"kv_policy": "full"}, {"steering": 1.5}, {"steering": -2.0}, REFUSED]),
 )
+OPENING = st.tuples(PROMPT, st.integers(16, 40), KEEPING, APART)
 LONG_PROMPT = st.builds(lambda prompt, times: prompt * times, PROMPT, st.sampled_from([1, 1, 1, 3]))
 #: what such a life may be like
 WINDOW_HOW = {
@@ -61,7 +68,7 @@ WINDOW_HOW = {
 
 
 class WindowPoolMachine(PoolMachine):
-    """The same with two pools. No request continues another one's row there."""
+    """The same with two pools. No request evicts from another one's row there."""
 
     world: WindowWorld
 
@@ -91,10 +98,24 @@ class WindowPoolMachine(PoolMachine):
         """The next turn: a finished request's whole text and a few tokens."""
         self.world.arrive((self._text(data) + more)[:60], 20, **keys)
 
-    def turn(self, *arguments: Any, **named: Any) -> None:
-        """No rule here."""
+    @precondition(lambda self: len(self.world.waiting_queue) < 4)
+    @rule(data=st.data(), opening=OPENING, branch=BRANCH, steps=SOME_STEPS)
+    def turn(self, data: st.DataObject, opening: Opening, branch: Branch, steps: int) -> None:
+        """The next turn of a conversation; its first turn if there is none."""
+        self._continue(data, opening, [branch], steps)
 
-    fork = turn
+    @precondition(lambda self: len(self.world.waiting_queue) < 3)
+    @rule(
+        data=st.data(),
+        opening=OPENING,
+        branches=st.lists(BRANCH, min_size=2, max_size=3),
+        steps=SOME_STEPS,
+    )
+    def fork(
+        self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
+    ) -> None:
+        """Several next turns of one conversation at once."""
+        self._continue(data, opening, branches, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))

@@ -130,7 +130,7 @@ class WindowWorld(WindowBooks, World):
         limits = replace(
             self.skipkv.limits,
             model_window_tokens=self.window_tokens,
-            without_reuse=("window layers in a pool of their own",),
+            without_budget_reuse="window layers in a pool of their own",
         )
         bound = replace(self.skipkv, limits=limits, scored_layers=(0,))
         self.skipkv = self.req_to_token_pool.skipkv = bound

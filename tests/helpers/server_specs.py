@@ -199,13 +199,19 @@ SPECS: dict[str, Spec] = {
             }
         },
     ),
-    # The windows in a small pool of their own, prompts in chunks.
+    # The windows in a small pool of their own, left at every step, and prompts in chunks.
     "gpt_oss, two pools": Spec(
         ("oracle_windows",),
         "gpt_oss",
         (*ONE_BATCH, *CHUNKS_OF_64, *TWO_POOLS, "--swa-full-tokens-ratio", "0.13"),
         CHECKED,
-        {"env": {**ENVIRONMENT["gpt_oss"], **retracts(30)}},
+        {
+            "env": {
+                **ENVIRONMENT["gpt_oss"],
+                **retracts(30),
+                "SGLANG_SWA_EVICTION_INTERVAL": "1",
+            }
+        },
     ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(

@@ -331,12 +331,10 @@ def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> Non
         on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
         on_a_server(monkeypatch, "observability.kv_events_config", events)
         on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
-        for hybrid in (False, True):
-            scheduler = SimpleNamespace(disable_radix_cache=disabled, is_hybrid_swa=hybrid)
-            missing = capabilities.missing_for_reuse(scheduler)
-            beside = events is not None, storage is not None, mode != "null", hybrid
-            assert len(missing) == disabled + sum(beside)
-            assert all(reason.startswith("kv_reuse with") for reason in missing)
+        missing = capabilities.missing_for_reuse(SimpleNamespace(disable_radix_cache=disabled))
+        beside = events is not None, storage is not None, mode != "null"
+        assert len(missing) == disabled + sum(beside)
+        assert all(reason.startswith("kv_reuse with") for reason in missing)
 
 
 def test_rocm_is_untested_and_so_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
