@@ -32,7 +32,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
 )
 from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
-from sgl_skipkv.patches.engine.window_pool import lacks_window
+from sgl_skipkv.patches.engine.window_pool import held_tokens
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.continuation import FinishedRow, first_prompt_of, namespace_of
 from sgl_skipkv.reuse.histories import HistoryMatch
@@ -93,13 +93,12 @@ def continue_history(
             lost = True  # to this request
             continue
         continued = state.reuse.continued
-        if continued is not None and lacks_window(req, continued.row_tokens):
-            lost = True  # to this request: a longer part of the same history may end with one
+        if continued is not None and held_tokens(req) >= continued.row_tokens:
+            lost = True  # to this request: no window ends there, but the history's own end has one
             continue
         runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []
-        matched_tokens = req.prefix_len + req.host_hit_length
-        missing = found.history.pages[: matched_tokens + page_tokens]
+        missing = found.history.pages[: held_tokens(req) + page_tokens]
         for match in matches:
             if match.needs(missing, page_tokens):
                 runtime.histories.drop(match.history)
@@ -245,6 +244,7 @@ def leaving_history(
     if history is not None:
         state.reuse.row_key = history.key + history.padding
         fill_last_page(req, table, len(history.padding))
+        req.swa_branching_seqlen = None  # SGLang would file it up to there
     try:
         yield
     finally:

@@ -140,10 +140,10 @@ def set_cursor(kv: Any, entry: int) -> None:
     kv.set_evicted_seqlen(ComponentType.SWA, entry)
 
 
-def lacks_window(req: Any, row_tokens: int) -> bool:
-    """Whether the radix tree has this many tokens of the request, but no whole window in front of
-    the next one: SGLang matches them only up to where it has one."""
-    return int(req.swa_branching_seqlen or 0) >= row_tokens
+def held_tokens(req: Any) -> int:
+    """How many tokens of a request that looks for a prefix the radix tree has. SGLang matches them
+    only up to where a whole window ends."""
+    return max(int(req.prefix_len + req.host_hit_length), int(req.swa_branching_seqlen or 0))
 
 
 def is_out_of_windows(kv: Any) -> bool:

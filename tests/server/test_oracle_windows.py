@@ -6,6 +6,7 @@ In pages of 16, and some requests are retracted and restored.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,6 +137,40 @@ def test_a_history_ends_with_the_window(name, family, server, oracle, mode) -> N
     assert second.judge(oracle(family)) <= LOGPROB_TOLERANCE
     assert second.info["reused_tokens"] == evicted_at and second.info["compactions"] > 0
     assert second.compactions[: len(first.compactions)] == first.compactions
+
+
+def test_a_history_stays_when_one_that_goes_on_from_it_has_lost_its_end(name, server) -> None:
+    """The tree matches the other one up to where it has a whole window, which may be nowhere."""
+    if name != TWO_POOLS:
+        pytest.skip("windows are kept as long as the rest")
+
+    def asked(rid: str, prompt: list[int], tokens: int, **keys: Any) -> tuple[list[int], Any]:
+        answer = server.generate(rid=rid, input_ids=prompt, tokens=tokens, **keys)
+        return [*prompt, *answer["output_ids"]], answer["meta_info"].get("skipkv")
+
+    def others(count: int) -> None:
+        """Windows of their prompts take the place of older ones."""
+        for _ in range(count):
+            asked(f"other-{next(numbers)}", prompt_ids(f"other-{next(numbers)}", 33), 1)
+
+    numbers = itertools.count()
+    budget = {"kv_budget": BUDGET, "kv_policy": "rkv", "kv_reuse": "keep"}
+    keys = {**budget, "kv_params": {"interval": 16}}
+    server.wait_idle()
+    server.post("/flush_cache")
+    talk, _ = asked("talk", prompt_ids("talk", 60), 120, **keys)
+    compacted = [one for one in server.events("talk") if one["event"] == "compact"]
+    cut = 60 + compacted[-1]["generated"] + 2
+    branch, info = asked("branch", talk[:cut] + prompt_ids("branch", 10), 110, **keys)
+    assert info["kv_reuse_miss"] == "evicted"
+    others(28)
+    _, info = asked("refreshed", talk + prompt_ids("refreshed", 10), 20, **keys)
+    assert info["reused_tokens"] == len(talk) - 1
+    others(6)
+    _, info = asked("lost", branch + prompt_ids("lost", 10), 8, **keys)
+    assert info["kv_reuse_miss"] == "evicted" and not info["reused_tokens"]
+    _, info = asked("stayed", talk + prompt_ids("stayed", 10), 8, **keys)
+    assert info["reused_tokens"] >= len(talk) - 1
 
 
 def test_what_a_window_would_break_is_refused(name, server) -> None:
