@@ -14,6 +14,7 @@ from typing import Any
 
 from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
 from sgl_skipkv.patches.engine.hicache import leave_to_backup
+from sgl_skipkv.patches.engine.linear_states import forget_match
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
@@ -75,8 +76,10 @@ class _BudgetedAdder:
         if not self._has_track(state):
             if not self.track_missing:
                 self.track_missing, self.last_untracked = True, self._find_last_untracked()
-            skip = self.last_untracked is not None
-            return AddReqResult.CONTINUE if skip else AddReqResult.OTHER
+            if self.last_untracked is None:
+                return AddReqResult.OTHER
+            forget_match(req, self.tree_cache.req_to_token_pool)
+            return AddReqResult.CONTINUE
         req.prefix_len = matched + restored
         with _future_as_max_new_tokens(req, loaded):
             result = super().add_one_req(  # type: ignore[misc]

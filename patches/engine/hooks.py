@@ -294,6 +294,19 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.window_pool:own_windowed_slots",
         "of a restored row only the last tokens have slots in the window pool",
     ),
+    # -- layers with a state instead of KV
+    around(
+        "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req(self, "
+        "req, insert_params, token_ids_len, is_finished)",
+        "engine.release:keep_states",
+        "a prefix in the radix tree would have the states of a longer one",
+    ),
+    around(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+        "_mamba_prefix_cache_update(self, req, batch, result, i, known_boundary=False)",
+        "engine.linear_states:forget_track",
+        "SGLang takes a row that is shorter than its text for an error",
+    ),
     # -- the compaction
     uses(
         "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment(self, free_index, *, "

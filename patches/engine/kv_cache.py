@@ -22,8 +22,8 @@ _FLOAT8_NAN = 0x7F  # SGLang stores float8 as bytes
 
 
 def kv_buffers(allocator: Any) -> list[Tensor]:
-    """Keys of every layer, then values, [slots, Hkv, d] each, in the type that SGLang stores; not
-    of window layers with a pool of their own.
+    """Keys of every attention layer, then values, [slots, Hkv, d] each, in the type that SGLang
+    stores; not of window layers with a pool of their own.
 
     With MLA the latents of every layer, [slots, 1, r + rotary]: keys that contain their values.
     """
@@ -151,10 +151,11 @@ def due_of(
 
 
 def _scored_layers(req_to_token_pool: Any, kv_pool: Any) -> Sequence[int]:
-    """Numbers of the pool's layers that policies see: of all, or of those without a window."""
+    """Numbers of the pool's layers that policies see: attention layers without a window."""
     binding = binding_of(req_to_token_pool)
-    every = range(kv_pool.layer_num)
-    return every if binding is None or not binding.scored_layers else binding.scored_layers
+    if binding is None or not binding.scored_layers:
+        return range(kv_pool.layer_num)
+    return binding.scored_layers
 
 
 def _scales(req_to_token_pool: Any) -> tuple[KVScale | None, KVScale | None]:

@@ -17,10 +17,8 @@ from sgl_skipkv.patches.engine.reuse import leaving_history
 from sgl_skipkv.patches.engine.window_pool import is_out_of_windows
 
 
-def limit_insert(
-    result: int | None, component: Any, req: Any, *args: Any, **kwargs: Any
-) -> int | None:
-    """AFTER ``TreeComponent.prepare_for_caching_req``: how many row entries may be inserted.
+def insertable_tokens(req: Any, *, is_finished: bool) -> int | None:
+    """How many row entries the radix tree may take; None: all of them.
 
     While the request runs, at most its prompt, the beginning of every row: otherwise a recomputed
     request would give its generated tokens to the tree and could not evict them. At its end,
@@ -31,14 +29,42 @@ def limit_insert(
         return None
     if state.reuse.row_key is not None:
         return None  # filed under its own keys
-    if kwargs["is_finished"] and state.kv.evicted_tokens:
+    if is_finished and state.kv.evicted_tokens:
         return 0
-    if kwargs["is_finished"] and not state.settings.steers:
+    if is_finished and not state.settings.steers:
         return None
-    shared = state.shared_row_tokens
+    shared: int = state.shared_row_tokens
     if is_out_of_windows(req.kv):  # a restored row, or one compacted before it was inserted
         shared = min(shared, req.kv.cache_protected_len)
-    return shared if result is None else min(result, shared)
+    return shared
+
+
+def limit_insert(
+    result: int | None, component: Any, req: Any, *args: Any, **kwargs: Any
+) -> int | None:
+    """AFTER ``TreeComponent.prepare_for_caching_req``: no more than ``insertable_tokens``."""
+    limit = insertable_tokens(req, is_finished=kwargs["is_finished"])
+    return limit if limit is None or result is None else min(result, limit)
+
+
+def keep_states(
+    original: Callable[..., int | None],
+    component: Any,
+    req: Any,
+    insert_params: Any,
+    token_ids_len: int,
+    is_finished: bool,
+) -> int | None:
+    """AROUND ``MambaComponent.prepare_for_caching_req``: it hands states of the request to the tree
+    and returns for how many row entries they stand. Nothing is inserted if that is more than
+    ``insertable_tokens``: no shorter row has these states."""
+    limit = insertable_tokens(req, is_finished=is_finished)
+    if limit is not None:
+        copied: bool = component.cache.enable_mamba_extra_buffer  # in an earlier step
+        stand_for = req.kv.mamba_last_track_seqlen if copied else token_ids_len
+        if is_finished or (stand_for or 0) > limit:
+            return 0
+    return original(component, req, insert_params, token_ids_len, is_finished)
 
 
 def close_request(

@@ -25,6 +25,7 @@ FAMILIES: Final[dict[str, str | None]] = {
     "Gemma3ForCausalLM": None,
     "GptOssForCausalLM": "GptOssDecoderLayer",
     "DeepseekV3ForCausalLM": None,
+    "Lfm2ForCausalLM": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2DecoderLayer",
     "Qwen3VLForConditionalGeneration": "Qwen3DecoderLayer",
 }

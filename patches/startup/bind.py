@@ -23,6 +23,11 @@ from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
+from sgl_skipkv.patches.engine.linear_states import (
+    NO_BACKUPS,
+    WITHOUT_BACKUPS,
+    has_linear_states,
+)
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
@@ -119,6 +124,7 @@ class ModelFacts(NamedTuple):
             not.
         without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
         prompt_is_elsewhere: whether this is a server of PD disaggregation.
+        has_states: whether layers have a state instead of KV.
     """
 
     layers: Sequence[Any] = ()
@@ -128,6 +134,7 @@ class ModelFacts(NamedTuple):
     without_rotation: str | None = None
     without_budget_reuse: str | None = None
     prompt_is_elsewhere: bool = False
+    has_states: bool = False
 
 
 class Built(NamedTuple):
@@ -230,6 +237,7 @@ def _facts(scheduler: Any) -> ModelFacts:
         without_rotation=without_rotation(runner.model),
         without_budget_reuse=without_budget_reuse(scheduler),
         prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
+        has_states=has_linear_states(scheduler.req_to_token_pool),
     )
 
 
@@ -238,6 +246,8 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     reasons = [*facts.without_reuse] if config.kv_reuse else []
     if config.kv_reuse == "budget" and facts.without_budget_reuse is not None:
         reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
+    if facts.has_states and config.given().get("retraction_backup_bytes"):
+        reasons.append(f"retraction_backup_bytes: expected 0, {NO_BACKUPS}")
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:
@@ -288,7 +298,7 @@ def _build(
             for buffers in (kv_buffers, window_buffers)
         )
         runtime = Runtime(
-            config,
+            config if not facts.has_states else config.model_copy(update=WITHOUT_BACKUPS),
             recorder=side.recorder,
             scale=side.scale,
             pool_tokens=pool_tokens,

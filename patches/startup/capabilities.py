@@ -22,6 +22,7 @@ from sgl_skipkv.patches.startup.pool_kinds import (
     allocator,
     kv_pool,
     latents,
+    linear_states,
     page_size,
     prefix_tree,
     quantised_kv,
@@ -55,6 +56,8 @@ class Capability:
     check: Check | None = None
 
 
+#: layers with a state instead of KV
+STATES = "linear attention, Mamba, short convolutions"
 _OFF = (False, None, 0, "none", "null")
 _REUSED = "the next turn reuses the row as a token prefix"
 _STORED = "rows are stored by logical length"
@@ -117,7 +120,6 @@ _COUNTS: Rows = (
 )
 #: name, why, attribute of the scheduler
 _SWITCHES: Rows = (
-    ("hybrid / mamba", "state is tied to the number of tokens", "is_hybrid_ssm"),
     ("LMCache", _STORED, "enable_lmcache"),
     ("hisparse", "slots go through another mapping", "enable_hisparse"),
     ("unified memory", "slots are virtual and can move", "enable_unified_memory"),
@@ -231,6 +233,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "pages of one token; not with HiCache, PD disaggregation or a quantised cache",
         window_pool,
     ),
+    Capability(
+        STATES,
+        "yes",
+        "attention layers evict, states stay; no backups, no kv_reuse; not with MLA, PD "
+        "disaggregation, HiCache, mixed chunks or a quantised cache",
+        linear_states,
+    ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
     Capability(
@@ -301,6 +310,7 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 #: beside these no request may have kv_reuse
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
+    Switch("is_hybrid_ssm", "kv_reuse with layers that have a state instead of KV: it is not kept"),
     Setting(
         "disagg.disaggregation_mode",
         _OFF,

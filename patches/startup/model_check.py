@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, Unabridged
 from sgl_skipkv.patches.engine.steered_models import FAMILIES
-from sgl_skipkv.patches.startup.capabilities import CAPABILITIES
+from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, STATES
 from sgl_skipkv.patches.startup.setting_kinds import generates_images
 from sgl_skipkv.policy import policy_class, with_params
 
@@ -29,6 +29,8 @@ class ModelReport:
 
     Attributes:
         architecture, model_type: as in the file.
+        layers: with attention, so with KV.
+        state_layers: with a state (linear attention, Mamba, short convolutions).
         kv_heads, head_dim: of a layer; with MLA of what is cached, one latent with its rotary key.
         tested: whether the type is one of ``FAMILIES``.
         reasons: why eviction cannot work; none: nothing in the file is against it.
@@ -42,6 +44,7 @@ class ModelReport:
     model_type: str
     attention: str
     layers: int
+    state_layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -79,7 +82,9 @@ def check_model(path: Path) -> ModelReport:
         raise SettingError("model", expected, Unabridged(got), choices)
     try:
         config = ModelConfig(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, TypeError) as error:  # no JSON, no known type, no architecture
+        layers, state_layers = _layers(config)
+    # No JSON, no known type, no architecture, no field that SGLang reads.
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         got = Unabridged(f"{path} ({str(error).strip().partition(chr(10))[0]})")
         choices = "a config.json with model_type and architectures that SGLang knows"
         raise SettingError("model", expected, got, choices) from error
@@ -90,7 +95,8 @@ def check_model(path: Path) -> ModelReport:
         architecture=architecture,
         model_type=config.hf_config.model_type,
         attention="MLA" if latent else "heads",
-        layers=config.num_hidden_layers,
+        layers=layers,
+        state_layers=state_layers,
         query_heads=config.get_total_num_attention_heads(),
         kv_heads=1 if latent else config.get_total_num_kv_heads(),
         head_dim=config.kv_lora_rank + config.qk_rope_head_dim if latent else config.head_dim,
@@ -117,6 +123,18 @@ def _no_config(path: Path) -> tuple[str, str]:
     return f"{path}, which is not there", choices
 
 
+def _layers(config: Any) -> tuple[int, int]:
+    """How many layers have KV, and how many have a state. A layer may have both; those of a config
+    without a list are all of the second kind."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    hybrid = mambaish_config(config)
+    every = range(config.num_hidden_layers)
+    if hybrid is None:
+        return len(every), 0
+    return len(hybrid.full_attention_layer_ids), len(getattr(hybrid, "linear_layer_ids", every))
+
+
 def _windows(config: Any) -> int:
     """How many layers have a window in SGLang's model."""
     kinds = [*(getattr(config.hf_text_config, "layer_types", None) or ())]
@@ -132,18 +150,19 @@ def _why(name: str) -> str:
 
 def _refusals(config: Any, architecture: str) -> list[tuple[str, str]]:
     """Rows of the capability matrix that refuse this model, and what was seen in its file."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     text, windows = config.hf_text_config, _windows(config)
+    layers, state_layers = _layers(config)
     latent = config.attention_arch == AttentionArch.MLA  # its keys are wider than its values
     seen = f"{windows} of {config.num_hidden_layers} layers, window {config.sliding_window_size}"
     cap, chunks = getattr(text, "attn_logit_softcapping", None), config.attention_chunk_size
     kv_heads = getattr(text, "num_key_value_heads", None)
     found = (
         ("sparse attention", "an indexer beside the latents", is_deepseek_dsa(config.hf_config)),
-        ("hybrid / mamba", "layers without a KV cache", mambaish_config(config) is not None),
-        ("full attention", seen, windows == config.num_hidden_layers),
+        (STATES, "MLA in the other layers", latent and state_layers > 0),
+        (STATES, "no layer with KV", layers == 0),
+        ("full attention", seen, 0 < windows == config.num_hidden_layers),
         ("chunked attention", f"chunks of {config.attention_chunk_size}", chunks),
         ("capped attention logits", f"at {cap}", cap),
         (

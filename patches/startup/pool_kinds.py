@@ -6,6 +6,7 @@ from typing import Any
 
 from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
 from sgl_skipkv.patches.engine.forward import attention_layers
+from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.window_pool import has_window_pool
 
@@ -69,6 +70,36 @@ def window_pool(scheduler: Any) -> str | None:
     )
 
 
+def linear_states(scheduler: Any) -> str | None:
+    """Layers with a state instead of KV, beside what was not made to work with them."""
+    if not scheduler.is_hybrid_ssm:
+        return None
+    from sglang.srt.runtime_context import get_exec
+
+    allocator, states = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+    is_on = get_exec().mamba
+    beside = {
+        "MLA": getattr(allocator.get_kvcache(), "use_mla", False),
+        "window layers in a pool of their own": has_window_pool(allocator),
+        "a quantised KV cache": any(
+            one.dtype not in TRITON_NAMES for one in _head_pools(scheduler)
+        ),
+        "PD disaggregation": is_prefill_server() or is_decode_server(),
+        "HiCache": scheduler.enable_hierarchical_cache,
+        "--enable-mixed-chunk": scheduler.is_mixed_chunk,
+        "--mamba-radix-cache-strategy extra_buffer_lazy": is_on.enable_mamba_extra_buffer_lazy,
+        "--enable-int8-mamba-checkpoint": is_on.enable_int8_mamba_checkpoint,
+        "--enable-linear-replayssm": is_on.enable_linear_replayssm,
+        "states beside these": bool(
+            getattr(getattr(states, "mamba_pool", None), "_slot_siblings", ())
+        ),
+    }
+    found = " and ".join(name for name, is_there in beside.items() if is_there)
+    if not found and has_linear_states(states):
+        return None
+    return f"layers with a state instead of KV, with {found or type(states).__name__}"
+
+
 def without_budget_reuse(scheduler: Any) -> str | None:
     """Why no request may evict from a history."""
     if not has_window_pool(scheduler.token_to_kv_pool_allocator):
@@ -83,23 +114,29 @@ def prefix_tree(scheduler: Any) -> str | None:
     """A compacted row is kept out of the tree by a method that other components override. Of all
     components the shortest part is inserted."""
     from sglang.srt.mem_cache.unified_cache.components.full import FullComponent
+    from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
     from sglang.srt.mem_cache.unified_cache.components.swa import SWAComponent
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     tree = scheduler.tree_cache
     if type(tree) is not UnifiedRadixCache:
         return f"prefix cache {type(tree).__name__} (supported: UnifiedRadixCache)"
-    supported = {FullComponent, SWAComponent}
+    supported = {FullComponent, SWAComponent, MambaComponent}
     kinds = {type(component) for component in tree.components.values()} - supported
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    return f"prefix cache with {names} (supported: FullComponent, SWAComponent)" if names else None
+    names, known = (
+        ", ".join(sorted(kind.__name__ for kind in some)) for some in (kinds, supported)
+    )
+    return f"prefix cache with {names} (supported: {known})" if names else None
 
 
 def _head_pools(scheduler: Any) -> list[Any]:
     """The pool of keys and values of heads, or the two where window layers have their own."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if type(pool) is HybridLinearKVPool:  # of the attention layers alone
+        return [pool.full_kv_pool]
     return [pool.full_kv_pool, pool.swa_kv_pool] if type(pool) is SWAKVPool else [pool]
 
 
@@ -142,7 +179,7 @@ def uniform_layers(scheduler: Any) -> str | None:
     runner = scheduler.tp_worker.model_runner
     layers = attention_layers(runner.model)
     shapes = {(m.tp_q_head_num, m.tp_k_head_num, m.head_dim, m.scaling) for m in layers}
-    cached_layers = runner.token_to_kv_pool.layer_num
+    cached_layers = sum(pool.layer_num for pool in _head_pools(scheduler))
     if len(layers) == cached_layers and len(shapes) == 1:
         return None
     return f"{len(layers)} attention layers of {len(shapes)} shapes over {cached_layers} cached"

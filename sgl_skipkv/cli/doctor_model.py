@@ -32,6 +32,9 @@ def show_model(path: Path, console: Console, *, as_json: bool) -> int:
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("type", f"{report.architecture} ({report.model_type})")
     table.add_row("attention", f"{report.attention}: {report.layers} layers, {heads}")
+    if report.state_layers:
+        kept = "no kv_reuse; a retracted request is recomputed"
+        table.add_row("state instead of KV", f"{report.state_layers} layers, untouched: {kept}")
     table.add_row("tested against the masking oracle", tested)
     for reason in report.reasons:
         table.add_row("eviction", f"[red]no[/]: {escape(reason)}")

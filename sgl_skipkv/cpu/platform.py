@@ -58,6 +58,9 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True  # where the model's own kernels run
+
     def init_backend(self) -> None:
         # These imports need an active platform.
         from sglang.srt.distributed import parallel_state
@@ -81,9 +84,15 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         forward_batch_info._is_cpu = parallel_state._is_cpu = True
         serve_hicache()
         serve_disaggregation()
+        # A decode step of hybrid models pins a mask, which asks for the driver of a GPU.
+        torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment,method-assign]
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _as_it_is(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    return tensor
 
 
 def serve_hicache() -> None:

@@ -45,5 +45,5 @@ def scheduler_with(pool: type, *layers: dict[str, Any], cached: int = 2, **more:
     return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: memory),
         tp_worker=SimpleNamespace(model_runner=runner),
-        **{"is_hybrid_swa": False, **more},
+        **{"is_hybrid_swa": False, "is_hybrid_ssm": False, **more},
     )

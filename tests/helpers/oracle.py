@@ -116,15 +116,18 @@ def has_windows(config: Any) -> bool:
     return "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
-def attention_masks(config: Any, visible: Tensor) -> Tensor | dict[str, Tensor]:
+def attention_masks(config: Any, visible: Tensor) -> Tensor | dict[str, Tensor | None]:
     """What the model takes for an attention mask: 0 where a query sees a key, very low elsewhere.
-    Of a model with windows one for each kind of layer, which it would not narrow by itself.
+    Of a model with windows one for each kind of layer, which it would not narrow by itself. Layers
+    with a state instead of KV have seen everything.
 
     Args:
         visible: bool [n, n], for layers without a window.
     """
     lowest = torch.finfo(config.dtype).min
     mask = torch.zeros(visible.shape, dtype=config.dtype).masked_fill(~visible, lowest)[None, None]
+    if "conv" in (getattr(config, "layer_types", None) or ()):
+        return {"full_attention": mask, "conv": None}
     if not has_windows(config):
         return mask
     position = torch.arange(len(visible))

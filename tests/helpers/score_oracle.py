@@ -262,7 +262,8 @@ class ScoreOracle:
     @property
     def sinks(self) -> Tensor | None:
         """float64 [L, Hq], of the layers that score; None: the model has none."""
-        found = [getattr(layer.self_attn, "sinks", None) for layer in self.model.model.layers]
+        attention = [getattr(layer, "self_attn", None) for layer in self.model.model.layers]
+        found = [getattr(one, "sinks", None) for one in attention]
         kinds = getattr(self.model.config, "layer_types", None) or [FULL] * len(found)
         if None in found:
             return None
@@ -340,6 +341,9 @@ class ScoreOracle:
                 cached=self.cached,
             ).last_hidden_state[0]
         kinds = getattr(self.model.config, "layer_types", None) or [FULL] * len(_SEEN)
+        kinds = [
+            kind for kind in kinds if kind != "conv"
+        ]  # these have a state, and attend to nothing
         scored = [one for one, kind in zip(_SEEN, kinds, strict=True) if kind == FULL]
         queries, keys, values = map(torch.stack, zip(*scored, strict=True))
         return queries, keys, values, hidden

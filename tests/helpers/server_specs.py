@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rank_plants
-from tiny_models import ARGUMENTS, ENVIRONMENT, TWO_POOLS, WITH_VISION
+from tiny_models import ARGUMENTS, ENVIRONMENT, STATES_COPIED, TWO_POOLS, WITH_VISION
 
 REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
 WANDERER = REASONER.parent / "wanderer"
@@ -212,6 +212,34 @@ SPECS: dict[str, Spec] = {
                 "SGLANG_SWA_EVICTION_INTERVAL": "1",
             }
         },
+    ),
+    # Layers with a state instead of KV. SGLang keeps states where a prompt ends, and then does not
+    # overlap steps.
+    "lfm2": Spec(
+        ("oracle_states",),
+        "lfm2",
+        (*ONE_BATCH, *CHUNKS_OF_64, *ARGUMENTS["lfm2"]),
+        CHECKED,
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
+    ),
+    # It keeps those that steps have copied, and overlaps them.
+    "lfm2, states copied": Spec(
+        ("oracle_states",),
+        "lfm2",
+        (*ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16, *ARGUMENTS["lfm2"], *STATES_COPIED),
+        {**CHECKED, "max_tracked_requests": 12},
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
+    ),
+    # The same on two ranks.
+    "lfm2 on two ranks": Spec(
+        ("oracle_states",),
+        "lfm2",
+        (
+            *("--tp-size", "2", *ONE_BATCH, *CHUNKS_OF_64),
+            *(*PAGES_OF_16, *ARGUMENTS["lfm2"], *STATES_COPIED),
+        ),
+        {**CHECKED, "check_agreement": True},
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
     ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(

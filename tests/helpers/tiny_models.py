@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
 FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu", "qwen2_5_vl", "qwen3_vl", "for_four_ranks")
+FAMILIES += ("lfm2",)
 #: that read images
 WITH_VISION = ("qwen2_5_vl", "qwen3_vl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -133,6 +134,12 @@ _EXTRA: dict[str, dict[str, Any]] = {
             **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 8192},
         },
     },
+    # Every other layer is a short convolution, which has a state instead of KV.
+    "lfm2": {
+        **{"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+        **{"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "pad_token_id": 0},
+        "tie_word_embeddings": True,
+    },
 }
 #: of gpt_oss, one per query head, as large as logits are here: without them other tokens win
 SINKS = (12.0, 16.0, 20.0, 24.0)
@@ -142,12 +149,23 @@ _AS_EXTERNAL = {
     **{"is_hybrid_swa": True, "hybrid_layer_pattern": [1, 0, 1, 0]},
 }
 TWO_POOLS = ("--json-model-override-args", json.dumps(_AS_EXTERNAL))
-ARGUMENTS: dict[str, tuple[str, ...]] = {"gpt_oss": (*TWO_POOLS, "--disable-hybrid-swa-memory")}
-ENVIRONMENT: dict[str, dict[str, str]] = {
-    "gpt_oss": {
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "gpt_oss": (*TWO_POOLS, "--disable-hybrid-swa-memory"),
+    "lfm2": ("--max-mamba-cache-size", "200"),  # slots for states
+}
+#: of lfm2, which SGLang lets by the name of another model (``external_models/lfm2_on_cpu.py``); in
+#: pages, because it takes a length in front of a multiple of one token for the multiple
+STATES_COPIED = (
+    *("--json-model-override-args", json.dumps({"architectures": ["FalconH1ForCausalLM"]})),
+    *("--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "32"),
+)
+_EXTERNAL_MODELS = {
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+ENVIRONMENT = {
+    "gpt_oss": _EXTERNAL_MODELS,
+    "lfm2": {**_EXTERNAL_MODELS, "SGLANG_MAMBA_CONV_DTYPE": "float32"},
 }
 _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
@@ -155,6 +173,8 @@ _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
 _GAINS = {
     **{"q_b_proj": 20.0, "kv_a_proj": 20.0, "kv_b_proj": 20.0},
     **{"q_norm": _NORM_GAIN, "k_norm": _NORM_GAIN},
+    **{"q_layernorm": _NORM_GAIN, "k_layernorm": _NORM_GAIN},
+    **{"self_attn.out_proj": 60.0, "conv.conv": 20.0, "conv.": 10.0, "feed_forward": 4.0},
     **{"qkv_proj": 20.0, "q_proj": 20.0, "k_proj": 20.0},
     **{"v_proj": 60.0, "o_proj": 60.0, "post_mlp_layernorm": 1.0, "mlp": 4.0, "lm_head": 4.0},
     **{"": 1.0},
@@ -205,7 +225,7 @@ def save_model(family: str, folder: Path) -> Path:
                 parameter.mul_(_FOR_16_BITS)
             if "qkv_proj" in name:
                 parameter[-_VALUE_ROWS:].mul_(_PHI3_VALUES)
-            if family in ("gemma", "gemma3") and "embed_tokens" in name:
+            if family in ("gemma", "gemma3", "lfm2") and "embed_tokens" in name:
                 parameter.mul_(_TIED_EMBEDDINGS)
             if family == "gemma3" and any(norm in name for norm in _SHARP_NORMS):
                 parameter.fill_(_NORM_GAIN - 1.0)  # Gemma's norms multiply with 1 + weight

@@ -285,7 +285,6 @@ def test_speculative_decoding_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("hybrid / mamba", "hybrid / mamba (is_hybrid_ssm)"),
         ("encoder-decoder", "encoder-decoder (model_config.is_encoder_decoder)"),
         (
             "routers by modality",
@@ -331,10 +330,12 @@ def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> Non
         on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
         on_a_server(monkeypatch, "observability.kv_events_config", events)
         on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
-        missing = capabilities.missing_for_reuse(SimpleNamespace(disable_radix_cache=disabled))
-        beside = events is not None, storage is not None, mode != "null"
-        assert len(missing) == disabled + sum(beside)
-        assert all(reason.startswith("kv_reuse with") for reason in missing)
+        for hybrid in (False, True):
+            scheduler = SimpleNamespace(disable_radix_cache=disabled, is_hybrid_ssm=hybrid)
+            missing = capabilities.missing_for_reuse(scheduler)
+            beside = events is not None, storage is not None, mode != "null", hybrid
+            assert len(missing) == disabled + sum(beside)
+            assert all(reason.startswith("kv_reuse with") for reason in missing)
 
 
 def test_rocm_is_untested_and_so_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

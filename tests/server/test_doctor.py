@@ -128,6 +128,14 @@ SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"num_hidden_layers": 3, "vocab_size": 64},
 }
+WITH_LATENTS: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": None},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    "linear_attn_config": {
+        **{"kda_layers": [1, 2], "full_attn_layers": [3]},
+        **{"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4},
+    },
+}
 #: type, architecture, more of its config, and what is said of it
 CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     (
@@ -140,7 +148,14 @@ CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ),
     ("gemma2", "Gemma2ForCausalLM", {}, "capped attention logits (at 50.0)"),
     ("gemma3_text", "Gemma3ForCausalLM", {}, "full attention (3 of 3 layers, window 4096)"),
-    ("qwen3_next", "Qwen3NextForCausalLM", {}, "hybrid / mamba (layers without a KV cache)"),
+    (
+        *("mamba", "MambaForCausalLM", {}),
+        "linear attention, Mamba, short convolutions (no layer with KV)",
+    ),
+    (
+        *("kimi_linear", "KimiLinearForCausalLM", WITH_LATENTS),
+        "linear attention, Mamba, short convolutions (MLA in the other layers)",
+    ),
     ("bert", "BertModel", {}, "embedding models (BertModel)"),
     (
         *("glm_image", "GlmImageForConditionalGeneration", {}),
@@ -149,8 +164,16 @@ CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
 )
 
 
+# Transformers does not know the one, and leaves out a field of the other.
+NOT_BY_TRANSFORMERS = ("kimi_linear", "qwen3_next")
+
+
 def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Path:
     """A config.json and nothing else."""
+    if kind in NOT_BY_TRANSFORMERS:
+        values = {"model_type": kind, "architectures": [architecture], **SIZES, **more}
+        (folder / "config.json").write_text(json.dumps(values))
+        return folder
     config = AutoConfig.for_model(kind, **{**SIZES, **more})
     config.architectures = [architecture]
     config.save_pretrained(folder)
@@ -160,6 +183,8 @@ def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Pat
 # A qwen2 and a qwen3_moe of other sizes.
 LEFT_OUT = ("for_a_gpu", "for_four_ranks")
 WITH_WINDOWS = ("gemma3", "gpt_oss")
+LAYERS = {"gemma3": 4, "gpt_oss": 4, "lfm2": 2}  # with attention
+NOT_STEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "lfm2")
 
 
 @pytest.mark.parametrize("kind", [one for one in FAMILIES if one not in LEFT_OUT])
@@ -171,7 +196,7 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
         assert main(["doctor", "--model", str(path)]) == 0
     printed = capsys.readouterr().out
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    latent, layers = kind == "deepseek_v3", 4 if kind in WITH_WINDOWS else 3
+    latent, layers = kind == "deepseek_v3", LAYERS.get(kind, 3)
     cached = "1 latent of 32" if latent else "2 KV heads of 16"
     assert architecture in printed and f"{layers} layers, 4 query heads, {cached}" in printed
     assert ("no: 400 (MLA, rope yarn)" in printed) == latent
@@ -184,7 +209,10 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
     assert found["reasons"] == [] and found["architecture"] == architecture
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
-    assert steered == (kind not in ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3"))
+    assert steered == (kind not in NOT_STEERED)
+    state_layers = 2 if kind == "lfm2" else 0
+    assert found["state_layers"] == state_layers
+    assert ("2 layers, untouched: no kv_reuse" in printed) == bool(state_layers)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +225,21 @@ def test_a_model_that_cannot_evict(
     assert main(["doctor", "--model", str(folder)]) == 1
     printed = capsys.readouterr().out
     assert said in printed and "eviction cannot work" in printed and "steering" not in printed
+
+
+def test_layers_with_a_state_beside_layers_with_kv(tmp_path: Path, capsys: Any) -> None:
+    """Of Qwen3-Next every fourth layer has KV; of Falcon-H1 every layer has both."""
+    whole = {"num_hidden_layers": 8, "full_attention_interval": 4}
+    for kind, architecture, more, layers, state_layers in (
+        ("qwen3_next", "Qwen3NextForCausalLM", whole, 2, 6),
+        ("falcon_h1", "FalconH1ForCausalLM", {}, 3, 3),
+    ):
+        (folder := tmp_path / kind).mkdir()
+        write_config(folder, kind, architecture, **more)
+        assert main(["doctor", "--model", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["layers"], found["state_layers"]) == (layers, state_layers)
+        assert found["reasons"] == [] and not found["tested"]
 
 
 def test_a_type_that_was_not_tested_and_a_rotation_that_does_not_turn_back(
@@ -242,7 +285,7 @@ def test_every_seam_names_what_uses_it() -> None:
 def test_the_matrix_covers_what_sglang_offers() -> None:
     names = " ".join(row.name.lower() for row in CAPABILITIES)
     for feature in (
-        *("backend", "page size", "mla", "sliding window", "hybrid / mamba", "speculative"),
+        *("backend", "page size", "mla", "sliding window", "linear attention", "speculative"),
         *("mixed chunk", "disaggregation", "pd multiplexing"),
         *("tensor parallel", "data parallel", "pipeline", "dp attention", "expert parallel"),
         *("hicache", "lmcache"),

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from capability_rows import row_named, scheduler_with
+from capability_rows import on_a_server, row_named, scheduler_with
 
+from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.engine import forward
-from sgl_skipkv.patches.startup import pool_kinds
+from sgl_skipkv.patches.startup import bind, pool_kinds
+from sgl_skipkv.patches.startup.capabilities import STATES
 
 
 def test_other_pools_are_refused_by_name() -> None:
@@ -127,6 +129,65 @@ def test_what_a_window_pool_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> 
     other.enable_hierarchical_cache = False
     other.token_to_kv_pool_allocator.get_kvcache().dtype = torch.bfloat16
     assert "with SimpleNamespace (" in str(check(other))
+
+
+def with_states(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
+    """A scheduler of whose layers some have a state instead of KV."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+
+    settings = {"enable_mamba_extra_buffer_lazy": False, "enable_int8_mamba_checkpoint": False}
+    settings["enable_linear_replayssm"] = False
+    settings |= {name: more.pop(name) for name in [*settings] if name in more}
+    on_a_server(monkeypatch, "exec.mamba", SimpleNamespace(**settings))
+    attributes = {"is_hybrid_ssm": True, "enable_hierarchical_cache": False}
+    attributes |= {"is_mixed_chunk": False, **more}
+    scheduler = scheduler_with(HybridLinearKVPool, {}, {}, **attributes)
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    pool.full_kv_pool, pool.use_mla = object.__new__(MHATokenToKVPool), False
+    pool.full_kv_pool.kv_cache_layout, pool.full_kv_pool.layer_num = "nhd", 2
+    pool.full_kv_pool.dtype = torch.bfloat16
+    states = SimpleNamespace(_slot_siblings=())
+    scheduler.req_to_token_pool = SimpleNamespace(mamba_pool=states)
+    return scheduler
+
+
+def test_what_layers_with_a_state_are_refused_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ("is_prefill_server", "is_decode_server"):
+        monkeypatch.setattr(pool_kinds, role, lambda: False)
+    check = row_named(STATES).check
+    for name in ("KV pool", STATES, "layers of different shapes"):
+        assert row_named(name).check(with_states(monkeypatch)) is None
+    for setting, said in (
+        ("enable_hierarchical_cache", "HiCache"),
+        ("is_mixed_chunk", "--enable-mixed-chunk"),
+        ("enable_mamba_extra_buffer_lazy", "--mamba-radix-cache-strategy extra_buffer_lazy"),
+        ("enable_int8_mamba_checkpoint", "--enable-int8-mamba-checkpoint"),
+        ("enable_linear_replayssm", "--enable-linear-replayssm"),
+    ):
+        refused = check(with_states(monkeypatch, **{setting: True}))
+        assert refused == f"layers with a state instead of KV, with {said}"
+    scheduler = with_states(monkeypatch)
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    pool.full_kv_pool.dtype = torch.float8_e4m3fn
+    scheduler.req_to_token_pool.mamba_pool._slot_siblings = (object(),)
+    both = "a quantised KV cache and states beside these"
+    assert check(scheduler) == f"layers with a state instead of KV, with {both}"
+    pool.use_mla = True
+    assert "with MLA and a quantised" in str(check(scheduler))
+    scheduler = with_states(monkeypatch)
+    scheduler.req_to_token_pool = SimpleNamespace()
+    assert check(scheduler) == "layers with a state instead of KV, with SimpleNamespace"
+    monkeypatch.setattr(pool_kinds, "is_decode_server", lambda: True)
+    assert "with PD disaggregation" in str(check(with_states(monkeypatch)))
+
+
+def test_states_have_no_backups() -> None:
+    """Nobody asked for any, none were asked for, and some were."""
+    facts = bind.ModelFacts(has_states=True)
+    assert bind._wrong_settings(ServerConfig(kv_budget=64), facts) == []
+    assert bind._wrong_settings(ServerConfig(retraction_backup_bytes=0), facts) == []
+    (refused,) = bind._wrong_settings(ServerConfig(retraction_backup_bytes=1 << 20), facts)
+    assert refused.startswith("retraction_backup_bytes: expected 0, because a state cannot go back")
 
 
 def test_chunked_attention_is_refused() -> None:

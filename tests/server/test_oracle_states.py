@@ -1,0 +1,115 @@
+"""A model half of whose layers have a state instead of KV: attention layers lose tokens, states do
+not. Some requests are retracted, and recomputed.
+
+``tests/load/models.py`` does the same with longer outputs, for ``make reliability``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fleet import Fleet
+from score_oracle import SPELLED_OUT, score_tolerance
+from servers import HTTPFailure, Server, logprob_gap
+from tiny_models import LINE_END_IDS, prompt_ids
+
+from sgl_skipkv.policy import make_policy, names
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+TOKENS, BUDGET = 120, 40
+LOGPROB_TOLERANCE = 2e-4
+POLICIES = [name for name in names() if name != "full"]
+SHARES: dict[str, dict[str, Any]] = {
+    "rkv": {"fraction": 0.25},
+    "snapkv": {"coverage": 0.3},
+    "keydiff": {"quotas": True},
+    "streaming": {"protect_prompt": False},
+}
+
+
+def call(rid: str, policy: str, prompt: list[int], **keys: Any) -> dict[str, Any]:
+    parameters = {"interval": 16, "delimiters": "any-newline", **SHARES.get(policy, {})}
+    budget = {"kv_budget": BUDGET, "kv_policy": policy, "kv_params": parameters}
+    return {"rid": rid, "input_ids": prompt, "tokens": TOKENS} | budget | keys
+
+
+@pytest.fixture(scope="module", params=["lfm2", "lfm2, states copied", "lfm2 on two ranks"])
+def server(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Server]:
+    yield from fleet.lent(request.param)
+
+
+@pytest.fixture(scope="module")
+def said(server: Server) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Calls with the answers, of prompts that begin alike."""
+    shared = prompt_ids("shared", 100)
+    calls = [call(policy, policy, shared + prompt_ids(policy, 30)) for policy in POLICIES]
+    return list(zip(calls, server.generate_all(calls), strict=True))
+
+
+def judged(oracle: Any, server: Server, asked: dict[str, Any], answer: dict[str, Any]) -> list[str]:
+    """The request's events by name, if every token of it is right."""
+    rid, ids, events = asked["rid"], answer["output_ids"], server.events(asked["rid"])
+    verdict = oracle("lfm2").judge(asked["input_ids"], ids, events)
+    gap = logprob_gap(answer, verdict.logprobs.tolist())
+    assert verdict.wrong == [] and gap <= LOGPROB_TOLERANCE, (rid, verdict.wrong[:5], gap)
+    return [event["event"] for event in events]
+
+
+def test_every_token_and_every_kept_set(said, server, oracle, score_oracle) -> None:
+    objected = chosen = recomputed = 0
+    for asked, answer in said:
+        kinds = judged(oracle, server, asked, answer)
+        objected += bool(oracle("lfm2").judge(asked["input_ids"], answer["output_ids"], []).wrong)
+        recomputed += kinds.count("recompute")
+        assert "restore" not in kinds
+        if asked["kv_policy"] in SPELLED_OUT and "recompute" not in kinds:
+            compactions = [one for one in server.events(asked["rid"]) if one["event"] == "compact"]
+            ids, policy = (
+                answer["output_ids"],
+                make_policy(asked["kv_policy"], **asked["kv_params"]),
+            )
+            delimiters = [token in LINE_END_IDS for token in ids]
+            sides = asked["input_ids"], ids, compactions, delimiters, policy
+            choices = score_oracle("lfm2").choices(*sides)
+            assert not any(one.kept.all() for one in choices), asked["rid"]
+            assert max(one.inversion for one in choices) < score_tolerance(policy.name)
+            chosen += len(choices)
+    assert objected >= 0.9 * len(said)  # without masks the oracle objects
+    assert chosen >= 2 * len(SPELLED_OUT) and recomputed >= 1
+
+
+def test_no_state_is_found_behind_fewer_tokens(said, server, oracle) -> None:
+    """Whatever begins like an earlier request, recomputed or not, compacted or not, gets the states
+    of just these tokens."""
+    begins = [asked["input_ids"] + answer["output_ids"] for asked, answer in said]
+    cuts = [(begin, cut) for begin in begins for cut in (118, 130, 146, 200, len(begin))]
+    calls = [
+        call(f"after-{i}", "rkv", begin[:cut] + prompt_ids(i, 3), tokens=24 if i % 3 else 70)
+        for i, (begin, cut) in enumerate(cuts)
+    ]
+    for asked in calls[::2]:  # an answer without a budget may begin with what others left
+        asked["kv_policy"] = "full"
+        del asked["kv_budget"], asked["kv_params"]
+    cached = 0
+    for asked, answer in zip(calls, server.generate_all(calls), strict=True):
+        judged(oracle, server, asked, answer)
+        cached += answer["meta_info"]["cached_tokens"]
+    assert cached > 50 * len(calls)
+
+
+def test_what_a_state_would_break_is_refused(server) -> None:
+    for mode in ("keep", "budget"):
+        with pytest.raises(HTTPFailure, match="a state instead of KV: it is not kept") as refused:
+            server.generate(**call("refused", "rkv", prompt_ids("refused", 30), kv_reuse=mode))
+        assert refused.value.status == 400
+
+
+def test_new_weights_are_measured(server, model_folder, oracle) -> None:
+    """The text that measures them takes a slot for its states, and gives it back."""
+    answer = server.post("/update_weights_from_disk", {"model_path": str(model_folder("lfm2"))})
+    assert answer["success"]
+    asked = call("new weights", "expected", prompt_ids("new weights", 30))
+    assert "compact" in judged(oracle, server, asked, server.generate(**asked))
