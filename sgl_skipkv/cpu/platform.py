@@ -8,13 +8,15 @@ machine. It is meant for tests and demos and is slow.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity
 
 
@@ -34,6 +36,7 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
         # HiCache's other ways to copy are kernels of a GPU.
         server_args.hicache_io_backend, server_args.hicache_mem_layout = "direct", "layer_first"
+        server_args.lora_backend = "torch_native"  # the others are kernels of a GPU
         # A decode server with DP attention exchanges logits by an operator of NCCL.
         if server_args.enable_tp_lm_head_all_to_all is None:
             server_args.enable_tp_lm_head_all_to_all = False
@@ -84,15 +87,10 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         forward_batch_info._is_cpu = parallel_state._is_cpu = True
         serve_hicache()
         serve_disaggregation()
-        # A decode step of hybrid models pins a mask, which asks for the driver of a GPU.
-        torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment,method-assign]
+        serve_lora()
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-
-
-def _as_it_is(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    return tensor
 
 
 def serve_hicache() -> None:
@@ -108,6 +106,40 @@ def serve_disaggregation() -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
     MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def serve_lora() -> None:
+    """LoRA pins what it copies to a GPU, which asks for its driver; here nothing is pinned."""
+    from sglang.srt.lora.lora_manager import LoRAManager as Manager
+
+    loading = "__init__", "load_lora_adapter", "load_lora_adapter_from_tensors"
+    for name in (*loading, "prepare_lora_batch"):
+        setattr(Manager, name, _without_pinning(getattr(Manager, name)))
+
+
+def _without_pinning(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def unpinned(*args: Any, **kwargs: Any) -> Any:
+        with _Unpinned():
+            return method(*args, **kwargs)
+
+    return unpinned
+
+
+class _Unpinned(TorchFunctionMode):
+    """Tensors that are to be pinned are not."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        others = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return function(*args, **others)
 
 
 def _copy_pages(

@@ -16,7 +16,7 @@ from disaggregated import Disaggregated
 from oracle import Addition, steering_factors
 from server_specs import SPECS
 from servers import Server
-from tiny_models import LINE_END_IDS, PIECES
+from tiny_models import LINE_END_IDS, PIECES, save_adapter
 from vector_files import origin
 
 from sgl_skipkv.steering.vector import SteeringVector
@@ -88,6 +88,9 @@ class Fleet:
             folder = self._folder(name.replace(", ", "-").replace(" ", "-"))
             arguments = flags_of(folder, spec.config, spec.steering_layer)
             model = spec.model if isinstance(spec.model, Path) else self._model_folder(spec.model)
+            if spec.adapters:
+                paths = (f"{one}={save_adapter(model, one)}" for one in spec.adapters)
+                arguments += ["--lora-paths", *paths]
             if spec.prefill is None:
                 server = Server(model, folder, [*spec.arguments, *arguments], **spec.options)
             else:

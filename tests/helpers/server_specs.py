@@ -50,6 +50,7 @@ class Spec:
         steering_layer: of a random vector that the server loads; requests ask for it or do without.
         prefill: arguments of the prefill server of this decode server (PD disaggregation), which
             has its settings and vector, too; None: it is neither.
+        adapters: names of LoRA adapters that it loads.
     """
 
     files: tuple[str, ...]
@@ -59,6 +60,7 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
     steering_layer: int | None = None
     prefill: tuple[str, ...] | None = None
+    adapters: tuple[str, ...] = ()
 
 
 def retracts(every: int) -> dict[str, str]:
@@ -288,6 +290,17 @@ SPECS: dict[str, Spec] = {
         )
         for family in WITH_VISION
     },
+    # Adapters in pages, retracted now and then. A batch has room for two: one of the adapters and
+    # the model without one, or both adapters.
+    "adapters": Spec(
+        ("oracle_adapters",),
+        "qwen3",
+        ("--max-loras-per-batch", "2", *ONE_BATCH, *PAGES_OF_16),
+        CHECKED,
+        {"env": retracts(40)},
+        steering_layer=1,
+        adapters=("a", "b"),
+    ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(
         ("oracle_thoughts",),

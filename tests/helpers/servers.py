@@ -23,7 +23,7 @@ STRICT = {
 }
 #: of a body, beside the sampling parameters
 _TOP = ("rid", "stream", "require_reasoning", "image_data", "routed_dp_rank")
-_TOP += ("return_logprob", "logprob_start_len")
+_TOP += ("return_logprob", "logprob_start_len", "lora_path")
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_vision import processor, vision_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -184,6 +187,10 @@ _VALUE_ROWS, _PHI3_VALUES, _TIED_EMBEDDINGS = 32, 3.0, 4.0
 #: and on every projection, so that rounding to float16 is far less than what a wrong mask changes
 _FOR_16_BITS = 0.5
 
+#: of LoRA adapters: the projections of Llama, Qwen2 and Qwen3
+_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_RANK, _ALPHA = 4, 8
+
 
 def build_tokenizer(pieces: Sequence[str] = PIECES) -> PreTrainedTokenizerFast:
     """One token per character, plus the line ends, and the thinking tokens if they are pieces."""
@@ -239,3 +246,33 @@ def save_model(family: str, folder: Path) -> Path:
     tokenizer = build_tokenizer(pieces)
     (processor(family, tokenizer) if sees else tokenizer).save_pretrained(folder)
     return folder
+
+
+def save_adapter(model: Path, name: str) -> Path:
+    """Write a random LoRA adapter of a saved model as PEFT does, and the two merged, at
+    ``merged``; the same weights for the same name."""
+    folder, weights = model / "adapters" / name, load_file(model / "model.safetensors")
+    draw, adapter = torch.Generator().manual_seed(zlib.crc32(name.encode())), {}
+    for weight_name, weight in weights.items():
+        module = weight_name.removesuffix(".weight")
+        if module.rpartition(".")[2] not in _ADAPTED:
+            continue
+        rows, columns = weight.shape
+        a = torch.randn(_RANK, columns, generator=draw) / columns**0.5
+        b = torch.randn(rows, _RANK, generator=draw) * weight.std()
+        adapter[f"base_model.model.{module}.lora_A.weight"] = a
+        adapter[f"base_model.model.{module}.lora_B.weight"] = b
+        weights[weight_name] = weight + _ALPHA / _RANK * b @ a
+    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _ALPHA, "target_modules": _ADAPTED}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(adapter, folder / "adapter_model.safetensors")
+    copied = shutil.ignore_patterns("adapters", "merged", "model.safetensors")
+    shutil.copytree(model, merged(model, name), ignore=copied)
+    save_file(weights, merged(model, name) / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def merged(model: Path, adapter: str) -> Path:
+    """The folder of a model with one of its saved adapters."""
+    return model / "merged" / adapter

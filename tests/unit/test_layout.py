@@ -46,6 +46,8 @@ SGLANG = {
         "sglang.srt.mem_cache.pool_host.",
         # PD disaggregation without a GPU
         "sglang.srt.disaggregation.mooncake.conn.",
+        # adapters without a GPU
+        "sglang.srt.lora.lora_manager.",
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),
