@@ -273,7 +273,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("n > 1 samples", "yes", "each sample has its own budget and its own row"),
     Capability("grammars, stop strings, penalties", "yes", "they see tokens, not the KV cache"),
     Capability("LoRA", "yes", "a history is its adapter's; the model is measured without one"),
-    Capability("quantised weights", "not run", "what is recorded has the type of the KV cache"),
+    Capability("quantised weights", "not run", "except int8: what is recorded has the KV's type"),
     Capability("head sizes", "yes", "16, 32, ... 256 by Triton kernels on a GPU, others in torch"),
     Capability("beam search", "per request", "beams share rows; 400 together with kv_budget"),
     Capability("sessions", "per request", f"{_REUSED}; 400 together with kv_budget"),
