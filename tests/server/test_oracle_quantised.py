@@ -1,5 +1,5 @@
-"""Quantised weights: int8 of bitsandbytes, which needs no GPU. Skipped where ``bitsandbytes`` is
-not installed. In pages of 16, and some requests are retracted and restored.
+"""Quantised weights: int8 of bitsandbytes, which needs no GPU. In pages of 16, and some requests
+are retracted and restored.
 
 Its linear layers round what they are given, to bfloat16 and then to 8 bits, so rounding errors of
 float32 seldom stay small: a few log-probabilities differ, and now and then a token.
@@ -52,7 +52,7 @@ class Int8Linear(nn.Module):
     """As SGLang's linear layer calls bitsandbytes."""
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
-        from bitsandbytes import MatmulLtState
+        from bitsandbytes import MatmulLtState  # looks for kernels when it is imported
 
         super().__init__()
         self.state = MatmulLtState(CB=weight, SCB=scale)
@@ -67,7 +67,6 @@ class Int8Linear(nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(model_folder, tmp_path_factory) -> Path:
-    pytest.importorskip("bitsandbytes")
     return quantised(model_folder(FAMILY), tmp_path_factory.mktemp("quantised") / "model")
 
 
@@ -105,7 +104,6 @@ def test_tokens_are_the_argmax_under_the_trace_masks(server, folder, model_folde
         unquantised += len(oracle(FAMILY).judge(prompt, ids, events).wrong)
         restored += [event["event"] for event in events].count("restore")
     tokens = TOKENS * len(calls)
-    print(f"{wrong} of {tokens} wrong, {unmasked} and {unquantised}, {torch.cat(gaps).max():.1e}")
     assert wrong <= tokens // 200 and torch.cat(gaps).quantile(0.98) <= 0.02
     assert unmasked >= tokens // 5 and unquantised >= tokens // 10
     assert restored >= 1
