@@ -35,6 +35,7 @@ WITHOUT_REUSE = ("--disable-radix-cache", "--kv-events-config", KV_EVENTS)
 STRIPPED = ("--strip-thinking-cache", "--reasoning-parser", "deepseek-r1")
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS, CROWD_POOL_TOKENS = 4096, 1024
+SMALL_POOL = ("--max-total-tokens", "2048")
 CHECKED: Mapping[str, Any] = {"check_ledger": True, "poison_evicted": True, "kv_interval": 16}
 
 
@@ -220,28 +221,31 @@ SPECS: dict[str, Spec] = {
     "lfm2": Spec(
         ("oracle_states",),
         "lfm2",
-        (*ONE_BATCH, *CHUNKS_OF_64, *ARGUMENTS["lfm2"]),
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *ARGUMENTS["lfm2"]),
         CHECKED,
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
     ),
     # It keeps those that steps have copied, and overlaps them.
     "lfm2, states copied": Spec(
         ("oracle_states",),
         "lfm2",
-        (*ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16, *ARGUMENTS["lfm2"], *STATES_COPIED),
+        (
+            *(*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16),
+            *(*ARGUMENTS["lfm2"], *STATES_COPIED),
+        ),
         {**CHECKED, "max_tracked_requests": 12},
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
     ),
     # The same on two ranks.
     "lfm2 on two ranks": Spec(
         ("oracle_states",),
         "lfm2",
         (
-            *("--tp-size", "2", *ONE_BATCH, *CHUNKS_OF_64),
+            *("--tp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64),
             *(*PAGES_OF_16, *ARGUMENTS["lfm2"], *STATES_COPIED),
         ),
         {**CHECKED, "check_agreement": True},
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(40)}},
+        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
     ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(
