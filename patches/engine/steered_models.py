@@ -26,6 +26,7 @@ FAMILIES: Final[dict[str, str | None]] = {
     "GptOssForCausalLM": "GptOssDecoderLayer",
     "DeepseekV3ForCausalLM": None,
     "Lfm2ForCausalLM": None,
+    "Qwen3NextForCausalLM": None,
     "Qwen2_5_VLForConditionalGeneration": "Qwen2DecoderLayer",
     "Qwen3VLForConditionalGeneration": "Qwen3DecoderLayer",
 }

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 Event = dict[str, Any]
+#: kinds of layers with a state instead of KV
+WITH_STATES = frozenset(("conv", "linear_attention"))
 #: how far below the best logit a greedy choice may lie: float32 rounding between two kernels
 ARGMAX_TOLERANCE = 1e-3
 
@@ -126,8 +128,9 @@ def attention_masks(config: Any, visible: Tensor) -> Tensor | dict[str, Tensor |
     """
     lowest = torch.finfo(config.dtype).min
     mask = torch.zeros(visible.shape, dtype=config.dtype).masked_fill(~visible, lowest)[None, None]
-    if "conv" in (getattr(config, "layer_types", None) or ()):
-        return {"full_attention": mask, "conv": None}
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if with_states := kinds & WITH_STATES:
+        return {"full_attention": mask, **dict.fromkeys(with_states)}
     if not has_windows(config):
         return mask
     position = torch.arange(len(visible))

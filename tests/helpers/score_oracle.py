@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budgets import budget_at, least_budget
-from oracle import Event, attention_masks, has_windows, visible_keys
+from oracle import WITH_STATES, Event, attention_masks, has_windows, visible_keys
 from score_formulas import attention_rows, by_quotas, carried, distinct, drawn, scores_of
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -341,9 +341,7 @@ class ScoreOracle:
                 cached=self.cached,
             ).last_hidden_state[0]
         kinds = getattr(self.model.config, "layer_types", None) or [FULL] * len(_SEEN)
-        kinds = [
-            kind for kind in kinds if kind != "conv"
-        ]  # these have a state, and attend to nothing
+        kinds = [kind for kind in kinds if kind not in WITH_STATES]  # these attend to nothing
         scored = [one for one, kind in zip(_SEEN, kinds, strict=True) if kind == FULL]
         queries, keys, values = map(torch.stack, zip(*scored, strict=True))
         return queries, keys, values, hidden

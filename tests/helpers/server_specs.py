@@ -247,6 +247,17 @@ SPECS: dict[str, Spec] = {
         {**CHECKED, "check_agreement": True},
         {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
     ),
+    # Linear attention, whose states are copied by default.
+    "qwen3_next": Spec(
+        ("oracle_states",),
+        "qwen3_next",
+        (
+            *(*SMALL_POOL, *ONE_BATCH, "--chunked-prefill-size", "128"),
+            *(*ARGUMENTS["qwen3_next"], "--mamba-track-interval", "64"),
+        ),
+        CHECKED,
+        {"env": {**ENVIRONMENT["qwen3_next"], **retracts(20)}},
+    ),
     # A float8 cache, whose bytes move within their pages.
     "float8": Spec(
         ("float8",),

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 FAMILIES = ("llama", "qwen2", "qwen3", "thinking", "qwen3_moe")
 FAMILIES += ("mistral", "glm4", "glm4_moe", "olmo2", "granite", "phi3", "gemma", "gemma3")
 FAMILIES += ("deepseek_v3", "gpt_oss", "for_a_gpu", "qwen2_5_vl", "qwen3_vl", "for_four_ranks")
-FAMILIES += ("lfm2",)
+FAMILIES += ("lfm2", "qwen3_next")
 #: that read images
 WITH_VISION = ("qwen2_5_vl", "qwen3_vl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -143,6 +143,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         **{"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "pad_token_id": 0},
         "tie_word_embeddings": True,
     },
+    # Every other layer is linear attention, with three value heads for a key head.
+    "qwen3_next": {
+        **{"head_dim": 16, "pad_token_id": 0, "num_hidden_layers": 4, "full_attention_interval": 2},
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **{"linear_num_key_heads": 1, "linear_num_value_heads": 3},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    },
 }
 #: of gpt_oss, one per query head, as large as logits are here: without them other tokens win
 SINKS = (12.0, 16.0, 20.0, 24.0)
@@ -155,6 +164,7 @@ TWO_POOLS = ("--json-model-override-args", json.dumps(_AS_EXTERNAL))
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "gpt_oss": (*TWO_POOLS, "--disable-hybrid-swa-memory"),
     "lfm2": ("--max-mamba-cache-size", "200"),  # slots for states
+    "qwen3_next": ("--max-mamba-cache-size", "300"),
 }
 #: of lfm2, which SGLang lets by the name of another model (``external_models/lfm2_on_cpu.py``); in
 #: pages, because it takes a length in front of a multiple of one token for the multiple
@@ -166,10 +176,8 @@ _EXTERNAL_MODELS = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
     "PYTHONPATH": str(Path(__file__).parent),
 }
-ENVIRONMENT = {
-    "gpt_oss": _EXTERNAL_MODELS,
-    "lfm2": {**_EXTERNAL_MODELS, "SGLANG_MAMBA_CONV_DTYPE": "float32"},
-}
+_HYBRID = {**_EXTERNAL_MODELS, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+ENVIRONMENT = {"gpt_oss": _EXTERNAL_MODELS, "lfm2": _HYBRID, "qwen3_next": _HYBRID}
 _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
 # Gains on the usual initialisation, by the first part of a name that matches.
@@ -178,6 +186,7 @@ _GAINS = {
     **{"q_norm": _NORM_GAIN, "k_norm": _NORM_GAIN},
     **{"q_layernorm": _NORM_GAIN, "k_layernorm": _NORM_GAIN},
     **{"self_attn.out_proj": 60.0, "conv.conv": 20.0, "conv.": 10.0, "feed_forward": 4.0},
+    **{"linear_attn.norm": 1.0, "dt_bias": 1.0, "linear_attn.": 20.0},
     **{"qkv_proj": 20.0, "q_proj": 20.0, "k_proj": 20.0},
     **{"v_proj": 60.0, "o_proj": 60.0, "post_mlp_layernorm": 1.0, "mlp": 4.0, "lm_head": 4.0},
     **{"": 1.0},
@@ -236,6 +245,10 @@ def save_model(family: str, folder: Path) -> Path:
                 parameter.mul_(_TIED_EMBEDDINGS)
             if family == "gemma3" and any(norm in name for norm in _SHARP_NORMS):
                 parameter.fill_(_NORM_GAIN - 1.0)  # Gemma's norms multiply with 1 + weight
+            if family == "qwen3_next" and ("q_norm" in name or "k_norm" in name):
+                parameter.fill_(_NORM_GAIN - 1.0)  # as Gemma's
+            if "A_log" in name:
+                parameter.fill_(-3.0)  # a state that forgets slowly
             if "sinks" in name:
                 parameter.copy_(torch.tensor(SINKS))
         if family == "thinking":  # most outputs have one, and an answer behind it

@@ -1,4 +1,4 @@
-"""Fourteen model families under the masking oracle: every policy, and steering where it works.
+"""Fifteen model families under the masking oracle: every policy, and steering where it works.
 
 Llama, Qwen2 and Qwen3 have the same in ``make test``: tests/server/test_oracle.py.
 
@@ -42,9 +42,10 @@ from sgl_skipkv.policy import names, policy_class
 MODELS = (
     *("qwen3_moe", "mistral", "phi3", "glm4", "glm4_moe"),
     *("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "gpt_oss", "lfm2"),
+    "qwen3_next",
     *WITH_VISION,
 )
-UNSTEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "lfm2")
+UNSTEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "lfm2", "qwen3_next")
 POLICIES = [name for name in names() if name != "full"]
 #: whose queries no policy turns back: MLA, and rotary embeddings with three axes
 NOT_TURNED_BACK = ("deepseek_v3", *WITH_VISION)

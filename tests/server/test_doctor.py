@@ -183,8 +183,8 @@ def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Pat
 # A qwen2 and a qwen3_moe of other sizes.
 LEFT_OUT = ("for_a_gpu", "for_four_ranks")
 WITH_WINDOWS = ("gemma3", "gpt_oss")
-LAYERS = {"gemma3": 4, "gpt_oss": 4, "lfm2": 2}  # with attention
-NOT_STEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "lfm2")
+LAYERS = {"gemma3": 4, "gpt_oss": 4, "lfm2": 2, "qwen3_next": 2}  # with attention
+NOT_STEERED = ("olmo2", "granite", "gemma", "gemma3", "deepseek_v3", "lfm2", "qwen3_next")
 
 
 @pytest.mark.parametrize("kind", [one for one in FAMILIES if one not in LEFT_OUT])
@@ -210,7 +210,7 @@ def test_a_model_that_was_tested(kind: str, model_folder: Any, capsys: Any) -> N
     assert "yes: docs/models.md" in printed and "yes, as far as the file tells" in printed
     steered = re.search(r"steering +│ yes", printed) is not None
     assert steered == (kind not in NOT_STEERED)
-    state_layers = 2 if kind == "lfm2" else 0
+    state_layers = 2 if kind in ("lfm2", "qwen3_next") else 0
     assert found["state_layers"] == state_layers
     assert ("2 layers, untouched: no kv_reuse" in printed) == bool(state_layers)
 
@@ -239,7 +239,7 @@ def test_layers_with_a_state_beside_layers_with_kv(tmp_path: Path, capsys: Any) 
         assert main(["doctor", "--model", str(folder), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["layers"], found["state_layers"]) == (layers, state_layers)
-        assert found["reasons"] == [] and not found["tested"]
+        assert found["reasons"] == [] and found["tested"] == (kind == "qwen3_next")
 
 
 def test_a_type_that_was_not_tested_and_a_rotation_that_does_not_turn_back(

@@ -82,8 +82,6 @@ class FalconH1ForCausalLM(Lfm2ForCausalLM):
     """The same by another name."""
 
 
-# A decode step pins its mask of states that are copied, which asks for the driver of a GPU.
-torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = convolve, convolve_step
 lfm2.Lfm2ShortConv = ShortConv
 EntryClass = [Lfm2ForCausalLM, FalconH1ForCausalLM]
