@@ -68,7 +68,7 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
 
 
 def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
-    """Keys and values of one token in all layers: ``2 * layers * Hkv * d * value_bytes``; with MLA
+    """Keys and values of one token in all attention layers: ``2 * layers * Hkv * d * value_bytes``; with MLA
     its latent and its rotary key, ``layers * (r + rotary) * value_bytes``.
 
     Args:
@@ -117,8 +117,19 @@ def _is_latent(config: dict[str, Any]) -> bool:
     return config.get("kv_lora_rank") is not None
 
 
+def _layers_with_kv(config: dict[str, Any]) -> int:
+    """All but those that have a state instead (hybrid models), as their files tell them apart."""
+    layers = int(config["num_hidden_layers"])
+    if interval := config.get("full_attention_interval"):  # Qwen3-Next, Qwen3.5
+        return layers // int(interval)
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
+        return str(pattern).count("*")
+    kinds = config.get("layer_types") or ()
+    return sum("attention" in kind and "linear" not in kind for kind in kinds) or layers
+
+
 def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """Layers, query heads, KV heads, head size and hidden size; with MLA one KV head of latents."""
+    """Layers with KV, query heads, KV heads, head size and hidden size; with MLA one KV head of latents."""
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -126,7 +137,7 @@ def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
         if _is_latent(config):
             kv_heads = 1
             head_dim = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
-        return int(config["num_hidden_layers"]), heads, kv_heads, head_dim, hidden
+        return _layers_with_kv(config), heads, kv_heads, head_dim, hidden
     except KeyError as error:
         got = f"one without {error.args[0]}"
         raise SettingError("model", "a config.json of a decoder", got, "another model") from error

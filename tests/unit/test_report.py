@@ -132,6 +132,21 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
     assert sum(kinds.values()) / pool <= limit
 
 
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ({}, 32),
+        ({"full_attention_interval": 4, "layer_types": ["linear_attention"] * 32}, 8),
+        ({"hybrid_override_pattern": "M-M*" * 8}, 8),
+        ({"layer_types": ["conv", "full_attention"] * 16}, 16),
+        ({"layer_types": ["mamba", "attention"] * 16}, 16),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 16}, 32),
+    ],
+)
+def test_layers_with_a_state_have_no_kv(more: dict[str, Any], layers: int) -> None:
+    assert kv_bytes_per_token(LLAMA_8B | more, 2) == layers * 2 * 8 * 128 * 2
+
+
 def test_latents_and_their_queries() -> None:
     """DeepSeek R1: 576 cached numbers per layer, and 128 heads that ask 576 each."""
     config = {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128}
