@@ -68,8 +68,8 @@ def read_prompt_tokens(path: Path, tokenizer: str | None, field: str) -> list[in
 
 
 def kv_bytes_per_token(config: dict[str, Any], value_bytes: int) -> int:
-    """Keys and values of one token in all attention layers: ``2 * layers * Hkv * d * value_bytes``; with MLA
-    its latent and its rotary key, ``layers * (r + rotary) * value_bytes``.
+    """Keys and values of one token in all layers that have KV: ``2 * layers * Hkv * d *
+    value_bytes``; with MLA its latent and its rotary key, ``layers * (r + rotary) * value_bytes``.
 
     Args:
         config: a model's ``config.json``.
@@ -129,7 +129,8 @@ def _layers_with_kv(config: dict[str, Any]) -> int:
 
 
 def _sizes(config: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    """Layers with KV, query heads, KV heads, head size and hidden size; with MLA one KV head of latents."""
+    """Layers with KV, query heads, KV heads, head size and hidden size; with MLA one KV head of
+    latents."""
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
