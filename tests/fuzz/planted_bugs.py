@@ -38,15 +38,12 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
 
     shorten, life, rewrite = batch._shorten, runtime.Runtime, page_table.RowRewrite
     table: dict[Any, dict[str, tuple[str, str]]] = {
-        release.limit_insert: {
+        release.insertable_tokens: {
             "a compacted row is inserted into the tree": (
                 "and state.kv.evicted_tokens:\n        return 0",
                 "and state.kv.evicted_tokens:\n        return None",
             ),
-            "a recomputed request hands its output to the tree": (
-                "return shared if result is None else min(result, shared)",
-                "return None",
-            ),
+            "a recomputed request hands its output to the tree": ("return shared", "return None"),
             "what a steered request generated is inserted into the tree": (
                 "not state.settings.steers",
                 "True",
