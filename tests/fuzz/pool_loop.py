@@ -116,6 +116,9 @@ class Loop(Forward):
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        states = getattr(self.req_to_token_pool, "mamba_allocator", None)
+        if states is not None:
+            states.alloc_group_begin(len(self.waiting_queue))
         for req in self.waiting_queue:
             held = sum(r.kv.holds_kv for r in adder.can_run_list)
             if len(adder.can_run_list) >= self.req_to_token_pool.available_size() + held:
@@ -125,7 +128,11 @@ class Loop(Forward):
                 req, has_chunked_req=self.chunked_req is not None, truncation_align_size=None
             )
             if added != AddReqResult.CONTINUE:
+                if req not in adder.can_run_list[-1:]:
+                    self._revert_match(req)
                 break
+        if states is not None:
+            states.alloc_group_end()
         chosen = adder.can_run_list
         if not chosen:
             return None
@@ -154,6 +161,22 @@ class Loop(Forward):
         self.recomputed |= retracted
         self.count["prefix hits"] += sum(length > 0 for length in batch.prefix_lens)
         return batch
+
+    def _revert_match(self, req: Any) -> None:
+        """Who is not admitted keeps nothing of the prefix that it has matched."""
+        if not hasattr(self.req_to_token_pool, "mamba_allocator"):
+            return
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        if req.kv.holds_mamba:
+            self.req_to_token_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
+            req.kv.mamba_pool_idx = None
+
+    def look_at_waiting(self) -> None:
+        """The scheduler looks at who waits, and finds no room."""
+        for req in self.waiting_queue:
+            req.init_next_round_input(self.tree_cache)
+            self._revert_match(req)
 
     def _decode_batch(self, batch: Any) -> Any:
         from sglang.srt.managers.scheduler import Scheduler

@@ -222,8 +222,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.world.step()
             self.world.check()
         if pauses:
-            for req in self.world.waiting_queue:
-                req.init_next_round_input(self.world.tree_cache)
+            self.world.look_at_waiting()
             self.world.pause()
 
     @precondition(lambda self: len(self.world.owners()) > 1)

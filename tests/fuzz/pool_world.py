@@ -61,7 +61,7 @@ class World(Loop):
     kv_shard_widening = layers = 1
     max_total_num_tokens, max_req_len = POOL, POOL - 1
     processed_tokens_counter = 0
-    has_tree, queues_refused = True, False
+    has_tree, queues_refused, copies_states = True, False, False
     #: where the KV of a prompt comes from
     address: Mapping[str, Any] = MappingProxyType({})
 
@@ -113,6 +113,7 @@ class World(Loop):
             page_size=page_tokens,
             disable=not self.has_tree,
             sliding_window_size=self.sliding_window_size,
+            enable_mamba_extra_buffer=self.copies_states,
             tree_components=self._tree_components(),
             tree_core_backend=tree_core,
         )

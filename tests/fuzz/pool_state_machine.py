@@ -1,0 +1,150 @@
+"""Random lives of a model some of whose layers have a state instead of KV, see
+``pool_states.py``."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from pool_content import POOL, ROWS
+from pool_machine import (
+    APART,
+    BUDGETED,
+    HOW,
+    PARAMETERS,
+    PROMPT,
+    SHARED,
+    SOME_STEPS,
+    STOPS,
+    TOKENS,
+    Apart,
+    Asked,
+    PoolMachine,
+)
+from pool_states import StateWorld, state_flags, states_per_row
+
+STEERED = st.builds(lambda keys: {**keys, "steering": 1.5}, BUDGETED)
+REFUSED: Asked = {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "keep"}
+ASKED = st.one_of(
+    *(BUDGETED, BUDGETED, STEERED, st.just({}), st.just({})),
+    st.sampled_from([{}, {"kv_policy": "full"}, {"steering": 1.5}, {"steering": -2.0}, REFUSED]),
+)
+LONG_PROMPT = st.builds(lambda prompt, times: prompt * times, PROMPT, st.sampled_from([1, 1, 2, 3]))
+#: who gives states to the tree: requests, or steps that copy them (beside a running step, or not)
+STRATEGIES = ((False, False), (True, True), (True, True), (True, False))
+#: what such a life may be like
+STATE_HOW = {
+    **{name: HOW[name] for name in ("tree_core", "late", "newest_first")},
+    **{name: HOW[name] for name in ("token_ratio", "work_bytes")},
+    "chunk": st.sampled_from([None, 5, 5, 16]),
+    "strategy": st.sampled_from(STRATEGIES),
+    "paged": st.booleans(),
+    "state_chunk": st.sampled_from([2, 4, 8]),
+    "interval": st.sampled_from([8, 16]),
+    "unlocks": st.booleans(),
+    "spare": st.sampled_from([0, 0, 20]),
+}
+#: a prompt that leaves an earlier text somewhere, and goes on differently
+BRANCH = st.tuples(
+    st.integers(1, 60),
+    *(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.sampled_from([1, 2, 9, 20, 40])),
+    ASKED,
+)
+Branch = tuple[int, list[int], int, Asked]
+
+
+class StatePoolMachine(PoolMachine):
+    """The same with states. No request continues another one's history there."""
+
+    world: StateWorld
+
+    @initialize(**STATE_HOW)
+    def start(self, **how: Any) -> None:
+        PoolMachine.lives += 1
+        self.ends = ExitStack()
+        copies, overlap = how.pop("strategy")
+        page_tokens = 16 if how.pop("paged") and copies else 1
+        flags = {name: how.pop(name) for name in ("interval", "unlocks")}
+        flags |= {"copies": copies, "state_chunk": how["state_chunk"]}
+        self.ends.enter_context(state_flags(page_tokens=page_tokens, **flags))
+        per_row = states_per_row(copies=copies, overlap=overlap, unlocks=flags["unlocks"])
+        slots = ROWS * per_row + how.pop("spare")
+        self.world = StateWorld(
+            copies=copies, overlap=overlap, page_tokens=page_tokens, state_slots=slots, **how
+        )
+
+    @precondition(lambda self: len(self.world.waiting_queue) < 4)
+    @rule(
+        calls=st.lists(st.tuples(LONG_PROMPT, TOKENS, STOPS, ASKED, APART), min_size=1, max_size=4)
+    )
+    def arrive(self, calls: list[tuple[list[int], int, bool, Asked, Apart]]) -> None:
+        for prompt, max_new_tokens, ignore_eos, keys, apart in calls:
+            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **apart, **keys)
+
+    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
+    @rule(data=st.data(), more=st.lists(st.integers(3, 6), min_size=1, max_size=4), keys=ASKED)
+    def follow_up(self, data: st.DataObject, more: list[int], keys: Asked) -> None:
+        """The next turn: a finished request's whole text and a few tokens."""
+        self.world.arrive((self._text(data) + more)[:60], 20, **keys)
+
+    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
+    @rule(data=st.data(), branch=BRANCH, steps=SOME_STEPS)
+    def turn(self, data: st.DataObject, branch: Branch, steps: int) -> None:
+        """Another text that begins as one that was there."""
+        self._branch(data, [branch], steps)
+
+    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 3)
+    @rule(data=st.data(), branches=st.lists(BRANCH, min_size=2, max_size=3), steps=SOME_STEPS)
+    def fork(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
+        """Several at once."""
+        self._branch(data, branches, steps)
+
+    def _branch(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
+        text = self._text(data)
+        for cut, more, max_new_tokens, keys in branches:
+            self.world.arrive(text[:cut] + more, max_new_tokens, **keys)
+        self.run_steps(steps)
+
+    @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
+    @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))
+    def outgrow(self, asked: list[Asked], more_steps: int) -> None:
+        """Requests grow longer than the pool."""
+        for keys in asked:
+            self.world.arrive(SHARED[:4], 300, **keys)
+        self.run_steps(POOL + more_steps)
+
+    @precondition(lambda self: not self.world.waiting_queue)
+    @rule(
+        calls=st.lists(st.tuples(LONG_PROMPT, ASKED), min_size=2, max_size=4),
+        steps=st.sampled_from([1, 2, 7, 20]),
+        times=st.integers(1, 4),
+        evicted=st.sampled_from([(0, 0), (0, 0), (POOL, 40), (0, 40), (5, 0), (0, 1)]),
+    )
+    def come_back(
+        self, calls: list[tuple[list[int], Asked]], steps: int, times: int, evicted: tuple[int, int]
+    ) -> None:
+        """Requests are retracted, and the tree loses what they shared while they wait."""
+        for prompt, keys in calls:
+            self.world.arrive(prompt, 60, **keys)
+        for _ in range(times):
+            self.run_steps(steps)
+            if len(self.world.owners()) > 1:
+                self.world.retract_now = True
+                self.run_steps(1)
+            self.world.evict_tree(*evicted)
+
+    @rule(tokens=st.integers(0, POOL), states=st.integers(0, 20))
+    def evict_tree(self, tokens: int, states: int) -> None:
+        self.world.evict_tree(tokens, states)
+
+    @precondition(lambda self: self.world.is_idle())
+    @rule(tokens=st.integers(1, 40))
+    def measure(self, tokens: int) -> None:
+        self.world.measure(tokens)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ends"):
+            with self.ends:
+                super().teardown()
