@@ -5,6 +5,7 @@
     python tests/fuzz/fuzz.py --hicache --examples 2000 # with HiCache behind the pool
     python tests/fuzz/fuzz.py --decode --examples 2000  # a decode server of PD disaggregation
     python tests/fuzz/fuzz.py --windows --examples 2000 # window layers with a pool of their own
+    python tests/fuzz/fuzz.py --states --examples 2000  # layers with a state instead of KV
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
@@ -36,10 +37,12 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
 from planted_bugs import FOUND, bugs, plant
 from planted_decode_bugs import decode_bugs
+from planted_state_bugs import state_bugs
 from planted_window_bugs import window_bugs
 from pool_content import plugin_and_topology
 from pool_decode_machine import DecodePoolMachine
 from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
+from pool_state_machine import StatePoolMachine
 from pool_window_machine import WindowPoolMachine
 from row_table import show
 
@@ -51,8 +54,12 @@ Row = dict[str, Any]
 STEPS = 50
 KINDS = {
     **{"": PagedPoolMachine, "hicache": HostPoolMachine},
-    **{"decode": DecodePoolMachine, "windows": WindowPoolMachine},
+    **{"decode": DecodePoolMachine, "windows": WindowPoolMachine, "states": StatePoolMachine},
 }
+OF_KINDS: tuple[tuple[Callable[[], Any], type[PoolMachine]], ...] = (
+    *((decode_bugs, DecodePoolMachine), (window_bugs, WindowPoolMachine)),
+    (state_bugs, StatePoolMachine),
+)
 PART, RECORDED_AT_ONCE = 500, 2_000
 logging.disable()  # requests that the machine has refused are not news
 
@@ -171,7 +178,7 @@ def found_after(name: str, seed: int, most: int) -> int | None:
     kind: type[PoolMachine] = PagedPoolMachine if name in IN_PAGES else PoolMachine
     if name in IN_HOST:
         kind = HostPoolMachine
-    for bugs_of, own in ((decode_bugs, DecodePoolMachine), (window_bugs, WindowPoolMachine)):
+    for bugs_of, own in OF_KINDS:
         if any(name in changes for changes in bugs_of().values()):
             kind = own
     try:
@@ -187,6 +194,7 @@ def main() -> int:
     parser.add_argument("--hicache", action="store_true", help="lives with HiCache, not recorded")
     parser.add_argument("--decode", action="store_true", help="a decode server's, not recorded")
     parser.add_argument("--windows", action="store_true", help="two pools, not recorded")
+    parser.add_argument("--states", action="store_true", help="hybrid models, not recorded")
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

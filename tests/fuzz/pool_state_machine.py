@@ -46,6 +46,11 @@ STATE_HOW = {
     "unlocks": st.booleans(),
     "spare": st.sampled_from([0, 0, 20]),
 }
+#: what the tree loses: tokens, states
+EVICTED = st.sampled_from([(0, 0), (POOL, 40), (0, 40), (0, 40), (5, 0), (0, 1)])
+#: the tree has their prompt, and they can be recomputed; of these, who needs one of few tracks
+SHARING = st.builds(lambda keys: {**keys, "kv_params": PARAMETERS}, BUDGETED)
+TRACKED = st.builds(lambda keys: {**keys, "kv_policy": "rkv"}, SHARING)
 #: a prompt that leaves an earlier text somewhere, and goes on differently
 BRANCH = st.tuples(
     st.integers(1, 60),
@@ -117,16 +122,22 @@ class StatePoolMachine(PoolMachine):
 
     @precondition(lambda self: not self.world.waiting_queue)
     @rule(
-        calls=st.lists(st.tuples(LONG_PROMPT, ASKED), min_size=2, max_size=4),
-        steps=st.sampled_from([1, 2, 7, 20]),
-        times=st.integers(1, 4),
-        evicted=st.sampled_from([(0, 0), (0, 0), (POOL, 40), (0, 40), (5, 0), (0, 1)]),
+        calls=st.lists(st.tuples(LONG_PROMPT, SHARING), min_size=2, max_size=3),
+        other=st.tuples(LONG_PROMPT, ASKED),
+        steps=st.sampled_from([1, 1, 2, 7, 12, 20]),
+        times=st.integers(2, 4),
+        evicted=EVICTED,
     )
     def come_back(
-        self, calls: list[tuple[list[int], Asked]], steps: int, times: int, evicted: tuple[int, int]
+        self,
+        calls: list[tuple[list[int], Asked]],
+        other: tuple[list[int], Asked],
+        steps: int,
+        times: int,
+        evicted: tuple[int, int],
     ) -> None:
         """Requests are retracted, and the tree loses what they shared while they wait."""
-        for prompt, keys in calls:
+        for prompt, keys in [*calls, other]:
             self.world.arrive(prompt, 60, **keys)
         for _ in range(times):
             self.run_steps(steps)
@@ -134,6 +145,37 @@ class StatePoolMachine(PoolMachine):
                 self.world.retract_now = True
                 self.run_steps(1)
             self.world.evict_tree(*evicted)
+        self.run_steps(3)
+
+    @precondition(lambda self: not self.world.waiting_queue and len(self.world.owners()) < 3)
+    @rule(
+        first=LONG_PROMPT,
+        others=st.lists(st.tuples(LONG_PROMPT, TRACKED), min_size=2, max_size=3),
+        more=st.lists(st.integers(3, 6), max_size=6),
+        asked=st.tuples(TRACKED, ASKED),
+        steps=st.sampled_from([1, 1, 2, 5, 20]),
+        evicted=EVICTED,
+    )
+    def queue_for_a_track(
+        self,
+        first: list[int],
+        others: list[tuple[list[int], Asked]],
+        more: list[int],
+        asked: tuple[Asked, Asked],
+        steps: int,
+        evicted: tuple[int, int],
+    ) -> None:
+        """Whoever needs no track passes who has matched a prefix and needs one."""
+        self.world.arrive(first, 2)
+        self.run_steps(3)
+        for prompt, keys in others:
+            self.world.arrive(prompt, 30, **keys)
+        for keys in asked:
+            self.world.arrive(first + more, 20, **keys)
+        for _ in range(3):
+            self.run_steps(steps)
+            self.world.evict_tree(*evicted)
+        self.run_steps(20)
 
     @rule(tokens=st.integers(0, POOL), states=st.integers(0, 20))
     def evict_tree(self, tokens: int, states: int) -> None:

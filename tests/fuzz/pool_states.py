@@ -200,6 +200,12 @@ class StateWorld(StateBooks, World):
             _prefill(self, [3] * tokens, self.recorder, serving=True)
         self.count["measurements"] += 1
 
+    def _decode_batch(self, batch: Any) -> Any:
+        before = self._stored()
+        decode = super()._decode_batch(batch)
+        assert self._stored() == before, "a compaction or a retraction wrote to states"
+        return decode
+
     # -- results
 
     def _finish_decode(self, batch: Any, tokens: list[int | None]) -> None:
