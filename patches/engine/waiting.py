@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import announced
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,10 @@ def is_stranded(req: Any) -> bool:
 _LOST = {
     "the pool is full": (
         "the KV pool was full and no other request could be retracted",
-        "Lower the load, or raise retraction_backup_bytes (host memory),",
+        "Lower the load",
     ),
-    "a pause": (
-        "pause_generation (mode retract) freed its KV",
-        "Pause with mode in_place, or raise",
-    ),
-    "a flush": ("flush_cache dropped its KV", "Flush when no request waits, or raise"),
+    "a pause": ("pause_generation (mode retract) freed its KV", "Pause with mode in_place"),
+    "a flush": ("flush_cache dropped its KV", "Flush when no request waits"),
 }
 
 
@@ -44,9 +42,13 @@ def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
         lost_to: a key of ``_LOST``.
     """
     state, (why, remedy) = req.skipkv, _LOST[lost_to]
+    with_backups = lost_to == "the pool is full" and not has_linear_states(
+        scheduler.req_to_token_pool
+    )
+    backups = "retraction_backup_bytes (host memory), " if with_backups else ""
     because = (
         f"its {state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "
-        f"({state.runtime.pool_tokens} tokens). {remedy} --max-total-tokens or "
+        f"({state.runtime.pool_tokens} tokens). {remedy}, or raise {backups}--max-total-tokens or "
         "--mem-fraction-static."
     )
     if not state.runtime.recomputes:  # only a pause takes KV from it here

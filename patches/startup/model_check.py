@@ -124,15 +124,15 @@ def _no_config(path: Path) -> tuple[str, str]:
 
 
 def _layers(config: Any) -> tuple[int, int]:
-    """How many layers have KV, and how many have a state. A layer may have both; those of a config
-    without a list are all of the second kind."""
+    """How many layers have KV, and how many have a state; a layer may have both, or neither."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     hybrid = mambaish_config(config)
-    every = range(config.num_hidden_layers)
     if hybrid is None:
-        return len(every), 0
-    return len(hybrid.full_attention_layer_ids), len(getattr(hybrid, "linear_layer_ids", every))
+        return int(config.num_hidden_layers), 0
+    lists = (getattr(hybrid, name, None) for name in ("linear_layer_ids", "mamba_layer_ids"))
+    with_state = next((one for one in lists if one is not None), range(config.num_hidden_layers))
+    return len(hybrid.full_attention_layer_ids), len(with_state)
 
 
 def _windows(config: Any) -> int:

@@ -124,6 +124,8 @@ def _layers_with_kv(config: dict[str, Any]) -> int:
         return layers // int(interval)
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
         return str(pattern).count("*")
+    if indices := config.get("full_attn_idxs"):  # LFM2
+        return len(indices)
     kinds = config.get("layer_types") or ()
     return sum("attention" in kind and "linear" not in kind for kind in kinds) or layers
 

@@ -164,8 +164,8 @@ CANNOT: tuple[tuple[str, str, dict[str, Any], str], ...] = (
 )
 
 
-# Transformers does not know the one, and leaves out a field of the other.
-NOT_BY_TRANSFORMERS = ("kimi_linear", "qwen3_next")
+# Transformers does not know one of them, and changes fields of the others.
+NOT_BY_TRANSFORMERS = ("kimi_linear", "qwen3_next", "nemotron_h")
 
 
 def write_config(folder: Path, kind: str, architecture: str, **more: Any) -> Path:
@@ -228,11 +228,16 @@ def test_a_model_that_cannot_evict(
 
 
 def test_layers_with_a_state_beside_layers_with_kv(tmp_path: Path, capsys: Any) -> None:
-    """Of Qwen3-Next every fourth layer has KV; of Falcon-H1 every layer has both."""
+    """Of Qwen3-Next every fourth layer has KV; of Falcon-H1 every layer has both, and of Nemotron-H
+    some have neither."""
     whole = {"num_hidden_layers": 8, "full_attention_interval": 4}
     for kind, architecture, more, layers, state_layers in (
         ("qwen3_next", "Qwen3NextForCausalLM", whole, 2, 6),
         ("falcon_h1", "FalconH1ForCausalLM", {}, 3, 3),
+        (
+            *("nemotron_h", "NemotronHForCausalLM"),
+            *({"num_hidden_layers": 6, "hybrid_override_pattern": "M-M*-M"}, 1, 3),
+        ),
     ):
         (folder := tmp_path / kind).mkdir()
         write_config(folder, kind, architecture, **more)

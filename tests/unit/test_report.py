@@ -139,6 +139,7 @@ def test_little_is_held_beside_the_pool(name: str, limit: float) -> None:
         ({"full_attention_interval": 4, "layer_types": ["linear_attention"] * 32}, 8),
         ({"hybrid_override_pattern": "M-M*" * 8}, 8),
         ({"layer_types": ["conv", "full_attention"] * 16}, 16),
+        ({"full_attn_idxs": [2, 5, 8]}, 3),
         ({"layer_types": ["mamba", "attention"] * 16}, 16),
         ({"layer_types": ["sliding_attention", "full_attention"] * 16}, 32),
     ],
