@@ -201,10 +201,29 @@ class StateWorld(StateBooks, World):
         self.count["measurements"] += 1
 
     def _decode_batch(self, batch: Any) -> Any:
+        if self.copies_states:
+            self.set_next_copies(batch)
         before = self._stored()
         decode = super()._decode_batch(batch)
         assert self._stored() == before, "a compaction or a retraction wrote to states"
         return decode
+
+    def set_next_copies(self, batch: Any) -> None:
+        """A step copies a state to the one of two slots that does not have the last copy.
+
+        SGLang chooses it when results arrive, and loses count where a prefill runs beside a step
+        that copies, or the step before that. It then writes over the last copy. If the request ends
+        just then, the tree gets that slot under the last copy's length.
+        """
+        pool, written = self.req_to_token_pool, {}
+        for launched, _ in self.result_queue:
+            if launched.mamba_track_mask_cpu is not None:
+                slots = zip(launched.reqs, launched.mamba_track_buffer_indices, strict=True)
+                copies = zip(slots, launched.mamba_track_mask_cpu, strict=True)
+                written |= {id(req): at for (req, at), copied in copies if copied}
+        for req in batch.reqs:
+            last = written.get(id(req), req.kv.mamba_last_track_idx)
+            req.kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(last)
 
     # -- results
 

@@ -82,3 +82,11 @@ def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
     wanted |= {"retractions, pool full": 1, "window pool full": 1, "steered tokens": 200}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
+def test_memory_stays_sound_with_states(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--states", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}

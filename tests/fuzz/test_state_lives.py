@@ -108,6 +108,31 @@ def measured(world: StateWorld) -> None:
     world.check()
 
 
+@pytest.mark.parametrize("repaired", [True, False])
+@pytest.mark.parametrize("beside", [3, 4])
+def test_a_prefill_beside_a_step_that_copies(
+    beside: int, repaired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own requests, of which one is aborted while a step copies its state: without what
+    the world repairs, the tree gets that state under the length of the copy before it."""
+    if not repaired:
+        monkeypatch.setattr(StateWorld, "set_next_copies", lambda world, batch: None)
+    with state_flags(copies=True):
+        world = StateWorld(copies=True)
+        call = world.arrive(PROMPT[:5], 60)
+        turn(world, beside)
+        world.arrive([30, 31], 1)
+        while len(call.output_ids) < 10:
+            turn(world, 1)
+        world.abort(call)
+        if repaired:
+            turn(world, 3)
+            world.drain()
+        else:
+            with pytest.raises(AssertionError, match="the state of other tokens"):
+                turn(world, 3)
+
+
 LIVES: list[Life] = [recomputed, follows_a_compaction, waits_for_a_track, measured]
 
 
