@@ -87,6 +87,9 @@ def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
 def test_memory_stays_sound_with_states(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "--states", "--examples", "100", "--seeds", "1")
     seen = {row["event"]: row["times"] for row in rows}
-    wanted = {}
+    wanted = {"compactions": 900, "compactions in pages": 450, "states copied": 1100}
+    wanted |= {"states kept": 375, "states continued": 80, "retractions": 80, "finished": 450}
+    wanted |= {"retractions, pool full": 1, "measurements": 50, "aborts": 240}
+    wanted |= {"steered tokens": 250}
     missed = {name: seen.get(name, 0) for name in wanted}
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}

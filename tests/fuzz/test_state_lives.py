@@ -88,15 +88,12 @@ def waits_for_a_track(world: StateWorld) -> None:
     holders = [world.arrive([30 + i] * 5, 30, **asks(8, "rkv")) for i in range(TRACKED)]
     turn(world, 3)
     call = world.arrive([*PROMPT, 3], 9, **asks(8, "rkv"))
-    for step in range(4):
-        world.arrive([40 + step], 1)
-        turn(world, 1)
-        assert call in world.waiting_queue and len(world.waiting_queue) == 1
-        if step == 1:
-            world.evict_tree(0, 40)
+    large = world.arrive([40] * (POOL - 16), 1)  # needs no track, and has no room
+    turn(world, 2)
+    assert world.waiting_queue == [call, large]
+    world.evict_tree(0, 40)
     world.abort(holders[0])
     while call in world.waiting_queue:
-        world.arrive([50], 1)
         turn(world, 1)
     assert world.count["states continued"] == 0
 
