@@ -138,12 +138,14 @@ LIVES: list[Life] = [recomputed, follows_a_compaction, waits_for_a_track, measur
 def test_states_stand_for_their_tokens(life: Life, strategy: tuple[bool, bool]) -> None:
     with world_of(*strategy) as world:
         life(world)
+    assert not world.owners()
 
 
 @pytest.mark.parametrize("life", [recomputed_in_pages, measured], ids=lambda life: life.__name__)
 def test_states_stand_for_their_tokens_in_pages(life: Life) -> None:
     with world_of(True, True, page_tokens=16) as world:
         life(world)
+    assert not world.owners()
 
 
 NOT_GIVEN_BACK = "tree.free_kv_row(req.kv, [(0, len(ids))]); tree.unlock(req.lock); pages.free(req)"
