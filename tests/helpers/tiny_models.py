@@ -166,7 +166,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "lfm2": ("--max-mamba-cache-size", "200"),  # slots for states
     "qwen3_next": ("--max-mamba-cache-size", "300"),
 }
-#: of lfm2, which SGLang lets by the name of another model (``external_models/lfm2_on_cpu.py``); in
+#: of lfm2, which SGLang lets by the name of another model (``hybrid_models/lfm2_on_cpu.py``); in
 #: pages, because it takes a length in front of a multiple of one token for the multiple
 STATES_COPIED = (
     *("--json-model-override-args", json.dumps({"architectures": ["FalconH1ForCausalLM"]})),
@@ -176,7 +176,10 @@ _EXTERNAL_MODELS = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
     "PYTHONPATH": str(Path(__file__).parent),
 }
-_HYBRID = {**_EXTERNAL_MODELS, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+_HYBRID = {
+    **_EXTERNAL_MODELS,
+    **{"SGLANG_EXTERNAL_MODEL_PACKAGE": "hybrid_models", "SGLANG_MAMBA_CONV_DTYPE": "float32"},
+}
 ENVIRONMENT = {"gpt_oss": _EXTERNAL_MODELS, "lfm2": _HYBRID, "qwen3_next": _HYBRID}
 _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
