@@ -85,11 +85,21 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
+class _TorchOfACpu:
+    """The module ``torch``, where the norm does not ask for the current GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def get_device_module(self) -> Any:
+        return torch.cpu
+
+
 class Qwen3NextForCausalLM(qwen3_next.Qwen3NextForCausalLM):  # type: ignore[misc]  # untyped base
     """Nothing is added."""
 
 
-torch.get_device_module = lambda device=None: torch.cpu  # the norm asks for the current GPU
+qwen3_next.torch = _TorchOfACpu()
 qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
 qwen3_next.RadixLinearAttention, qwen3_next.FusedRMSNormGated = GatedDeltaRule, GatedNorm
 EntryClass = Qwen3NextForCausalLM
