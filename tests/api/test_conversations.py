@@ -13,7 +13,7 @@ import sglang as sgl
 from fleet import Fleet
 from hostile_bodies import PATHS, Body, plain_body
 from hostile_client import refusal, send
-from server_specs import REASONER
+from server_parts import REASONER
 from servers import Server
 from transformers import AutoTokenizer
 

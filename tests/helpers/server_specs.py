@@ -5,87 +5,29 @@ Files that share one are for the same worker, where several share the tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
 import rank_plants
-from tiny_models import ARGUMENTS, ENVIRONMENT, STATES_COPIED, TWO_POOLS, WITH_VISION
-
-REASONER = Path(__file__).resolve().parents[2] / "examples" / "reasoner"
-WANDERER = REASONER.parent / "wanderer"
-# No test has seen compactions in pages of 8.
-UNSUPPORTED = ("--page-size", "8")
-PAGES_OF_16, PAGES_OF_32 = ("--page-size", "16"), ("--page-size", "32")
-HICACHE = (
-    *("--max-total-tokens", "2048", "--enable-hierarchical-cache"),
-    *("--hicache-ratio", "16"),
+from model_specs import MODEL_SPECS
+from server_parts import (
+    CHECKED,
+    CHUNKS_OF_64,
+    CROWD_POOL_TOKENS,
+    DEFAULTS_BY_FLAG,
+    HICACHE,
+    ONE_BATCH,
+    PAGES_OF_16,
+    PAGES_OF_32,
+    REASONER,
+    UNSUPPORTED,
+    WANDERER,
+    WITHOUT_OVERLAP,
+    WITHOUT_REUSE,
+    Spec,
+    retracting,
+    retracts,
 )
-CHUNKS_OF_64 = ("--chunked-prefill-size", "64")
-WITHOUT_OVERLAP = ("--disable-overlap-schedule",)
-DEFAULTS_BY_FLAG = (
-    *("--kv-budget", "96", "--kv-policy", "rkv", "--kv-interval", "32"),
-    *("--kv-budget-max", "512"),
-)
-# Neither radix cache nor events that stay within the process: no kv_reuse.
-KV_EVENTS = '{"publisher": "zmq", "endpoint": "inproc://events"}'
-WITHOUT_REUSE = ("--disable-radix-cache", "--kv-events-config", KV_EVENTS)
-# Generated tokens of a thinking request are not cached by SGLang.
-STRIPPED = ("--strip-thinking-cache", "--reasoning-parser", "deepseek-r1")
-ONE_BATCH = ("--max-running-requests", "64")
-RETRACT_POOL_TOKENS, CROWD_POOL_TOKENS = 4096, 1024
-SMALL_POOL = ("--max-total-tokens", "2048")
-CHECKED: Mapping[str, Any] = {"check_ledger": True, "poison_evicted": True, "kv_interval": 16}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One server.
-
-    Attributes:
-        files: stems of the test files that use it, without their ``test_``.
-        model: family of ``tiny_models``, or a folder.
-        config: written to a file that ``--skipkv-config`` names.
-        options: of ``Server``.
-        steering_layer: of a random vector that the server loads; requests ask for it or do without.
-        prefill: arguments of the prefill server of this decode server (PD disaggregation), which
-            has its settings and vector, too; None: it is neither.
-        adapters: names of LoRA adapters that it loads.
-    """
-
-    files: tuple[str, ...]
-    model: str | Path
-    arguments: tuple[str, ...] = ()
-    config: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    steering_layer: int | None = None
-    prefill: tuple[str, ...] | None = None
-    adapters: tuple[str, ...] = ()
-
-
-def retracts(every: int) -> dict[str, str]:
-    """SGLang's own test switch: retract a request every so many steps, the pool full or not."""
-    return {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(every)}
-
-
-def retracting(
-    every: int,
-    files: tuple[str, ...] = ("retraction",),
-    model: str = "llama",
-    more: tuple[str, ...] = (),
-    steering_layer: int | None = 1,
-    pool_tokens: int = RETRACT_POOL_TOKENS,
-    chunk: int = 256,
-    **config: Any,
-) -> Spec:
-    """A small pool in which requests are retracted every so many steps."""
-    pool = ("--max-total-tokens", str(pool_tokens), "--chunked-prefill-size", str(chunk))
-    settings = {**CHECKED, **config}
-    return Spec(files, model, (*pool, *more), settings, {"env": retracts(every)}, steering_layer)
-
 
 SPECS: dict[str, Spec] = {
+    **MODEL_SPECS,
     # Plugin and vector loaded, nothing by default, overlap on, strict checks on: the session's
     # server.
     "main": Spec(
@@ -159,17 +101,6 @@ SPECS: dict[str, Spec] = {
         {"poison_evicted": True},
         steering_layer=1,
     ),
-    # Interleaved, partial rotation, and norms on what a layer adds to its residual.
-    "glm4": Spec(("oracle_families",), "glm4", ONE_BATCH, CHECKED, steering_layer=1),
-    # Experts that two ranks share out, and heads too.
-    "experts on two ranks": Spec(
-        ("oracle_families",),
-        "qwen3_moe",
-        ("--tp-size", "2", "--ep-size", "2", *ONE_BATCH),
-        {**CHECKED, "check_agreement": True},
-        {"env": rank_plants.environment("experts-apart")},
-        steering_layer=1,
-    ),
     # Two attention groups of two ranks, the last one of each with faults that requests ask for, and
     # a retraction now and then.
     "groups of two ranks": Spec(
@@ -180,158 +111,8 @@ SPECS: dict[str, Spec] = {
         {"env": {**rank_plants.environment("faults"), **retracts(30)}},
         steering_layer=1,
     ),
-    # Layers with windows, in pages, retracted now and then; and requests that forget the windows.
-    "gemma3": Spec(
-        ("oracle_windows",),
-        "gemma3",
-        (*ONE_BATCH, *PAGES_OF_16),
-        CHECKED,
-        {"env": {**rank_plants.environment("unprotected"), **retracts(30)}},
-    ),
-    # The same with attention sinks.
-    "gpt_oss": Spec(
-        ("oracle_windows",),
-        "gpt_oss",
-        (*ONE_BATCH, *PAGES_OF_16, *ARGUMENTS["gpt_oss"]),
-        CHECKED,
-        {
-            "env": {
-                **ENVIRONMENT["gpt_oss"],
-                **rank_plants.environment("unprotected"),
-                **retracts(30),
-            }
-        },
-    ),
-    # The windows in a small pool of their own, left at every step, and prompts in chunks.
-    "gpt_oss, two pools": Spec(
-        ("oracle_windows",),
-        "gpt_oss",
-        (*ONE_BATCH, *CHUNKS_OF_64, *TWO_POOLS, "--swa-full-tokens-ratio", "0.13"),
-        CHECKED,
-        {
-            "env": {
-                **ENVIRONMENT["gpt_oss"],
-                **retracts(30),
-                "SGLANG_SWA_EVICTION_INTERVAL": "1",
-            }
-        },
-    ),
-    # Layers with a state instead of KV. SGLang keeps states where a prompt ends, and then does not
-    # overlap steps.
-    "lfm2": Spec(
-        ("oracle_states",),
-        "lfm2",
-        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *ARGUMENTS["lfm2"]),
-        CHECKED,
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
-    ),
-    # It keeps those that steps have copied, and overlaps them.
-    "lfm2, states copied": Spec(
-        ("oracle_states",),
-        "lfm2",
-        (
-            *(*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16),
-            *(*ARGUMENTS["lfm2"], *STATES_COPIED),
-        ),
-        {**CHECKED, "max_tracked_requests": 12},
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
-    ),
-    # The same on two ranks.
-    "lfm2 on two ranks": Spec(
-        ("oracle_states",),
-        "lfm2",
-        (
-            *("--tp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64),
-            *(*PAGES_OF_16, *ARGUMENTS["lfm2"], *STATES_COPIED),
-        ),
-        {**CHECKED, "check_agreement": True},
-        {"env": {**ENVIRONMENT["lfm2"], **retracts(20)}},
-    ),
-    # Linear attention, whose states are copied by default.
-    "qwen3_next": Spec(
-        ("oracle_states",),
-        "qwen3_next",
-        (
-            *(*SMALL_POOL, *ONE_BATCH, "--chunked-prefill-size", "128"),
-            *(*ARGUMENTS["qwen3_next"], "--mamba-track-interval", "64"),
-        ),
-        CHECKED,
-        {"env": {**ENVIRONMENT["qwen3_next"], **retracts(20)}},
-    ),
-    # A float8 cache, whose bytes move within their pages.
-    "float8": Spec(
-        ("float8",),
-        "llama",
-        (
-            *("--max-total-tokens", str(RETRACT_POOL_TOKENS), "--kv-cache-dtype", "fp8_e4m3"),
-            *PAGES_OF_16,
-        ),
-        CHECKED,
-    ),
     "recomputing": retracting(200, retraction_backup_bytes=0),  # nothing is backed up
     "restoring": retracting(3, more=PAGES_OF_16),
-    # MLA in pages, retracted now and then.
-    "latents": retracting(
-        40,
-        files=("oracle_latents",),
-        model="deepseek_v3",
-        more=("--enable-metrics", *ONE_BATCH, *PAGES_OF_16),
-        steering_layer=None,
-    ),
-    # The same on two ranks: each has all latents, and half of the query heads.
-    "latents on two ranks": retracting(
-        40,
-        files=("oracle_latents",),
-        model="deepseek_v3",
-        more=("--tp-size", "2", "--enable-metrics", *ONE_BATCH, *PAGES_OF_16),
-        steering_layer=None,
-        check_agreement=True,
-    ),
-    # Two attention groups of one rank: each has all latents, and all query heads.
-    "latents in two groups": retracting(
-        40,
-        files=("oracle_latents",),
-        model="deepseek_v3",
-        more=(
-            *("--tp-size", "2", "--attn-dp-size", "2", "--enable-metrics"),
-            *(*ONE_BATCH, *PAGES_OF_16),
-        ),
-        steering_layer=None,
-    ),
-    # Models that read images, in pages, retracted now and then.
-    **{
-        family: retracting(
-            40, files=("oracle_media",), model=family, more=(*ONE_BATCH, *PAGES_OF_16)
-        )
-        for family in WITH_VISION
-    },
-    # Adapters in pages, retracted now and then. A batch has room for two: one of the adapters and
-    # the model without one, or both adapters.
-    "adapters": Spec(
-        ("oracle_adapters",),
-        "qwen3",
-        ("--max-loras-per-batch", "2", *ONE_BATCH, *PAGES_OF_16),
-        CHECKED,
-        {"env": retracts(40)},
-        steering_layer=1,
-        adapters=("a", "b"),
-    ),
-    # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
-    "thinking": Spec(
-        ("oracle_thoughts",),
-        "thinking",
-        (*CHUNKS_OF_64, *STRIPPED, *PAGES_OF_16),
-        CHECKED,
-    ),
-    # The same, retracted every few steps.
-    "thinking, no overlap": retracting(
-        7,
-        files=("oracle_thoughts",),
-        model="thinking",
-        more=(*WITHOUT_OVERLAP, *STRIPPED),
-        steering_layer=None,
-        pool_tokens=16384,
-    ),
     # Two ranks, the last one with faults that requests ask for, and a retraction now and then.
     "ranks": Spec(
         ("tensor_parallel",),

@@ -32,7 +32,7 @@ from media_oracle import oracle_of
 from oracle import MaskingOracle
 from pictures import image_data, with_picture
 from row_table import show
-from server_specs import CHECKED, ONE_BATCH
+from server_parts import CHECKED, ONE_BATCH
 from servers import Server, logprob_gap
 from tiny_models import ARGUMENTS, ENVIRONMENT, WITH_VISION, prompt_ids, save_model
 

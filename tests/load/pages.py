@@ -27,7 +27,7 @@ from fleet import flags_of
 from moved_bytes import moved_over_survivors
 from oracle import MaskingOracle
 from row_table import show
-from server_specs import CHECKED, ONE_BATCH, WITHOUT_OVERLAP
+from server_parts import CHECKED, ONE_BATCH, WITHOUT_OVERLAP
 from servers import Server, logprob_gap
 from talks import MODES, TEXT, Asked, Turn, converse, distance, draw, keys, verdict
 from tiny_models import prompt_ids, save_model

@@ -27,7 +27,7 @@ from fleet import flags_of
 from models import POLICIES, START_WITHIN_S, Row, judged
 from oracle import MaskingOracle
 from row_table import show
-from server_specs import CHECKED, ONE_BATCH
+from server_parts import CHECKED, ONE_BATCH
 from servers import Server
 from transformers import AutoTokenizer
 

@@ -35,7 +35,7 @@ from oracle import MaskingOracle
 from rank_costs import costs
 from rank_plants import environment, trace_of
 from row_table import show
-from server_specs import CHECKED, ONE_BATCH, REASONER, WITHOUT_OVERLAP
+from server_parts import CHECKED, ONE_BATCH, REASONER, WITHOUT_OVERLAP
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import prompt_ids, save_model
 

@@ -17,7 +17,7 @@ import torch
 from fleet import flags_of
 from oracle import MaskingOracle
 from safetensors.torch import load_file, save_file
-from server_specs import CHECKED, ONE_BATCH, PAGES_OF_16, retracts
+from server_parts import CHECKED, ONE_BATCH, PAGES_OF_16, retracts
 from servers import Server, output_logprobs
 from tiny_models import prompt_ids
 from torch import Tensor, nn

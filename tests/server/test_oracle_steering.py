@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fleet import STEERING_GAMMA, Fleet, addition
-from server_specs import DEFAULTS_BY_FLAG
+from server_parts import DEFAULTS_BY_FLAG
 from servers import HTTPFailure, Server, logprob_gap
 from tiny_models import VOCAB_SIZE, prompt_ids
 

@@ -13,7 +13,7 @@ from fleet import Fleet
 from hostile_client import refusal
 from metric_counts import counts_of_metrics, counts_of_trace, differences
 from routers import router
-from server_specs import REASONER
+from server_parts import REASONER
 from servers import Server
 
 from bench.lib.trace import read_trace

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fleet import Fleet, addition
 from load_turns import PHASES, Crowd, Talk
-from server_specs import CROWD_POOL_TOKENS, RETRACT_POOL_TOKENS
+from server_parts import CROWD_POOL_TOKENS, RETRACT_POOL_TOKENS
 from servers import Server, logprob_gap, output_logprobs
 from tiny_models import prompt_ids
 

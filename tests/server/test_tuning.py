@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
-from server_specs import REASONER
+from server_parts import REASONER
 
 from sgl_skipkv.cli.main import main
 from sgl_skipkv.cli.server_process import Endpoint
