@@ -304,7 +304,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     around(
         "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
         "_mamba_prefix_cache_update(self, req, batch, result, i, known_boundary=False)",
-        "engine.linear_states:forget_track",
+        "engine.linear_states:forget_copy",
         "SGLang takes a row that is shorter than its text for an error",
     ),
     # -- the compaction

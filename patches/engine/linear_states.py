@@ -39,7 +39,7 @@ def forget_match(req: Any, req_to_token_pool: Any) -> None:
         req.kv.mamba_needs_clear = False
 
 
-def forget_track(
+def forget_copy(
     original: Callable[..., None], processor: Any, req: Any, *args: Any, **kwargs: Any
 ) -> None:
     """AROUND ``SchedulerBatchResultProcessor._mamba_prefix_cache_update``: SGLang notes the length

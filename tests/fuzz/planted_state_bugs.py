@@ -46,7 +46,7 @@ def state_bugs() -> Changes:
                 "req.kv.mamba_pool_idx = None",
             ),
         },
-        linear_states.forget_track: {
+        linear_states.forget_copy: {
             "SGLang notes the length of a compacted row": (
                 "if state is None or not state.kv.evicted_tokens:",
                 "if True:",

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from pool_beside import MachineBeside
 from pool_content import POOL, ROWS
 from pool_machine import (
     APART,
@@ -15,13 +15,11 @@ from pool_machine import (
     HOW,
     PARAMETERS,
     PROMPT,
-    SHARED,
     SOME_STEPS,
     STOPS,
     TOKENS,
     Apart,
     Asked,
-    PoolMachine,
 )
 from pool_states import StateWorld, state_flags, states_per_row
 
@@ -60,15 +58,14 @@ BRANCH = st.tuples(
 Branch = tuple[int, list[int], int, Asked]
 
 
-class StatePoolMachine(PoolMachine):
+class StatePoolMachine(MachineBeside):
     """The same with states. No request continues another one's history there."""
 
     world: StateWorld
 
     @initialize(**STATE_HOW)
     def start(self, **how: Any) -> None:
-        PoolMachine.lives += 1
-        self.ends = ExitStack()
+        self.begin()
         copies, overlap = how.pop("strategy")
         page_tokens = 16 if how.pop("paged") and copies else 1
         flags = {name: how.pop(name) for name in ("interval", "unlocks")}
@@ -116,9 +113,7 @@ class StatePoolMachine(PoolMachine):
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))
     def outgrow(self, asked: list[Asked], more_steps: int) -> None:
         """Requests grow longer than the pool."""
-        for keys in asked:
-            self.world.arrive(SHARED[:4], 300, **keys)
-        self.run_steps(POOL + more_steps)
+        self.grow_out(asked, more_steps)
 
     @precondition(lambda self: not self.world.waiting_queue)
     @rule(
@@ -139,12 +134,7 @@ class StatePoolMachine(PoolMachine):
         """Requests are retracted, and the tree loses what they shared while they wait."""
         for prompt, keys in [*calls, other]:
             self.world.arrive(prompt, 60, **keys)
-        for _ in range(times):
-            self.run_steps(steps)
-            if len(self.world.owners()) > 1:
-                self.world.retract_now = True
-                self.run_steps(1)
-            self.world.evict_tree(*evicted)
+        self.retract_and_evict(steps, times, evicted)
         self.run_steps(3)
 
     @precondition(lambda self: not self.world.waiting_queue and len(self.world.owners()) < 3)
@@ -185,8 +175,3 @@ class StatePoolMachine(PoolMachine):
     @rule(tokens=st.integers(1, 40))
     def measure(self, tokens: int) -> None:
         self.world.measure(tokens)
-
-    def teardown(self) -> None:
-        if hasattr(self, "ends"):
-            with self.ends:
-                super().teardown()

@@ -17,12 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pool_beside import WorldBeside
 from pool_content import CONTEXT, KV_HEADS, POOL, ROWS
 from pool_state_books import StateBooks, state_after
-from pool_world import World
-
-#: steps in which nothing runs, while somebody waits
-PATIENCE = 3
 
 
 @contextmanager
@@ -67,15 +64,12 @@ def states_per_row(*, copies: bool, overlap: bool, unlocks: bool) -> int:
     return 3 - unlocks + (2 if overlap else 1)
 
 
-class StateWorld(StateBooks, World):
+class StateWorld(StateBooks, WorldBeside):
     """A world with states.
 
     Args:
         copies, state_chunk: as in ``state_flags``.
         state_slots: of all states.
-
-    Attributes:
-        idle_steps: in which nothing ran, one after the other.
     """
 
     def __init__(
@@ -91,7 +85,7 @@ class StateWorld(StateBooks, World):
         )
 
         self.copies_states, self.state_chunk = copies, state_chunk
-        self.state_slots, self.idle_steps = state_slots, 0
+        self.state_slots = state_slots
         assert copies or not how.get("overlap", True), "SGLang has no overlap without copies"
         super().__init__(**how, reuse_bytes=0, backup_bytes=0)
         self.model_config.hf_text_config = SimpleNamespace(mamba_chunk_size=state_chunk)
@@ -166,14 +160,6 @@ class StateWorld(StateBooks, World):
         limits = replace(self.skipkv.limits, without_reuse=("a state instead of KV",))
         bound = replace(self.skipkv, limits=limits, scored_layers=(0,))
         self.skipkv = self.req_to_token_pool.skipkv = bound
-
-    def step(self) -> None:
-        launched = self.count["prefills"] + self.count["decode steps"]
-        super().step()
-        moved = self.count["prefills"] + self.count["decode steps"] > launched
-        waits = self.waiting_queue or self.chunked_req is not None
-        self.idle_steps = 0 if moved or self.result_queue or not waits else self.idle_steps + 1
-        assert self.idle_steps < PATIENCE, "everybody waits, and nobody runs who could make room"
 
     def evict_tree(self, tokens: int, states: int | None = None) -> None:
         """states: how many; None: all, if all tokens are evicted, and none otherwise."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from pool_beside import MachineBeside
 from pool_content import POOL
 from pool_machine import (
     APART,
@@ -14,7 +14,6 @@ from pool_machine import (
     HOW,
     PARAMETERS,
     PROMPT,
-    SHARED,
     SOME_STEPS,
     STOPS,
     TOKENS,
@@ -22,7 +21,6 @@ from pool_machine import (
     Asked,
     Branch,
     Opening,
-    PoolMachine,
 )
 from pool_windows import WindowWorld, window_flags, window_pool_tokens
 
@@ -67,15 +65,14 @@ WINDOW_HOW = {
 }
 
 
-class WindowPoolMachine(PoolMachine):
+class WindowPoolMachine(MachineBeside):
     """The same with two pools. No request evicts from another one's row there."""
 
     world: WindowWorld
 
     @initialize(**WINDOW_HOW)
     def start(self, **how: Any) -> None:
-        PoolMachine.lives += 1
-        self.ends = ExitStack()
+        self.begin()
         flags = {name: how[name] for name in ("radix", "chunk")}
         flags |= {name: how.pop(name) for name in ("every", "unlocks")}
         self.ends.enter_context(window_flags(**flags))
@@ -121,9 +118,7 @@ class WindowPoolMachine(PoolMachine):
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))
     def outgrow(self, asked: list[Asked], more_steps: int) -> None:
         """Requests grow longer than the pool: only host memory can bring them back."""
-        for keys in asked:
-            self.world.arrive(SHARED[:4], 300, **keys)
-        self.run_steps(POOL + more_steps)
+        self.grow_out(asked, more_steps)
 
     @precondition(lambda self: not self.world.waiting_queue)
     @rule(
@@ -142,18 +137,8 @@ class WindowPoolMachine(PoolMachine):
         """Requests are retracted, and the tree loses what they shared while they wait."""
         for prompt, keys in calls:
             self.world.arrive(prompt, 60, **keys)
-        for _ in range(times):
-            self.run_steps(steps)
-            if len(self.world.owners()) > 1:
-                self.world.retract_now = True
-                self.run_steps(1)
-            self.world.evict_tree(*evicted)
+        self.retract_and_evict(steps, times, evicted)
 
     @rule(tokens=st.integers(0, POOL), windows=st.integers(0, POOL))
     def evict_tree(self, tokens: int, windows: int) -> None:
         self.world.evict_tree(tokens, windows)
-
-    def teardown(self) -> None:
-        if hasattr(self, "ends"):
-            with self.ends:
-                super().teardown()

@@ -16,12 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from pool_beside import WorldBeside
 from pool_content import KV_HEADS, POOL, ROWS
 from pool_window_books import Read, WindowBooks
-from pool_world import World
-
-#: steps in which nothing runs, while somebody waits
-PATIENCE = 3
 
 
 @contextmanager
@@ -63,16 +60,13 @@ def window_pool_tokens(
     return min(running * (window_tokens + every + 1) + 2 * chunk + 1 + window_tokens, POOL)
 
 
-class WindowWorld(WindowBooks, World):
+class WindowWorld(WindowBooks, WorldBeside):
     """A world with two pools.
 
     Args:
         window_tokens: that a query sees, itself among them.
         window_pool: slots of the second pool; None: as many as the first one has.
         radix: whether the tree keeps anything.
-
-    Attributes:
-        idle_steps: in which nothing ran, one after the other.
     """
 
     layers = 2
@@ -85,7 +79,7 @@ class WindowWorld(WindowBooks, World):
         radix: bool = True,
         **how: Any,
     ) -> None:
-        self.window_tokens, self.has_tree, self.idle_steps = window_tokens, radix, 0
+        self.window_tokens, self.has_tree = window_tokens, radix
         self.window_pool = POOL if window_pool is None else window_pool
         self.sliding_window_size = window_tokens - 1  # as SGLang counts: before the query
         super().__init__(**how)
@@ -134,14 +128,6 @@ class WindowWorld(WindowBooks, World):
         )
         bound = replace(self.skipkv, limits=limits, scored_layers=(0,))
         self.skipkv = self.req_to_token_pool.skipkv = bound
-
-    def step(self) -> None:
-        launched = self.count["prefills"] + self.count["decode steps"]
-        super().step()
-        moved = self.count["prefills"] + self.count["decode steps"] > launched
-        waits = self.waiting_queue or self.chunked_req is not None
-        self.idle_steps = 0 if moved or self.result_queue or not waits else self.idle_steps + 1
-        assert self.idle_steps < PATIENCE, "everybody waits, and nobody runs who could make room"
 
     def evict_tree(self, tokens: int, windows: int | None = None) -> None:
         """windows: how many of the second pool; None: as many."""
