@@ -191,7 +191,7 @@ def backup_bytes(req: Any, state: RequestState) -> int | None:
     """Host memory for the backup of a running request; None: it can have none."""
     if req.positional_embed_overrides is not None and state.keeps_prompt_private:
         return None  # SGLang places them by row entries, and this row may lack some of its prompt
-    row_tokens: int = req.kv.kv_allocated_len
+    row_tokens: int = req.kv.kv_committed_len
     needed: int | None = state.runtime.backup_bytes(state, row_tokens, len(req.output_ids))
     return needed
 
@@ -202,7 +202,8 @@ def fits_alone(state: RequestState, req: Any) -> bool:
     if (continued := state.reuse.continued) is not None:  # beside the history, until it is copied
         pages = page_ceil(continued.row_tokens, state.runtime.page_tokens)
         needed += pages - continued.shared_tokens
-    fits: bool = state.runtime.fits_pool(needed - 1)  # it counts one future token itself
+    # It counts one future token itself, and what is reserved for drafts.
+    fits: bool = state.runtime.fits_pool(needed - 1 - state.runtime.reserved_tokens)
     return fits
 
 
@@ -234,10 +235,11 @@ def _copied_tokens(state: RequestState, matched: int) -> int:
 
 def growth_tokens(state: RequestState, req: Any) -> int:
     """KV tokens that a request with a row may still need: of pages that it does not have."""
-    row_tokens: int = req.kv.kv_allocated_len
-    peak_tokens = row_tokens + state.future_tokens(row_tokens, _tokens_left(req))
+    row_tokens: int = req.kv.kv_committed_len
+    peak_tokens = row_tokens + future_tokens_of(state, row_tokens, req)
     page_tokens = state.runtime.page_tokens
-    return page_ceil(peak_tokens, page_tokens) - page_ceil(row_tokens, page_tokens)
+    held_tokens = page_ceil(req.kv.kv_allocated_len, page_tokens)
+    return max(page_ceil(peak_tokens, page_tokens) - held_tokens, 0)
 
 
 def future_tokens(state: RequestState, req: Any) -> int:
@@ -245,7 +247,13 @@ def future_tokens(state: RequestState, req: Any) -> int:
     backup = state.offloaded.backup
     prefilled_tokens = prefill_tokens(req) - state.kv.evicted_tokens
     row_tokens = prefilled_tokens if backup is None else backup.row_tokens + 1
-    return state.future_tokens(row_tokens, _tokens_left(req))
+    return future_tokens_of(state, row_tokens, req)
+
+
+def future_tokens_of(state: RequestState, row_tokens: int, req: Any) -> int:
+    """KV tokens that a request may need behind a row of this length."""
+    behind: int = state.runtime.reserved_tokens
+    return state.future_tokens(row_tokens, _tokens_left(req)) + behind
 
 
 def _clipped(future_tokens: int) -> int:

@@ -53,7 +53,7 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     pool, kv, runtime = tree_cache.req_to_token_pool, req.kv, state.runtime
     newest = state.prompt.tokens + len(req.output_ids) - 1
     # A row that was restored and has not run since may be shorter than what was recorded of it.
-    recorded_tokens = max(kv.kv_allocated_len + state.kv.evicted_tokens, state.kv.recorded_tokens)
+    recorded_tokens = max(kv.kv_committed_len + state.kv.evicted_tokens, state.kv.recorded_tokens)
     if req.input_embeds is not None:
         return  # SGLang drops its output and starts again, so there is nothing to continue
     if not req.output_ids or not newest <= recorded_tokens:

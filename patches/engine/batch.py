@@ -28,6 +28,11 @@ from sgl_skipkv.patches.engine.kv_cache import (
     release_evicted,
     wait_for_forward,
 )
+from sgl_skipkv.patches.engine.speculation import (
+    is_speculative,
+    published_lengths,
+    shorten_published,
+)
 from sgl_skipkv.patches.engine.window_pool import free_out_of_windows
 from sgl_skipkv.request.state import RequestState
 
@@ -47,7 +52,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         state = state_of(req)
         if state is None:
             continue
-        places[state], row_tokens[state] = i, req.kv.kv_allocated_len
+        places[state], row_tokens[state] = i, req.kv.kv_committed_len
         runtime.observe(state, row_tokens[state])
         if state.failure is not None:
             end_request(req, state)
@@ -64,10 +69,19 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     rows = [(batch.reqs[places[state]], row_tokens[state]) for state in work.compacted]
     free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
 
+    published = published_lengths(batch)
+
     def due(state: RequestState) -> Due:
-        req, seq_len = batch.reqs[places[state]], int(batch.seq_lens_cpu[places[state]])
-        check_lengths(req, state, seq_len)
-        return due_of(req, state, row_tokens[state], *pools, cache)
+        place = places[state]
+        req, tokens = batch.reqs[place], row_tokens[state]
+        check_lengths(req, state, is_speculative=is_speculative(batch))
+        if published is None:
+            seq_len = int(batch.seq_lens_cpu[place])
+            assert seq_len == tokens, f"sequence length {seq_len}, row {tokens} ({req.rid})"
+        tail_slots = req.kv.kv_allocated_len - tokens
+        written = None if published is None else published[state.row]
+        made = due_of(req, state, tokens, *pools, cache)
+        return made._replace(tail_slots=tail_slots, written_tokens=written)
 
     table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
     done = runtime.compactor.before_step(work, due, table, buffers)
@@ -89,8 +103,10 @@ def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState,
     evicted = [evicted_of.get(state_of(req), 0) for req in batch.reqs]
     # New tensors, because the running step still uses the old ones.
     batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)
-    batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     batch.seq_lens_sum = None
+    if batch.seq_lens_cpu is not None:
+        batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
+    shorten_published(batch, [plan.state.row for plan in plans], [*evicted_of.values()])
     batch.batch_is_full = False
 
 

@@ -307,6 +307,23 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.linear_states:forget_copy",
         "SGLang takes a row that is shorter than its text for an error",
     ),
+    # -- speculative decoding
+    before(
+        "speculative.eagle_worker_v2.EagleDraftWorker.draft_forward(self, forward_batch)",
+        "engine.speculation:place_draft",
+        "positions of drafts come from the logical length",
+    ),
+    before(
+        "speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner._replay_graph(self, "
+        "shape_key, forward_batch)",
+        "engine.speculation:place_captured_draft",
+        "the same where drafts are replayed from a CUDA graph",
+    ),
+    uses(
+        "mem_cache.allocation_sizing.get_alloc_reserve_per_decode()",
+        "engine.speculation:reserved_tokens",
+        "slots that a step reserves for drafts",
+    ),
     # -- the compaction
     uses(
         "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_segment(self, free_index, *, "

@@ -92,13 +92,13 @@ def release_evicted(
         kv.kv_allocated_len -= plan.evicted_tokens
 
 
-def check_lengths(req: Any, state: RequestState, seq_len: int) -> None:
+def check_lengths(req: Any, state: RequestState, *, is_speculative: bool) -> None:
     """Assert what a rewrite of the row relies on."""
     kv = req.kv
     owned_from = state.shared_row_tokens
-    assert kv.kv_committed_len == kv.kv_allocated_len == seq_len, (
-        f"committed = allocated = sequence length: {kv.kv_committed_len}, "
-        f"{kv.kv_allocated_len}, {seq_len} ({req.rid})"
+    tail_slots = kv.kv_allocated_len - kv.kv_committed_len
+    assert tail_slots == 0 or (is_speculative and tail_slots > 0), (
+        f"committed = allocated: {kv.kv_committed_len}, {kv.kv_allocated_len} ({req.rid})"
     )
     assert kv.cache_protected_len <= owned_from, (
         f"the tree owns at most the prompt: {kv.cache_protected_len} > {owned_from} ({req.rid})"

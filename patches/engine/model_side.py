@@ -20,6 +20,7 @@ from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
+from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -86,7 +87,7 @@ def build_model_side(
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
     recorder = Recorder(
         shape,
-        track_count=_track_count(config, scheduler.server_args.max_running_requests),
+        track_count=_track_count(config, scheduler),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -106,10 +107,13 @@ def build_model_side(
     return side
 
 
-def _track_count(config: ServerConfig, max_running_requests: int | None) -> int:
+def _track_count(config: ServerConfig, scheduler: Any) -> int:
     """No more than requests that run at once, of which an attention group has its share."""
     from sglang.srt.runtime_context import get_parallel
 
+    if is_speculative(scheduler):
+        return 0
+    max_running_requests: int | None = scheduler.server_args.max_running_requests
     if max_running_requests is None:
         return config.max_tracked_requests
     of_group = max(1, max_running_requests // int(get_parallel().attn_dp_size))

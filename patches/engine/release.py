@@ -71,7 +71,7 @@ def close_request(
     original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
 ) -> None:
     """AROUND ``release_kv_cache``: close a finished or aborted request, back up a retracted one."""
-    state, row_tokens = state_of(req), req.kv.kv_allocated_len
+    state, row_tokens = state_of(req), req.kv.kv_committed_len
     if state is not None and not req.finished():
         if state.runtime.recomputes:  # a decode server has done so: ``pd_decode.back_up_row``
             back_up(state, req, tree_cache)

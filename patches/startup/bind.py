@@ -30,6 +30,7 @@ from sgl_skipkv.patches.engine.linear_states import (
 )
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
+from sgl_skipkv.patches.engine.speculation import is_speculative, reserved_tokens
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.window_pool import window_buffers
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
@@ -37,6 +38,7 @@ from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, Serve
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
+from sgl_skipkv.patches.startup.drafts import SPECULATION
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure_model, text_ids, without_rotation
 from sgl_skipkv.patches.startup.parallel import (
@@ -124,7 +126,8 @@ class ModelFacts(NamedTuple):
             not.
         without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
         prompt_is_elsewhere: whether this is a server of PD disaggregation.
-        has_states: whether layers have a state instead of KV.
+        without_backups: why retracted requests are recomputed; None: they are backed up.
+        without_recording: why policies that record are refused; None: they are not.
     """
 
     layers: Sequence[Any] = ()
@@ -134,7 +137,8 @@ class ModelFacts(NamedTuple):
     without_rotation: str | None = None
     without_budget_reuse: str | None = None
     prompt_is_elsewhere: bool = False
-    has_states: bool = False
+    without_backups: str | None = None
+    without_recording: str | None = None
 
 
 class Built(NamedTuple):
@@ -194,6 +198,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             facts.without_budget_reuse,
             has_thoughts=facts.thoughts is not None,
             prompt_is_elsewhere=facts.prompt_is_elsewhere,
+            without_recording=facts.without_recording,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
         measure_again=partial(_measure_again, scheduler, measured_ids),
@@ -237,8 +242,15 @@ def _facts(scheduler: Any) -> ModelFacts:
         without_rotation=without_rotation(runner.model),
         without_budget_reuse=without_budget_reuse(scheduler),
         prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
-        has_states=has_linear_states(scheduler.req_to_token_pool),
+        without_backups=_without_backups(scheduler),
+        without_recording=SPECULATION if is_speculative(scheduler) else None,
     )
+
+
+def _without_backups(scheduler: Any) -> str | None:
+    if has_linear_states(scheduler.req_to_token_pool):
+        return NO_BACKUPS
+    return f"with {SPECULATION}" if is_speculative(scheduler) else None
 
 
 def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
@@ -246,8 +258,12 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     reasons = [*facts.without_reuse] if config.kv_reuse else []
     if config.kv_reuse == "budget" and facts.without_budget_reuse is not None:
         reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
-    if facts.has_states and config.given().get("retraction_backup_bytes"):
-        reasons.append(f"retraction_backup_bytes: expected 0, {NO_BACKUPS}")
+    if facts.without_backups and config.given().get("retraction_backup_bytes"):
+        reasons.append(f"retraction_backup_bytes: expected 0, {facts.without_backups}")
+    if facts.without_recording and config.steering_vector is not None:
+        reasons.append(f"steering_vector: {facts.without_recording}")
+    if facts.without_recording and config.steering_capture is not None:
+        reasons.append(f"steering_capture: {facts.without_recording}")
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:
@@ -298,11 +314,12 @@ def _build(
             for buffers in (kv_buffers, window_buffers)
         )
         runtime = Runtime(
-            config if not facts.has_states else config.model_copy(update=WITHOUT_BACKUPS),
+            config.model_copy(update=WITHOUT_BACKUPS) if facts.without_backups else config,
             recorder=side.recorder,
             scale=side.scale,
             pool_tokens=pool_tokens,
             page_tokens=scheduler.page_size,
+            reserved_tokens=reserved_tokens(scheduler),
             kv_token_bytes=token_bytes,
             windows_bytes=window_token_bytes * facts.window_tokens,
             steerer=side.steerer,

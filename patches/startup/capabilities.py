@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
@@ -17,6 +18,7 @@ from sgl_skipkv.patches.startup.attention_kinds import (
     full_attention,
     logit_cap,
 )
+from sgl_skipkv.patches.startup.drafts import SPECULATION, speculation
 from sgl_skipkv.patches.startup.pool_kinds import (
     PAGE_SIZES,
     allocator,
@@ -167,11 +169,6 @@ _OTHERS: tuple[tuple[str, str, Check], ...] = (
     ),
     ("layers of different shapes", "one ring holds all queries", uniform_layers),
     (
-        "speculative decoding",
-        "lengths are only known on the device",
-        lambda s: None if s.spec_algorithm.is_none() else "speculative decoding",
-    ),
-    (
         "role switches",
         "a prefill server has no buffers for recording",
         Setting("disagg.enable_pd_role_switch", _OFF, "role switches of PD disaggregation"),
@@ -239,6 +236,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         "attention layers evict, states stay; no backups, no kv_reuse; not with MLA, PD "
         "disaggregation, HiCache, mixed chunks or a quantised cache",
         linear_states,
+    ),
+    Capability(
+        SPECULATION,
+        "yes",
+        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains, in pages of one token; no backups, no "
+        "kv_reuse, no steering; policies that record nothing",
+        speculation,
     ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),
     Capability("sliding window", "yes", "the last tokens are kept, as many as a window holds"),
@@ -311,6 +315,7 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
     Switch("is_hybrid_ssm", "kv_reuse with layers that have a state instead of KV: it is not kept"),
+    lambda s: f"kv_reuse with {SPECULATION}: untested" if is_speculative(s) else None,
     Setting(
         "disagg.disaggregation_mode",
         _OFF,

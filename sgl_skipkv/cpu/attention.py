@@ -43,6 +43,26 @@ def _with_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return with_sinks
 
 
+def _of_chains(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``forward_extend`` that takes a verify step for what it is here: a prefill of each chain."""
+
+    def forward_extend(
+        backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any
+    ) -> torch.Tensor:
+        if not batch.forward_mode.is_target_verify():
+            return forward(backend, q, k, v, layer, batch, **options)
+        before = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
+        width = torch.full_like(batch.seq_lens, batch.spec_info.draft_token_num)
+        batch.extend_prefix_lens, batch.extend_seq_lens = batch.seq_lens, width
+        batch.seq_lens = batch.seq_lens + width
+        try:
+            return forward(backend, q, k, v, layer, batch, **options)
+        finally:
+            batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = before
+
+    return forward_extend
+
+
 class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # untyped base
     """``torch_native`` that groups the query heads of a KV head."""
 
@@ -53,7 +73,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         """Tokens of a row that pads a batch. DP attention pads with row 0, which is nobody's."""
         return 1
 
-    forward_extend = _with_sinks(TorchNativeAttnBackend.forward_extend)
+    forward_extend = _of_chains(_with_sinks(TorchNativeAttnBackend.forward_extend))
     forward_decode = _with_sinks(TorchNativeAttnBackend.forward_decode)
 
     def _run_sdpa_forward_extend(

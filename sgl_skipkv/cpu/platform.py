@@ -43,6 +43,8 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         # A prefill server sends what the radix tree has behind a CUDA event; here with the rest.
         os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
 
+        keep_overlap_scheduler()
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
@@ -61,6 +63,9 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in ("EAGLE", "EAGLE3", "STANDALONE")
+
     def support_mamba_cache_extra_buffer(self) -> bool:
         return True  # where the model's own kernels run
 
@@ -76,6 +81,7 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         )
 
         from sgl_skipkv.cpu.attention import GroupedTorchAttnBackend
+        from sgl_skipkv.cpu.speculation import serve_speculation
 
         # Under a name that SGLang's checks know.
         register_attention_backend("torch_native")(GroupedTorchAttnBackend)
@@ -88,9 +94,17 @@ class SkipKVCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # u
         serve_hicache()
         serve_disaggregation()
         serve_lora()
+        serve_speculation()
         # OpenMP reads the variable when it is loaded; a process that loaded torch before
         # ``activate`` would keep all cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def keep_overlap_scheduler() -> None:
+    """SGLang's own CPU engine has no overlap scheduler for speculative decoding; this one has."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
 
 
 def serve_hicache() -> None:

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         positions: int64 [row tokens], logical positions before it.
         finite: bool [], whether every score was finite.
         table: None for a request without sentences.
+        tail_slots, written_tokens: of ``Due``.
     """
 
     state: RequestState
@@ -58,10 +59,26 @@ class Plan(NamedTuple):
     row_tokens: int
     logical_tokens: int
     table: TableEntries | None
+    tail_slots: int
+    written_tokens: Tensor | None
 
     @property
     def evicted_tokens(self) -> int:
         return self.selection.evicted.shape[0]
+
+    @property
+    def kept_tokens(self) -> int:
+        return self.selection.kept.shape[0]
+
+    @property
+    def entries(self) -> tuple[Selection, Tensor]:
+        """Which entries of the row stay, its tail too, and positions of all before it."""
+        if not self.tail_slots:
+            return self.selection, self.positions
+        tail = torch.arange(self.tail_slots, device=self.positions.device)
+        kept = torch.cat([self.selection.kept, tail + self.row_tokens])
+        positions = torch.cat([self.positions, tail + self.logical_tokens])
+        return self.selection._replace(kept=kept), positions
 
 
 class Compaction:
@@ -94,8 +111,7 @@ class Compaction:
     ) -> None:
         self.plans = plans
         rows = [plan.state.row for plan in plans]
-        selections = [plan.selection for plan in plans]
-        positions = [plan.positions for plan in plans]
+        selections, positions = map(list, zip(*(plan.entries for plan in plans), strict=True))
         self._move: KVMove | None = None
         if page_tokens > 1:
             heads = [plan.head_tokens for plan in plans]
@@ -104,10 +120,10 @@ class Compaction:
             req_to_token, rows, selections, positions, page_tokens=page_tokens, check=check
         )
         self.vacated = self._rows.vacated
-        kept_tokens = [selection.kept.shape[0] for selection in selections]
+        self._entry_counts = [selection.kept.shape[0] for selection in selections]
         self.freed = [
-            slots[page_ceil(kept, page_tokens) - kept :]
-            for slots, kept in zip(self.vacated, kept_tokens, strict=True)
+            slots[page_ceil(count, page_tokens) - count :]
+            for slots, count in zip(self.vacated, self._entry_counts, strict=True)
         ]
         tables = [(plan.state, plan.table.kept) for plan in plans if plan.table is not None]
         self._moves: TableMoves | None = None
@@ -124,6 +140,9 @@ class Compaction:
             [plan.row_tokens for plan in plans],
         )
         self._results = [self._rows.kept_positions, torch.stack([plan.finite for plan in plans])]
+        written = [plan.written_tokens for plan in plans if plan.written_tokens is not None]
+        if written:  # of all or of none
+            self._results.append(torch.stack(written))
         self._on_host = self._results
         self._copied: Any = None
         if req_to_token.device.type != "cpu":
@@ -147,14 +166,15 @@ class Compaction:
             for result, host in zip(self._results, self._on_host, strict=True):
                 host.copy_(result, non_blocking=True)
             self._copied.record()
-        counts = [plan.selection.kept.shape[0] for plan in self.plans]
-        positions = torch.split(self._rows.kept_positions, counts)
-        host_positions, finite = self._on_host
-        kept = torch.split(host_positions, counts)
+        positions = torch.split(self._rows.kept_positions, self._entry_counts)
+        host_positions, finite, *written = self._on_host
+        kept = torch.split(host_positions, self._entry_counts)
         for i, plan in enumerate(self.plans):
-            state, evicted_tokens = plan.state, plan.evicted_tokens
+            state, evicted_tokens, count = plan.state, plan.evicted_tokens, plan.kept_tokens
             state.kv.last = LastCompaction(
-                positions[i], plan.row_tokens, plan.logical_tokens, kept[i], finite[i], self._copied
+                *(positions[i][:count], plan.row_tokens, plan.logical_tokens),
+                *(kept[i][:count], finite[i], self._copied),
+                written_tokens=written[0][i] if written else None,
             )
             state.kv.last_is_read = False
             state.kv.statistics = self._statistics[i]

@@ -21,6 +21,10 @@ class Due(NamedTuple):
         output_ids: token ids behind the uncounted ones; at least those with KV in the row.
         keys, values: layer -> float [row_tokens, Hkv, d], what is cached, in row order.
         cache: where they lie, for kernels that read them in place; None where none run.
+        tail_slots: of its row, behind ``row_tokens``: drafts are written to them (speculative
+            decoding).
+        written_tokens: int64 [], entries that have a token once the running step has ended; None:
+            ``row_tokens``.
     """
 
     state: RequestState
@@ -29,6 +33,8 @@ class Due(NamedTuple):
     keys: Callable[[int], Tensor]
     values: Callable[[int], Tensor]
     cache: PagedCache | None = None
+    tail_slots: int = 0
+    written_tokens: Tensor | None = None
 
     @property
     def logical_tokens(self) -> int:

@@ -214,7 +214,8 @@ def _plan(
     table: TableEntries | None,
 ) -> Plan:
     lengths = due.row_tokens, due.logical_tokens
-    return Plan(due.state, selection, head_tokens, positions, finite, *lengths, table)
+    behind = due.tail_slots, due.written_tokens
+    return Plan(due.state, selection, head_tokens, positions, finite, *lengths, table, *behind)
 
 
 def _protected(state: RequestState, row_tokens: int) -> list[tuple[int, int]]:

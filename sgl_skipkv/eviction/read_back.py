@@ -42,6 +42,7 @@ def read_back(state: RequestState, trace: TraceWriter | None) -> None:
             after=len(kept),
             kept=kept,
             evicted_sentences=[state.span(i) for i in gone],
+            **({} if last.written_tokens is None else {"running": last.running_tokens}),
             **similar,
         )
 

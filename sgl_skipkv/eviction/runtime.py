@@ -53,6 +53,8 @@ class Runtime:
         recomputes: whether the server can prefill; a decode server cannot (PD disaggregation).
         metrics: that this process exports.
         page_tokens: of the KV pool.
+        reserved_tokens: slots that a request may hold beyond a token per step (speculative
+            decoding).
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Runtime:
         scale: float,
         pool_tokens: int,
         page_tokens: int = 1,
+        reserved_tokens: int = 0,
         kv_token_bytes: int,
         windows_bytes: int = 0,
         reach: Tensor,
@@ -80,6 +83,7 @@ class Runtime:
         self.steerer = steerer
         self.thoughts = thoughts
         self.pool_tokens, self.page_tokens = pool_tokens, page_tokens
+        self.reserved_tokens = reserved_tokens
         self._trace = trace
         self.compactor = Compactor(
             config,
@@ -159,7 +163,7 @@ class Runtime:
         Beside the token of the decode step SGLang's admission adds a page, for what is not used of
         the first and the last one; its comparison is strict.
         """
-        return tokens + 1 + self.page_tokens < self.pool_tokens
+        return tokens + 1 + self.reserved_tokens + self.page_tokens < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens. Without

@@ -15,6 +15,7 @@ class LastCompaction(NamedTuple):
         row_tokens, logical_tokens: of the request before the compaction.
         kept, finite: host copies of the positions and of whether every score was finite.
         copied: event recorded after those copies; None on a CPU.
+        written_tokens: a host copy of ``Due.written_tokens``.
     """
 
     positions: Tensor
@@ -23,6 +24,13 @@ class LastCompaction(NamedTuple):
     kept: Tensor
     finite: Tensor
     copied: Any
+    written_tokens: Tensor | None = None
+
+    @property
+    def running_tokens(self) -> int:
+        """Of the step that was running: these have seen what was evicted. Once it was read."""
+        written = self.written_tokens
+        return 0 if written is None else int(written) - self.row_tokens
 
     def cut_back(self, logical_tokens: int) -> LastCompaction:
         """This compaction as if it had come at this length. It evicted nothing behind that."""

@@ -240,12 +240,21 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
 
 
 def _check_track(policy: Policy, server: ServerConfig) -> None:
-    if not policy.evicts or not policy.needs_track or server.max_tracked_requests:
-        return
-    free = [name for name in built_in() if not make_policy(name).needs_track]
-    expected = f"one of {', '.join(free)}, because this server records nothing"
-    choices = "one of these without coverage and quotas, or a server without max_tracked_requests 0"
-    raise SettingError("kv_policy", expected, policy.name, choices)
+    if policy.evicts and not server.max_tracked_requests:
+        refuse_recording(policy, "", ", or a server without max_tracked_requests 0")
+
+
+def refuse_recording(policy: Policy, why: str, otherwise: str) -> None:
+    """Refuse a policy that needs a track on a server that has none.
+
+    Raises:
+        SettingError: it does.
+    """
+    if policy.needs_track:
+        free = [name for name in built_in() if not make_policy(name).needs_track]
+        expected = f"one of {', '.join(free)}, because this server records nothing{why}"
+        choices = f"one of these without coverage and quotas{otherwise}"
+        raise SettingError("kv_policy", expected, policy.name, choices)
 
 
 def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> None:

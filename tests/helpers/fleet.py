@@ -16,6 +16,7 @@ from disaggregated import Disaggregated
 from oracle import Addition, steering_factors
 from server_specs import SPECS
 from servers import Server
+from tiny_drafts import save_draft
 from tiny_models import LINE_END_IDS, PIECES, save_adapter
 from vector_files import origin
 
@@ -91,6 +92,9 @@ class Fleet:
             if spec.adapters:
                 paths = (f"{one}={save_adapter(model, one)}" for one in spec.adapters)
                 arguments += ["--lora-paths", *paths]
+            if spec.draft is not None:
+                path = save_draft(model, spec.draft)
+                arguments += ["--speculative-draft-model-path", str(path)]
             if spec.prefill is None:
                 server = Server(model, folder, [*spec.arguments, *arguments], **spec.options)
             else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import rank_plants
 from server_parts import (
+    CHAINS_OF_4,
     CHECKED,
     CHUNKS_OF_64,
     ONE_BATCH,
     PAGES_OF_16,
     RETRACT_POOL_TOKENS,
     SMALL_POOL,
+    STANDALONE,
     STRIPPED,
     WITHOUT_OVERLAP,
     Spec,
@@ -163,6 +165,33 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(40)},
         steering_layer=1,
         adapters=("a", "b"),
+    ),
+    # Speculative decoding, with overlap, retracted now and then.
+    "drafts": Spec(
+        ("oracle_drafts",),
+        "qwen3",
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *STANDALONE),
+        CHECKED,
+        {"env": retracts(20)},
+        draft="alike",
+    ),
+    # The same, one step after the other.
+    "drafts, no overlap": Spec(
+        ("oracle_drafts",),
+        "qwen3",
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *STANDALONE, *WITHOUT_OVERLAP),
+        CHECKED,
+        {"env": retracts(20)},
+        draft="alike",
+    ),
+    # A draft model that continues the hidden states of the other.
+    "eagle": Spec(
+        ("oracle_drafts",),
+        "llama",
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        CHECKED,
+        {"env": retracts(20)},
+        draft="eagle",
     ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(

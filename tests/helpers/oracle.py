@@ -196,5 +196,6 @@ def visible_keys(prompt_tokens: int, n: int, compactions: Sequence[Event]) -> Te
             continue
         gone = torch.ones(evicted_before, dtype=torch.bool)
         gone[torch.tensor(event["kept"])] = False
-        visible[evicted_before:, :evicted_before] &= ~gone
+        unaware = event.get("running", 0)  # of the step that was running (speculative decoding)
+        visible[evicted_before + unaware :, :evicted_before] &= ~gone
     return visible

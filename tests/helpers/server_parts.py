@@ -27,6 +27,11 @@ KV_EVENTS = '{"publisher": "zmq", "endpoint": "inproc://events"}'
 WITHOUT_REUSE = ("--disable-radix-cache", "--kv-events-config", KV_EVENTS)
 # Generated tokens of a thinking request are not cached by SGLang.
 STRIPPED = ("--strip-thinking-cache", "--reasoning-parser", "deepseek-r1")
+CHAINS_OF_4 = (
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
+STANDALONE = ("--speculative-algorithm", "STANDALONE", *CHAINS_OF_4)
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS, CROWD_POOL_TOKENS = 4096, 1024
 SMALL_POOL = ("--max-total-tokens", "2048")
@@ -46,6 +51,7 @@ class Spec:
         prefill: arguments of the prefill server of this decode server (PD disaggregation), which
             has its settings and vector, too; None: it is neither.
         adapters: names of LoRA adapters that it loads.
+        draft: kind of ``tiny_drafts``, for speculative decoding; None: it has none.
     """
 
     files: tuple[str, ...]
@@ -56,6 +62,7 @@ class Spec:
     steering_layer: int | None = None
     prefill: tuple[str, ...] | None = None
     adapters: tuple[str, ...] = ()
+    draft: str | None = None
 
 
 def retracts(every: int) -> dict[str, str]:

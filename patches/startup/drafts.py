@@ -1,0 +1,48 @@
+"""The row of the capability matrix about speculative decoding: why eviction cannot work with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
+from sgl_skipkv.patches.engine.linear_states import has_linear_states
+from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
+from sgl_skipkv.patches.engine.speculation import is_speculative
+from sgl_skipkv.patches.engine.window_pool import has_window_pool
+
+SPECULATION = "speculative decoding"
+
+
+def speculation(scheduler: Any) -> str | None:
+    """Drafts of another kind than chains of one model, and what was not made to work with them."""
+    if not is_speculative(scheduler):
+        return None
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+    from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+
+    settings, worker = get_spec(), scheduler.draft_worker
+    kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    beside = {
+        f"{settings.speculative_algorithm} as {type(worker).__name__}": type(worker)
+        not in (EAGLEWorkerV2, StandaloneWorkerV2),
+        "drafts that are trees (--speculative-eagle-topk 1: chains)": (
+            settings.speculative_eagle_topk != 1
+        ),
+        "--speculative-adaptive": settings.speculative_adaptive,
+        f"pages of {scheduler.page_size} tokens": scheduler.page_size != 1,
+        "MLA": hasattr(kv_pool, "kv_lora_rank"),
+        "window layers in a pool of their own": has_window_pool(
+            scheduler.token_to_kv_pool_allocator
+        ),
+        "layers with a state instead of KV": has_linear_states(scheduler.req_to_token_pool),
+        "images": scheduler.model_config.is_multimodal,
+        "DP attention": has_dp_attention(),
+        "PD disaggregation": is_prefill_server() or is_decode_server(),
+        "HiCache": scheduler.enable_hierarchical_cache,
+        "--enable-mixed-chunk": scheduler.is_mixed_chunk,
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
+    }
+    found = " and ".join(name for name, is_there in beside.items() if is_there)
+    return f"{SPECULATION}, with {found}" if found else None
