@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # So is a start that imports only the models which tests load, of SGLang's two hundred.
 MODELS = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "gemma3_causal", "deepseek_v2"),
-    *("qwen2_5_vl", "qwen3_vl", "registry"),
+    *("qwen2_5_vl", "qwen3_vl", "llama_eagle", "deepseek_nextn", "registry"),
 )
 _FOUND = find_spec("sglang")
 assert _FOUND is not None and _FOUND.submodule_search_locations

@@ -23,7 +23,6 @@ def speculation(scheduler: Any) -> str | None:
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
     settings, worker = get_spec(), scheduler.draft_worker
-    kv_pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     beside = {
         f"{settings.speculative_algorithm} as {type(worker).__name__}": type(worker)
         not in (EAGLEWorkerV2, StandaloneWorkerV2),
@@ -32,7 +31,6 @@ def speculation(scheduler: Any) -> str | None:
         ),
         "--speculative-adaptive": settings.speculative_adaptive,
         f"pages of {scheduler.page_size} tokens": scheduler.page_size != 1,
-        "MLA": hasattr(kv_pool, "kv_lora_rank"),
         "window layers in a pool of their own": has_window_pool(
             scheduler.token_to_kv_pool_allocator
         ),

@@ -9,6 +9,7 @@ from server_parts import (
     CHUNKS_OF_64,
     ONE_BATCH,
     PAGES_OF_16,
+    REASONER,
     RETRACT_POOL_TOKENS,
     SMALL_POOL,
     STANDALONE,
@@ -18,7 +19,7 @@ from server_parts import (
     retracting,
     retracts,
 )
-from tiny_models import ARGUMENTS, ENVIRONMENT, STATES_COPIED, TWO_POOLS, WITH_VISION
+from tiny_models import ARGUMENTS, DRAFT_MODELS, ENVIRONMENT, STATES_COPIED, TWO_POOLS, WITH_VISION
 
 MODEL_SPECS: dict[str, Spec] = {
     # Interleaved, partial rotation, and norms on what a layer adds to its residual.
@@ -183,6 +184,22 @@ MODEL_SPECS: dict[str, Spec] = {
         CHECKED,
         {"env": retracts(20)},
         draft="alike",
+    ),
+    # The same with latents.
+    "drafts, latents": Spec(
+        ("oracle_drafts",),
+        "deepseek_v3",
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        CHECKED,
+        {"env": {**DRAFT_MODELS, **retracts(20)}},
+        draft="nextn",
+    ),
+    # A draft model that is the other itself, so nearly every draft is right.
+    "drafts, mostly right": Spec(
+        ("oracle_drafts",),
+        REASONER,
+        (*ONE_BATCH, *STANDALONE, "--speculative-draft-model-path", str(REASONER)),
+        CHECKED,
     ),
     # A draft model that continues the hidden states of the other.
     "eagle": Spec(

@@ -180,6 +180,11 @@ _HYBRID = {
     **_EXTERNAL_MODELS,
     **{"SGLANG_EXTERNAL_MODEL_PACKAGE": "hybrid_models", "SGLANG_MAMBA_CONV_DTYPE": "float32"},
 }
+#: without a compiled router, which would take a minute
+DRAFT_MODELS = {
+    **_EXTERNAL_MODELS,
+    **{"SGLANG_EXTERNAL_MODEL_PACKAGE": "draft_models", "TORCHDYNAMO_DISABLE": "1"},
+}
 ENVIRONMENT = {"gpt_oss": _EXTERNAL_MODELS, "lfm2": _HYBRID, "qwen3_next": _HYBRID}
 _NORM_GAIN = 3.0
 _SHARP_NORMS = ("q_norm", "k_norm", "post_attention_layernorm")  # of gemma3
