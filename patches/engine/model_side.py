@@ -85,9 +85,12 @@ def build_model_side(
     if vector is not None:
         _refuse_offloaded_layers(FIELD)
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
+    tracks = _track_count(config, scheduler.server_args.max_running_requests)
+    if is_speculative(scheduler):
+        tracks = 0  # a step has several tokens, and which of them are right is known behind it
     recorder = Recorder(
         shape,
-        track_count=_track_count(config, scheduler),
+        track_count=tracks,
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
@@ -107,13 +110,10 @@ def build_model_side(
     return side
 
 
-def _track_count(config: ServerConfig, scheduler: Any) -> int:
+def _track_count(config: ServerConfig, max_running_requests: int | None) -> int:
     """No more than requests that run at once, of which an attention group has its share."""
     from sglang.srt.runtime_context import get_parallel
 
-    if is_speculative(scheduler):
-        return 0
-    max_running_requests: int | None = scheduler.server_args.max_running_requests
     if max_running_requests is None:
         return config.max_tracked_requests
     of_group = max(1, max_running_requests // int(get_parallel().attn_dp_size))

@@ -71,6 +71,8 @@ def shorten_published(batch: Any, rows: Sequence[int], evicted_tokens: Sequence[
 def place_step(result: Any, shifts: Sequence[int]) -> None:
     """Logical positions of a verify step, or of a draft model's pass behind it. Those of its decode
     steps follow in ``place_draft``: until then attention backends take them for row lengths."""
+    if not any(shifts):
+        return
     per_request = result.positions.shape[0] // len(shifts)
     shift = device_tensor(shifts, result.positions.device).repeat_interleave(per_request)
     shift = shift.to(result.positions.dtype)

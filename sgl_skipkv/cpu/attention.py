@@ -43,26 +43,6 @@ def _with_sinks(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return with_sinks
 
 
-def _of_chains(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward_extend`` that takes a verify step for what it is here: a prefill of each chain."""
-
-    def forward_extend(
-        backend: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any
-    ) -> torch.Tensor:
-        if not batch.forward_mode.is_target_verify():
-            return forward(backend, q, k, v, layer, batch, **options)
-        before = batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens
-        width = torch.full_like(batch.seq_lens, batch.spec_info.draft_token_num)
-        batch.extend_prefix_lens, batch.extend_seq_lens = batch.seq_lens, width
-        batch.seq_lens = batch.seq_lens + width
-        try:
-            return forward(backend, q, k, v, layer, batch, **options)
-        finally:
-            batch.seq_lens, batch.extend_prefix_lens, batch.extend_seq_lens = before
-
-    return forward_extend
-
-
 class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # untyped base
     """``torch_native`` that groups the query heads of a KV head."""
 
@@ -73,7 +53,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         """Tokens of a row that pads a batch. DP attention pads with row 0, which is nobody's."""
         return 1
 
-    forward_extend = _of_chains(_with_sinks(TorchNativeAttnBackend.forward_extend))
+    forward_extend = _with_sinks(TorchNativeAttnBackend.forward_extend)
     forward_decode = _with_sinks(TorchNativeAttnBackend.forward_decode)
 
     def _run_sdpa_forward_extend(
@@ -85,8 +65,8 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor | None,
+        extend_seq_lens: torch.Tensor | None,
         encoder_lens: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
@@ -95,8 +75,12 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         query: [new tokens, Hq, d]; output: [new tokens, Hq, v]; k_cache: [slots, Hkv, d]; v_cache:
         [slots, Hkv, v]; req_to_token: [rows, width]; req_pool_indices, seq_lens,
         extend_prefix_lens, extend_seq_lens: [B], row, tokens, cached tokens and new tokens of each
-        request.
+        request; without the last two a step verifies a chain of drafts behind each row.
         """
+        if extend_prefix_lens is None or extend_seq_lens is None:
+            extend_prefix_lens = seq_lens
+            extend_seq_lens = torch.full_like(seq_lens, query.shape[0] // len(seq_lens))
+            seq_lens = seq_lens + extend_seq_lens
         not_here = self._is_left_to_stock(query, k_cache, encoder_lens, options)
         if not_here or not options["causal"]:
             stock: torch.Tensor = super()._run_sdpa_forward_extend(

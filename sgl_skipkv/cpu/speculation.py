@@ -44,7 +44,8 @@ def _write_rows(
 ) -> None:
     """Entries ``[start, stop)`` of each row, from ``slots`` one after the other."""
     lengths = (stops - starts).tolist()
-    for row, start, new in zip(rows.tolist(), starts.tolist(), slots.split(lengths), strict=True):
+    parts = torch.split(slots, lengths)
+    for row, start, new in zip(rows.tolist(), starts.tolist(), parts, strict=True):
         req_to_token[row, start : start + len(new)] = new.to(req_to_token.dtype)
 
 
@@ -139,13 +140,21 @@ class _DraftStep(GroupedTorchAttnBackend):
 
     written = 0
 
-    def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, **options: Any) -> Any:
-        seq_lens = batch.seq_lens
-        batch.seq_lens = seq_lens + self.written
-        try:
-            return super().forward_decode(q, k, v, layer, batch, **options)
-        finally:
-            batch.seq_lens = seq_lens
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        cached = query, output, k_cache, v_cache, req_to_token, req_pool_indices
+        written = seq_lens + self.written
+        return super()._run_sdpa_forward_decode(*cached, written, encoder_lens, **options)
 
 
 class _DraftSteps:

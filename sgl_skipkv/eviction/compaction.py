@@ -59,8 +59,8 @@ class Plan(NamedTuple):
     row_tokens: int
     logical_tokens: int
     table: TableEntries | None
-    tail_slots: int
-    written_tokens: Tensor | None
+    tail_slots: int = 0
+    written_tokens: Tensor | None = None
 
     @property
     def evicted_tokens(self) -> int:

@@ -163,7 +163,7 @@ class Runtime:
         Beside the token of the decode step SGLang's admission adds a page, for what is not used of
         the first and the last one; its comparison is strict.
         """
-        return tokens + 1 + self.reserved_tokens + self.page_tokens < self.pool_tokens
+        return tokens + 1 + self.page_tokens + self.reserved_tokens < self.pool_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens. Without

@@ -116,11 +116,11 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         compaction.Compaction.__init__: {
             "a page without tokens is kept": (
-                "page_ceil(kept, page_tokens) - kept :",
+                "page_ceil(count, page_tokens) - count :",
                 "page_ceil(kept + (page_tokens > 1), page_tokens) - kept :",
             ),
             "the page of the last tokens is freed": (
-                "slots[page_ceil(kept, page_tokens) - kept :]",
+                "slots[page_ceil(count, page_tokens) - count :]",
                 "slots",
             ),
         },

@@ -273,15 +273,6 @@ def test_whom_a_full_pool_retracts_last(
     assert retraction.order_victims([0], reqs[:1]) is None
 
 
-def test_speculative_decoding_is_refused() -> None:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    check = row_named("speculative decoding").check
-    none, eagle = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.EAGLE
-    assert check(SimpleNamespace(spec_algorithm=none)) is None
-    assert check(SimpleNamespace(spec_algorithm=eagle)) == "speculative decoding"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -330,10 +321,11 @@ def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> Non
         on_a_server(monkeypatch, "disagg.disaggregation_mode", mode)
         on_a_server(monkeypatch, "observability.kv_events_config", events)
         on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
-        for hybrid in (False, True):
+        for hybrid, drafts in ((False, False), (True, False), (False, True)):
             scheduler = SimpleNamespace(disable_radix_cache=disabled, is_hybrid_ssm=hybrid)
+            scheduler.spec_algorithm = SimpleNamespace(is_none=lambda drafts=drafts: not drafts)
             missing = capabilities.missing_for_reuse(scheduler)
-            beside = events is not None, storage is not None, mode != "null", hybrid
+            beside = events is not None, storage is not None, mode != "null", hybrid, drafts
             assert len(missing) == disabled + sum(beside)
             assert all(reason.startswith("kv_reuse with") for reason in missing)
 

@@ -181,13 +181,21 @@ def test_what_layers_with_a_state_are_refused_with(monkeypatch: pytest.MonkeyPat
     assert "with PD disaggregation" in str(check(with_states(monkeypatch)))
 
 
-def test_states_have_no_backups() -> None:
+@pytest.mark.parametrize("speculative", [False, True])
+def test_where_there_are_no_backups(speculative: bool) -> None:
     """Nobody asked for any, none were asked for, and some were."""
-    facts = bind.ModelFacts(has_states=True)
+    states = SimpleNamespace() if speculative else SimpleNamespace(mamba_pool=None)
+    algorithm = SimpleNamespace(is_none=lambda: not speculative)
+    scheduler = SimpleNamespace(req_to_token_pool=states, spec_algorithm=algorithm)
+    reason = bind._without_backups(scheduler)
+    facts = bind.ModelFacts(without_backups=reason)
     assert bind._wrong_settings(ServerConfig(kv_budget=64), facts) == []
     assert bind._wrong_settings(ServerConfig(retraction_backup_bytes=0), facts) == []
     (refused,) = bind._wrong_settings(ServerConfig(retraction_backup_bytes=1 << 20), facts)
-    assert refused.startswith("retraction_backup_bytes: expected 0, because a state cannot go back")
+    why = "with speculative decoding" if speculative else "because a state cannot go back"
+    assert refused.startswith(f"retraction_backup_bytes: expected 0, {why}")
+    scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(), spec_algorithm=algorithm)
+    assert speculative or bind._without_backups(scheduler) is None
 
 
 def test_chunked_attention_is_refused() -> None:

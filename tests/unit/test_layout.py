@@ -48,6 +48,10 @@ SGLANG = {
         "sglang.srt.disaggregation.mooncake.conn.",
         # adapters without a GPU
         "sglang.srt.lora.lora_manager.",
+        # speculative decoding without a GPU
+        *("sglang.kernels.ops.speculative.", "sglang.srt.speculative."),
+        *("sglang.srt.arg_groups.speculative_hook", "sglang.srt.managers.overlap_utils"),
+        *("sglang.srt.mem_cache.allocation", "sglang.srt.mem_cache.memory_pool."),
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),

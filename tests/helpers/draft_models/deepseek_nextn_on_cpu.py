@@ -1,4 +1,4 @@
-"""SGLang's own layer of DeepSeek for several tokens at once, which asks for a GPU to wait for it."""
+"""SGLang's own layer of DeepSeek for several tokens at once, without a GPU to wait for."""
 
 from __future__ import annotations
 
