@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.patches.engine.binding import binding_of
 
 _SHIFTS = "skipkv_shifts"
@@ -60,8 +60,8 @@ def shorten_published(batch: Any, rows: Sequence[int], evicted_tokens: Sequence[
     lengths = published_lengths(batch)
     if lengths is None:
         return
-    at, evicted = (device_tensor(numbers, lengths.device) for numbers in (rows, evicted_tokens))
-    lengths.index_add_(0, at, -evicted.to(lengths.dtype))
+    at, evicted = device_tensors([rows, evicted_tokens], lengths.device)
+    lengths.index_add_(0, at, evicted, alpha=-1)
     binding = binding_of(batch.req_to_token_pool)
     assert binding is not None
     if (published := binding.scheduler.future_map.publish_ready) is not None:
