@@ -28,7 +28,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
     release_evicted,
     wait_for_forward,
 )
-from sgl_skipkv.patches.engine.window_pool import free_out_of_windows
+from sgl_skipkv.patches.engine.window_pool import free_out_of_windows, windows_of
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,9 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         return due_of(req, state, row_tokens[state], *pools, cache)
 
     table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
-    done = runtime.compactor.before_step(work, due, table, buffers)
+    compacted = {state: batch.reqs[places[state]] for state in work.compacted}
+    windows = windows_of(batch.tree_cache, compacted, binding.limits.model_window_tokens)
+    done = runtime.compactor.before_step(work, due, table, buffers, windows)
     if done:
         _shorten(batch, done, {state: batch.reqs[i] for state, i in places.items()})
 

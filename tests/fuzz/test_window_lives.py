@@ -124,9 +124,9 @@ def test_a_restored_row_makes_room(radix: bool) -> None:
 
 
 def test_the_lives_above_look_at_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, release.insertable_tokens, "is_out_of_windows(req.kv)", "False")
+    plant(monkeypatch, release.insertable_tokens, "is_out_of_windows(req.kv, state)", "False")
     evicting = window_pool.own_windowed_slots
-    plant(monkeypatch, evicting, "max(windowed_tokens - allocator.swa_available_size(), 0)", "0")
+    plant(monkeypatch, evicting, "max(windowed_whole - allocator.swa_available_size(), 0)", "0")
     with window_flags(chunk=CHUNK):
         with pytest.raises(AssertionError):
             test_a_prompt_that_the_windows_have_left_stays_private(radix=True)
