@@ -47,11 +47,14 @@ def test_random_lives() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["rkv", "h2o", "streaming"])
-def test_a_row_comes_back_with_its_windows(radix: bool, overlap: bool, policy: str) -> None:
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_row_comes_back_with_its_windows(
+    radix: bool, overlap: bool, policy: str, page: int
+) -> None:
     """Every few steps: the tokens are those of a request that nobody retracts."""
     outputs = []
     for retractions in (0, 8):
-        world = world_of(radix, overlap=overlap, late=overlap, window_pool=60)
+        world = world_of(radix, overlap=overlap, late=overlap, window_pool=60, page_tokens=page)
         long_call(world)
         call = world.arrive([5, 6, 7, 30], 100, **asks(12, policy))
         for step in range(240):
@@ -132,6 +135,7 @@ def test_the_lives_above_look_at_something(monkeypatch: pytest.MonkeyPatch) -> N
             test_a_prompt_that_the_windows_have_left_stays_private(radix=True)
         with pytest.raises(RuntimeError, match="no room to restore"):
             test_a_restored_row_makes_room(radix=True)
-        plant(monkeypatch, window_pool.free_behind_chunk, "_windows(req, chunk_from)", "_windows")
+        moving = "evict_sliding_windows(req, chunk_from - _lag_tokens(tree_cache))"
+        plant(monkeypatch, window_pool.free_behind_chunk, moving, "evict_sliding_windows")
         with pytest.raises(AssertionError, match="nobody runs who could make room"):
             test_what_is_computed_again_leaves_the_windows(radix=True, overlap=True, keys=PRIVATE)
