@@ -358,6 +358,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,
         buffers=kv_buffers(allocator),
+        window_pool_tokens=binding.limits.model_window_tokens if window_buffers(allocator) else 0,
     )
 
 
