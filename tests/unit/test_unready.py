@@ -12,10 +12,13 @@ from pool_machine import PARAMETERS
 from pool_windows import WindowWorld, window_flags
 from pool_world import World
 from triton.runtime.interpreter import InterpretedFunction
-from triton_tools import triton_type
+from triton_tools import variant
 
+from sgl_skipkv.kernels.kv_move import _move_kv_kernel
+from sgl_skipkv.kernels.row_compaction import _compact_rows_kernel
 from sgl_skipkv.patches.startup import bind
 
+IN_PAGES = {one.fn.__name__: one for one in (_move_kv_kernel, _compact_rows_kernel)}
 KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": PARAMETERS}
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
@@ -69,10 +72,8 @@ def test_a_server_in_pages_compiles_the_move_before_it_is_ready(
     run, launched = InterpretedFunction.run, set[Any]()
 
     def spied(self: Any, *arguments: Any, **options: Any) -> Any:
-        name = self.fn.__name__
-        if name in ("_move_kv_kernel", "_compact_rows_kernel"):
-            kept = {one: value for one, value in options.items() if one != "grid"}
-            launched.add((name, *map(triton_type, arguments), *map(str, kept.items())))
+        if (function := IN_PAGES.get(self.fn.__name__)) is not None:
+            launched.add(variant(function, arguments, options))
         return run(self, *arguments, **options)
 
     sizes: dict[str, Any] = {"head_dim": 16, "check_ledger": False, "page_tokens": 4}
@@ -89,7 +90,7 @@ def test_a_server_in_pages_compiles_the_move_before_it_is_ready(
         while not call.finished():
             world.step()
         assert call.skipkv.report.compactions
-    assert {name for name, *_ in warm} == {"_move_kv_kernel", "_compact_rows_kernel"}
+    assert {name for name, *_ in warm} == {*IN_PAGES}
     assert launched == warm
 
 
