@@ -11,7 +11,7 @@ Changes = dict[Callable[..., Any], dict[str, tuple[str, str]]]
 def window_bugs() -> Changes:
     """Our function -> name of a bug -> a piece of its source, and what stands there instead."""
     from sgl_skipkv.eviction.window_move import WindowMove
-    from sgl_skipkv.patches.engine import backup, batch, kv_cache, release, reuse, window_pool
+    from sgl_skipkv.patches.engine import backup, batch, kv_cache, reuse, window_pool
 
     return {
         window_pool.move_cursor: {
@@ -84,10 +84,6 @@ def window_bugs() -> Changes:
         },
         # Of pages of several tokens.
         WindowMove.__init__: {
-            "window pages stay where they are": (
-                "pages.roll((begin - first - whole) // page_tokens)",
-                "pages",
-            ),
             "windows move one token too far": (
                 "slots[row_tokens - pool.window_tokens :]",
                 "slots[row_tokens - pool.window_tokens - 1 : -1]",
@@ -116,20 +112,11 @@ def window_bugs() -> Changes:
                 "0",
             ),
         },
-        window_pool.is_out_of_windows: {
-            "the tree gets a prompt whose windows have no KV": (
-                "max(_cursor(kv), state.kv.windows_from)",
-                "_cursor(kv)",
-            ),
-        },
         window_pool.saved_window_tokens: {
             "a restored row has a window page too few": (
                 "row_tokens - kept_tokens(tree_cache)",
                 "row_tokens - tree_cache.sliding_window_size",
             ),
-        },
-        release.close_request: {
-            "the tree gets windows without KV": ("free_unmoved(tree_cache, req, state)", "pass"),
         },
         kv_cache.fill_last_page: {
             "the rest of a history's last page has no windows": (
@@ -141,12 +128,6 @@ def window_bugs() -> Changes:
             "what is copied of a history has no windows": (
                 "in window_buffers(allocator)",
                 "in window_buffers(allocator)[:0]",
-            ),
-        },
-        reuse._has_whole_row: {
-            "a history is continued without all of its last window": (
-                "req.prefix_len < page_floor(row_tokens, tree_cache.page_size)",
-                "False",
             ),
         },
     }

@@ -66,13 +66,13 @@ MODEL_SPECS: dict[str, Spec] = {
             }
         },
     ),
-    # The same in pages, and a larger one of them.
+    # The same in pages.
     "gpt_oss, two pools in pages": Spec(
         ("oracle_windows",),
         "gpt_oss",
         (
             *(*ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16, *TWO_POOLS),
-            *("--swa-full-tokens-ratio", "0.25"),
+            *("--swa-full-tokens-ratio", "0.13"),
         ),
         CHECKED,
         {
