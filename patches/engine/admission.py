@@ -15,6 +15,7 @@ from typing import Any
 from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
 from sgl_skipkv.patches.engine.hicache import leave_to_backup
 from sgl_skipkv.patches.engine.linear_states import forget_match
+from sgl_skipkv.patches.engine.window_pool import unreserved_tokens
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
@@ -81,6 +82,8 @@ class _BudgetedAdder:
             forget_match(req, self.tree_cache.req_to_token_pool)
             return AddReqResult.CONTINUE
         req.prefix_len = matched + restored
+        windows = unreserved_tokens(self.tree_cache) if restored else 0
+        self.memory_budget.swa_offset += windows
         with _future_as_max_new_tokens(req, loaded):
             result = super().add_one_req(  # type: ignore[misc]
                 req, has_chunked_req, truncation_align_size
@@ -90,6 +93,7 @@ class _BudgetedAdder:
             self.memory_budget.current_offset += loaded
         else:
             req.prefix_len = matched
+            self.memory_budget.swa_offset -= windows
             # What could not be loaded beside others may be loaded when one of them has ended.
             others = self.can_run_list or self.running_batch.reqs or has_chunked_req
             state.reuse.loads = state.reuse.loads or bool(others)

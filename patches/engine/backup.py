@@ -30,7 +30,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.admission import backup_bytes
-from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import own_row, row_ids
@@ -38,7 +38,8 @@ from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.patches.engine.window_pool import (
     has_window_pool,
     own_windowed_slots,
-    set_cursor,
+    place_windows,
+    saved_window_tokens,
     window_buffers,
     window_slots,
 )
@@ -62,24 +63,24 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
     if needed is None or not runtime.host_memory.fits(needed):
         return
     wait_for_forward(pool)
-    row, allocator = pool.req_to_token[kv.req_pool_idx], tree_cache.token_to_kv_pool_allocator
+    row = pool.req_to_token[kv.req_pool_idx]
     slots = row[: newest - state.kv.evicted_tokens].to(torch.int64)
-    copy = partial(runtime.back_up, state, _kv_of(allocator, slots, pool), recorded_tokens)
+    copy = partial(runtime.back_up, state, _kv_of(tree_cache, slots), recorded_tokens)
     _, error = attempt(f"backup of kv_budget request {state.rid}", copy)
     if runtime.ranks.any(error is not None):
         state.offloaded.backup = None
         state.failure = error or "another rank could not back it up; see the server's log"
 
 
-def _kv_of(allocator: Any, slots: Tensor, req_to_token_pool: Any) -> Iterator[Tensor]:
+def _kv_of(tree_cache: Any, slots: Tensor) -> Iterator[Tensor]:
     """Keys and values of these slots of a row, of one layer after the other. Of window layers with
-    a pool of their own: of the last tokens, as many as the next query sees."""
+    a pool of their own: of the last tokens."""
+    allocator = tree_cache.token_to_kv_pool_allocator
     for buffer in kv_buffers(allocator):
         yield buffer[slots]
     if windowed := window_buffers(allocator):
-        binding = binding_of(req_to_token_pool)
-        assert binding is not None
-        seen = window_slots(allocator, slots[-(binding.limits.model_window_tokens - 1) :])
+        saved = saved_window_tokens(len(slots), tree_cache)
+        seen = window_slots(allocator, slots[len(slots) - saved :])
         for buffer in windowed:
             yield buffer[seen]
 
@@ -120,7 +121,7 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     if has_window_pool(allocator):
         seen = min(tokens, backup.kv[-1].shape[0])
         slots = own_windowed_slots(batch.tree_cache, tokens, seen)
-        set_cursor(req.kv, backup.row_tokens - seen)
+        place_windows(batch.tree_cache, req.kv, state, backup.row_tokens, seen)
         req.swa_branching_seqlen = None  # SGLang would insert up to there
     else:
         slots, seen = own_slots(batch.tree_cache, tokens), 0

@@ -33,7 +33,7 @@ from sgl_skipkv.patches.engine.speculation import (
     published_lengths,
     shorten_published,
 )
-from sgl_skipkv.patches.engine.window_pool import free_out_of_windows
+from sgl_skipkv.patches.engine.window_pool import free_out_of_windows, windows_of
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,9 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         return made._replace(tail_slots=tail_slots, written_tokens=written)
 
     table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
-    done = runtime.compactor.before_step(work, due, table, buffers)
+    compacted = {state: batch.reqs[places[state]] for state in work.compacted}
+    windows = windows_of(batch.tree_cache, compacted, binding.limits.model_window_tokens)
+    done = runtime.compactor.before_step(work, due, table, buffers, windows)
     if done:
         _shorten(batch, done, {state: batch.reqs[i] for state, i in places.items()})
 

@@ -294,6 +294,17 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.window_pool:own_windowed_slots",
         "of a restored row only the last tokens have slots in the window pool",
     ),
+    uses(
+        "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free_page_ids(self, page_ids)",
+        "engine.window_pool:free_moved",
+        "give window pages back that a compacted row does not need any more",
+    ),
+    uses(
+        "mem_cache.allocator.swa.SWATokenToKVPoolAllocator.free_swa_segment(self, free_index, *, "
+        "start_pos)",
+        "engine.window_pool:free_unmoved",
+        "give windows back that the radix tree must not get",
+    ),
     # -- layers with a state instead of KV
     around(
         "mem_cache.unified_cache.components.mamba.MambaComponent.prepare_for_caching_req(self, "

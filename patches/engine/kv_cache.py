@@ -13,7 +13,13 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
-from sgl_skipkv.patches.engine.window_pool import free_evicted
+from sgl_skipkv.patches.engine.window_pool import (
+    free_evicted,
+    free_moved,
+    has_window_pool,
+    own_windowed_slots,
+    window_rest_of_page,
+)
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache, picked
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
@@ -42,17 +48,21 @@ def own_slots(tree_cache: Any, tokens: int) -> Tensor:
     """
     from sglang.srt.mem_cache.allocation import alloc_token_slots
 
+    if has_window_pool(tree_cache.token_to_kv_pool_allocator):
+        return own_windowed_slots(tree_cache, tokens, tokens)
     page_tokens = tree_cache.token_to_kv_pool_allocator.page_size
     slots: Tensor = alloc_token_slots(tree_cache, page_ceil(tokens, page_tokens))
     return slots[:tokens]
 
 
-def fill_last_page(req: Any, req_to_token: Tensor, slots: int) -> None:
+def fill_last_page(req: Any, req_to_token: Tensor, allocator: Any, slots: int) -> None:
     """Let the row name all slots of its last page, which are its own: the tree has whole pages."""
     row, row_tokens = req_to_token[req.kv.req_pool_idx], req.kv.kv_allocated_len
     if slots:
         more = torch.arange(1, slots + 1, dtype=row.dtype, device=row.device)
         row[row_tokens : row_tokens + slots] = row[row_tokens - 1] + more
+        page = row[row_tokens - 1 : row_tokens + slots].to(torch.int64)
+        window_rest_of_page(allocator, page[:1], page[1:])
         req.kv.kv_committed_len = req.kv.kv_allocated_len = row_tokens + slots
 
 
@@ -90,6 +100,8 @@ def release_evicted(
         free_evicted(allocator, kv, slots, plan.evicted_tokens, first)
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens
+    for move in (one.window_move for one in done if one.window_move is not None):
+        free_moved(allocator, move, [reqs[row.state].kv for row in move.rows])
 
 
 def check_lengths(req: Any, state: RequestState, *, is_speculative: bool) -> None:

@@ -14,7 +14,7 @@ from sgl_skipkv.patches.engine.backup import back_up
 from sgl_skipkv.patches.engine.batch import failure_reason
 from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.reuse import leaving_history
-from sgl_skipkv.patches.engine.window_pool import is_out_of_windows
+from sgl_skipkv.patches.engine.window_pool import free_unmoved, is_out_of_windows
 
 
 def insertable_tokens(req: Any, *, is_finished: bool) -> int | None:
@@ -34,7 +34,7 @@ def insertable_tokens(req: Any, *, is_finished: bool) -> int | None:
     if is_finished and not state.settings.steers:
         return None
     shared: int = state.shared_row_tokens
-    if is_out_of_windows(req.kv):  # a restored row, or one compacted before it was inserted
+    if is_out_of_windows(req.kv, state):  # a restored row, or one compacted before it was inserted
         shared = min(shared, req.kv.cache_protected_len)
     return shared
 
@@ -80,6 +80,8 @@ def close_request(
         state.runtime.read_back(state)
         if state.failure is not None and _finish_type(req) != "abort":
             req.finished_reason = failure_reason(req, state)
+    if state is not None:
+        free_unmoved(tree_cache, req, state)
     with leaving_history(req, state, tree_cache, checkpoint=checkpoint):
         original(req, tree_cache, checkpoint=checkpoint)
     if state is not None and req.finished() and state.report.summary is None:

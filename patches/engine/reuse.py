@@ -32,7 +32,14 @@ from sgl_skipkv.patches.engine.kv_cache import (
 )
 from sgl_skipkv.patches.engine.media import would_miss_media
 from sgl_skipkv.patches.engine.scheduler import context_tokens
-from sgl_skipkv.patches.engine.window_pool import held_tokens
+from sgl_skipkv.patches.engine.window_pool import (
+    has_window_pool,
+    held_tokens,
+    window_buffers,
+    window_slots,
+)
+from sgl_skipkv.request.pages import page_floor
+from sgl_skipkv.request.parts import Continued
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.reuse.continuation import FinishedRow, first_prompt_of, namespace_of
 from sgl_skipkv.reuse.histories import HistoryMatch
@@ -93,7 +100,7 @@ def continue_history(
             lost = True  # to this request
             continue
         continued = state.reuse.continued
-        if continued is not None and held_tokens(req) >= continued.row_tokens:
+        if continued is not None and _lacks_windows(req, continued, tree_cache):
             lost = True  # to this request: no window ends there, but the history's own end has one
             continue
         runtime.histories.lose(found.history)
@@ -134,20 +141,37 @@ def _has_whole_row(req: Any, state: RequestState, tree_cache: Any) -> bool:
     """Whether the radix tree has the row that the request continues, on the device or, with
     HiCache, in host memory. SGLang has matched whole pages of it; the request locks the last one as
     well, until it is copied."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.common import _req_radix_key
-
     continued = state.reuse.continued
     assert continued is not None
     row_tokens = continued.row_tokens
+    if has_window_pool(tree_cache.token_to_kv_pool_allocator):
+        # Of the row's last window a part may be in front of that of its last page's end.
+        if req.prefix_len < page_floor(row_tokens, tree_cache.page_size):
+            return False
     if req.prefix_len + req.host_hit_length < row_tokens and continued.rest_of_page:
-        key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
-        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+        match = _match(req, continued, tree_cache)
         if match.device_prefix_len + match.host_hit_length >= row_tokens:
             req.prefix_len = min(match.device_prefix_len, row_tokens)
             req.last_node, req.best_match_node = match.last_device_node, match.best_match_node
             req.host_hit_length = row_tokens - req.prefix_len
     return bool(req.prefix_len + req.host_hit_length >= row_tokens)
+
+
+def _lacks_windows(req: Any, continued: Continued, tree_cache: Any) -> bool:
+    """Whether the radix tree has the row, but no whole window of it."""
+    if not has_window_pool(tree_cache.token_to_kv_pool_allocator):
+        return False
+    held_tokens: int = _match(req, continued, tree_cache).full_kv_hit_length
+    return held_tokens >= continued.row_tokens
+
+
+def _match(req: Any, continued: Continued, tree_cache: Any) -> Any:
+    """What the radix tree has of the row's pages."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.common import _req_radix_key
+
+    key = _req_radix_key(tree_cache, req, continued.key + continued.rest_of_page)
+    return tree_cache.match_prefix(MatchPrefixParams(key=key))
 
 
 def _fits_context(req: Any, state: RequestState, found: HistoryMatch, positions: int) -> bool:
@@ -204,8 +228,11 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     copy = own_slots(batch.tree_cache, len(history))
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     wait_for_load(batch)
-    for buffer in kv_buffers(batch.token_to_kv_pool_allocator):
+    allocator = batch.token_to_kv_pool_allocator
+    for buffer in kv_buffers(allocator):
         buffer[copy] = buffer[history]
+    for buffer in window_buffers(allocator):
+        buffer[window_slots(allocator, copy)] = buffer[window_slots(allocator, history)]
     _lock_shared(batch.tree_cache, req, state, continued.shared_tokens)
     return torch.cat([shared, copy])
 
@@ -243,7 +270,8 @@ def leaving_history(
         history = None  # a row that fills the context; no prompt could continue it
     if history is not None:
         state.reuse.row_key = history.key + history.padding
-        fill_last_page(req, table, len(history.padding))
+        allocator = tree_cache.token_to_kv_pool_allocator
+        fill_last_page(req, table, allocator, len(history.padding))
         req.swa_branching_seqlen = None  # SGLang would file it up to there
     try:
         yield

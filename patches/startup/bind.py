@@ -32,7 +32,7 @@ from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of,
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.speculation import is_speculative, reserved_tokens
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
-from sgl_skipkv.patches.engine.window_pool import window_buffers
+from sgl_skipkv.patches.engine.window_pool import most_saved_tokens, window_buffers
 from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
@@ -321,7 +321,7 @@ def _build(
             page_tokens=scheduler.page_size,
             reserved_tokens=reserved_tokens(scheduler),
             kv_token_bytes=token_bytes,
-            windows_bytes=window_token_bytes * facts.window_tokens,
+            windows_bytes=window_token_bytes * most_saved_tokens(scheduler.tree_cache),
             steerer=side.steerer,
             trace=trace,
             thoughts=facts.thoughts,
@@ -375,6 +375,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,
         buffers=kv_buffers(allocator),
+        window_pool_tokens=binding.limits.model_window_tokens if window_buffers(allocator) else 0,
     )
 
 

@@ -55,7 +55,13 @@ def window_pool(scheduler: Any) -> str | None:
         return None
     allocator, pools = scheduler.token_to_kv_pool_allocator, _head_pools(scheduler)
     beside = {
-        f"pages of {scheduler.page_size} tokens": scheduler.page_size != 1,
+        # There a row keeps less than a window in whole pages, and a compaction may need that.
+        f"pages of {scheduler.page_size} tokens in SGLang 0.5.22": (
+            scheduler.page_size != 1 and not hasattr(scheduler.tree_cache, "swa_retain_window")
+        ),
+        "windows that keep the prompt": getattr(
+            scheduler.tp_worker.model_runner, "prefill_aware_swa", False
+        ),
         "a ring per request": getattr(allocator, "swa_req_ring", False),
         "PD disaggregation": is_prefill_server() or is_decode_server(),
         "HiCache": scheduler.enable_hierarchical_cache,

@@ -16,6 +16,7 @@ from sgl_skipkv.eviction.kv_move import KVMove
 from sgl_skipkv.eviction.page_table import RowRewrite
 from sgl_skipkv.eviction.replay import kept_statistics
 from sgl_skipkv.eviction.select import Selection
+from sgl_skipkv.eviction.window_move import WindowMove, WindowPool
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentence_table import TableMoves
 from sgl_skipkv.request.last_compaction import LastCompaction
@@ -89,6 +90,7 @@ class Compaction:
         page_tokens: of the KV pool.
         buffers: [slots, ...] each, every layer's keys and values as they are stored, which move
             with pages of several tokens.
+        windows: where window layers have a pool of their own in pages of several tokens.
         check: verify the ledger (waits for the device).
 
     Raises:
@@ -97,6 +99,7 @@ class Compaction:
     Attributes:
         vacated: int64 [evicted] of each plan, slots that hold no token once it is applied.
         freed: of each plan, those of ``vacated`` whose page holds no token: all with pages of one.
+        window_move: None without ``windows``.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Compaction:
         page_tokens: int,
         buffers: Sequence[Tensor],
         check: bool,
+        windows: WindowPool | None = None,
     ) -> None:
         self.plans = plans
         rows = [plan.state.row for plan in plans]
@@ -116,6 +120,11 @@ class Compaction:
         if page_tokens > 1:
             heads = [plan.head_tokens for plan in plans]
             self._move = KVMove(buffers, req_to_token, rows, selections, heads)
+        self.window_move: WindowMove | None = None
+        if windows is not None:
+            lengths = [(one.row_tokens, one.row_tokens - one.evicted_tokens) for one in plans]
+            states = [plan.state for plan in plans]
+            self.window_move = WindowMove(windows, req_to_token, states, lengths, page_tokens)
         self._rows = RowRewrite(
             req_to_token, rows, selections, positions, page_tokens=page_tokens, check=check
         )
@@ -159,6 +168,8 @@ class Compaction:
         """
         if self._move is not None:
             self._move.apply()  # it reads the row that is written next
+        if self.window_move is not None:
+            self.window_move.apply()
         self._rows.write()
         if self._moves is not None:
             self._moves.apply()

@@ -25,6 +25,7 @@ from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.replay import replay_steps
 from sgl_skipkv.eviction.similar_sentences import note_similar
+from sgl_skipkv.eviction.window_move import WindowPool
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
 from sgl_skipkv.policy.inputs.ranks import Ranks
@@ -119,13 +120,14 @@ class Compactor:
         due_of: Callable[[RequestState], Due],
         req_to_token: Tensor,
         buffers: Sequence[Tensor] = (),
+        windows: WindowPool | None = None,
     ) -> list[Compaction]:
         """Do this work. A request whose work fails keeps its row, and its ``failure`` is set.
 
         Args:
             due_of: the planner's input for a request.
             req_to_token: int32 [rows, width], SGLang's page table (changed in place).
-            buffers: of ``Compaction``; not read with pages of one token.
+            buffers, windows: of ``Compaction``; not read with pages of one token.
         """
 
         def sound(states: Sequence[RequestState]) -> list[Due]:
@@ -134,7 +136,7 @@ class Compactor:
         self.follow(sound(work.followed))
         self._replay(measure_demand, sound(work.measured))
         due = sound(work.compacted)
-        return self._compact(due, req_to_token, buffers) if due else []
+        return self._compact(due, req_to_token, buffers, windows) if due else []
 
     def follow(self, due: Sequence[Due]) -> None:
         """Bring the requests' statistics up to date; a request's ``failure`` is set if it fails."""
@@ -146,9 +148,13 @@ class Compactor:
         list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
     def _compact(
-        self, due: Sequence[Due], req_to_token: Tensor, buffers: Sequence[Tensor]
+        self,
+        due: Sequence[Due],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor],
+        windows: WindowPool | None,
     ) -> list[Compaction]:
-        cache, prepare = due[0].cache, partial(self._prepare, req_to_token, buffers)
+        cache, prepare = due[0].cache, partial(self._prepare, req_to_token, buffers, windows)
         heads = key_numbers = 0
         if cache is not None:
             heads, layers = cache.heads, max(one.state.settings.policy.joins_layers for one in due)
@@ -170,7 +176,11 @@ class Compactor:
             self._metrics.compacted(plan.state, plan.evicted_tokens)
 
     def _prepare(
-        self, req_to_token: Tensor, buffers: Sequence[Tensor], due: Sequence[Due]
+        self,
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor],
+        windows: WindowPool | None,
+        due: Sequence[Due],
     ) -> Compaction:
         """Plan the requests. Changes nothing that another request or the scheduler can see."""
         for request in due:
@@ -178,10 +188,14 @@ class Compactor:
         plans = self.planner.plan(due)
         if self._trace is not None:
             note_similar(plans, self._recorder)
-        return self._compaction(plans, req_to_token, buffers)
+        return self._compaction(plans, req_to_token, buffers, windows)
 
     def _compaction(
-        self, plans: Sequence[Plan], req_to_token: Tensor, buffers: Sequence[Tensor]
+        self,
+        plans: Sequence[Plan],
+        req_to_token: Tensor,
+        buffers: Sequence[Tensor],
+        windows: WindowPool | None = None,
     ) -> Compaction:
         return Compaction(
             plans,
@@ -190,6 +204,7 @@ class Compactor:
             page_tokens=self._page_tokens,
             buffers=buffers,
             check=self._check_ledger,
+            windows=windows,
         )
 
     def drop(

@@ -41,6 +41,7 @@ def warm_up(
     width: int,
     page_tokens: int = 1,
     buffers: Sequence[Tensor] = (),
+    window_pool_tokens: int = 0,
 ) -> None:
     """Launch every kernel of a step and of a compaction.
 
@@ -52,27 +53,37 @@ def warm_up(
         windows: to compile for; any other is compiled at its first compaction.
         width: of the page table.
         page_tokens, buffers: of ``Compaction``.
+        window_pool_tokens: the window of layers with a pool of their own; 0: there are none.
     """
     from sgl_skipkv.kernels.sentence_redundancy import sentence_redundancy
 
     device, tokens = recorder.device, _KEEP_TOKENS + _NEW_TOKENS
     scratch = torch.zeros(_REQUESTS, dtype=torch.int64, device=device)
     _step(recorder, steerer, scratch)
-    while width < max(_KEEP_TOKENS, *windows, 0) + _NEW_TOKENS:
-        width *= 3  # keeps divisibility by 16, for which Triton specialises
-    table = torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)  # all slot 0
+    table = _table(width, max(_KEEP_TOKENS, *windows, 0) + _NEW_TOKENS, device)
     scores = [torch.zeros(tokens, device=device)] * _REQUESTS
     selections, _ = select_together(scores, [[(0, 1)]] * _REQUESTS, [_KEEP_TOKENS] * _REQUESTS)
     positions = [torch.arange(tokens, device=device)] * _REQUESTS
     rows = [*range(_REQUESTS)]
     if page_tokens > 1:
         slots = [_one_slot(buffer) for buffer in buffers]
-        KVMove(slots, table, rows, selections, [0] * _REQUESTS).apply()
+        tables = [table]
+        if window_pool_tokens:  # of ``WindowMove``; its slots are alike
+            tables.append(_table(2 * window_pool_tokens, tokens, device))
+        for one in tables:
+            KVMove(slots, one, rows, selections, [0] * _REQUESTS).apply()
     RowRewrite(table, rows, selections, positions, page_tokens=page_tokens).write()
     sentence_redundancy(recorder.sentences.vectors, scratch[:1], scratch[:1] + 2, max_count=2)
     if cache is not None:
         table.zero_()
         _score(cache, table, recorder.queries.data, windows)
+
+
+def _table(width: int, least: int, device: torch.device) -> Tensor:
+    """A page table that is at least so wide, all slot 0."""
+    while width < least:
+        width *= 3  # keeps divisibility by 16, for which Triton specialises
+    return torch.zeros(_REQUESTS, width, dtype=torch.int32, device=device)
 
 
 def _one_slot(buffer: Tensor) -> Tensor:

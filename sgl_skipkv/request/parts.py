@@ -75,6 +75,8 @@ class KVState:
         lost: whether this rank's part of the statistics is missing.
         recorded_tokens: logical tokens that were recorded before the row was restored.
         not_before: logical length of the first decode step; no compaction comes before it.
+        windows_from: first row entry of its own from which on the window pool has the KV, where it
+            has slots without that in front (pages of several tokens).
     """
 
     followed_tokens: int
@@ -86,6 +88,7 @@ class KVState:
     lost: bool = False
     recorded_tokens: int = 0
     not_before: int = 0
+    windows_from: int = 0
 
 
 class Compared(NamedTuple):

@@ -10,7 +10,8 @@ Changes = dict[Callable[..., Any], dict[str, tuple[str, str]]]
 
 def window_bugs() -> Changes:
     """Our function -> name of a bug -> a piece of its source, and what stands there instead."""
-    from sgl_skipkv.patches.engine import backup, batch, kv_cache, window_pool
+    from sgl_skipkv.eviction.window_move import WindowMove
+    from sgl_skipkv.patches.engine import backup, batch, kv_cache, reuse, window_pool
 
     return {
         window_pool.move_cursor: {
@@ -49,17 +50,17 @@ def window_bugs() -> Changes:
         },
         backup._kv_of: {
             "a token of the windows is not backed up": (
-                "model_window_tokens - 1",
-                "model_window_tokens - 2",
+                "len(slots) - saved",
+                "len(slots) - saved + 1",
             ),
             "the windows are backed up from the first token on": (
-                "slots[-(binding.limits.model_window_tokens - 1) :]",
-                "slots[: binding.limits.model_window_tokens - 1]",
+                "slots[len(slots) - saved :]",
+                "slots[:saved]",
             ),
         },
         backup.restore_row: {
             "the cursor of a restored row is at its beginning": (
-                "set_cursor(req.kv, backup.row_tokens - seen)",
+                "place_windows(batch.tree_cache, req.kv, state, backup.row_tokens, seen)",
                 "pass",
             ),
             "the windows are restored to the first slots": (
@@ -77,8 +78,56 @@ def window_bugs() -> Changes:
         },
         window_pool.own_windowed_slots: {
             "the first tokens of a restored row have a window": (
-                "slots[tokens - windowed_tokens :]",
-                "slots[:windowed_tokens]",
+                "own[tokens - windowed_tokens :]",
+                "own[:windowed_tokens]",
+            ),
+        },
+        # Of pages of several tokens.
+        WindowMove.__init__: {
+            "windows move one token too far": (
+                "slots[row_tokens - pool.window_tokens :]",
+                "slots[row_tokens - pool.window_tokens - 1 : -1]",
+            ),
+        },
+        WindowMove.apply: {
+            "the windows of a compacted row do not move": ("self._move.apply()", "pass"),
+            "slots behind a compacted row stay mapped": (
+                "self._slot_of.index_fill_(0, self._old, 0)",
+                "pass",
+            ),
+        },
+        window_pool.free_moved: {
+            "window pages that a compacted row does not need are kept": (
+                "allocator.swa_attn_allocator.free_page_ids(row.freed_pages)",
+                "pass",
+            ),
+            "the cursor of a row in pages does not move with it": (
+                "set_cursor(kv, row.first)",
+                "pass",
+            ),
+        },
+        window_pool._lag_tokens: {
+            "without a radix tree a row has a window page too few": (
+                "unreserved_tokens(tree_cache)",
+                "0",
+            ),
+        },
+        window_pool.saved_window_tokens: {
+            "a restored row has a window page too few": (
+                "row_tokens - kept_tokens(tree_cache)",
+                "row_tokens - tree_cache.sliding_window_size",
+            ),
+        },
+        kv_cache.fill_last_page: {
+            "the rest of a history's last page has no windows": (
+                "window_rest_of_page(allocator, page[:1], page[1:])",
+                "pass",
+            ),
+        },
+        reuse.own_row: {
+            "what is copied of a history has no windows": (
+                "in window_buffers(allocator)",
+                "in window_buffers(allocator)[:0]",
             ),
         },
     }

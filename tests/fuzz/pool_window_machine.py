@@ -12,6 +12,7 @@ from pool_machine import (
     APART,
     BRANCH,
     HOW,
+    PAGES,
     PARAMETERS,
     PROMPT,
     SOME_STEPS,
@@ -62,6 +63,7 @@ WINDOW_HOW = {
     "radix": st.sampled_from([True, True, False]),
     "every": st.sampled_from([1, 4, 4, 128]),
     "unlocks": st.booleans(),
+    "page_tokens": st.sampled_from(PAGES),
 }
 
 
@@ -77,7 +79,8 @@ class WindowPoolMachine(MachineBeside):
         flags |= {name: how.pop(name) for name in ("every", "unlocks")}
         self.ends.enter_context(window_flags(**flags))
         how["window_pool"] = window_pool_tokens(
-            *(how["window_tokens"], how["chunk"], flags["every"], how.pop("running"))
+            *(how["window_tokens"], how["chunk"], flags["every"], how.pop("running")),
+            how["page_tokens"],
         )
         self.world = WindowWorld(**how)
 

@@ -20,6 +20,8 @@ from pool_beside import WorldBeside
 from pool_content import KV_HEADS, POOL, ROWS
 from pool_window_books import Read, WindowBooks
 
+from sgl_skipkv.request.pages import page_ceil
+
 
 @contextmanager
 def window_flags(
@@ -51,13 +53,14 @@ def window_flags(
 
 
 def window_pool_tokens(
-    window_tokens: int, chunk: int | None, every: int, running: int = ROWS
+    window_tokens: int, chunk: int | None, every: int, running: int = ROWS, page: int = 1
 ) -> int:
     """How large SGLang's own worst case is for so many running requests
     (``compute_swa_request_cap``), and what one prefix locks. Without chunks a prompt must fit."""
     if chunk is None:
         return POOL
-    return min(running * (window_tokens + every + 1) + 2 * chunk + 1 + window_tokens, POOL)
+    window, chunk = page_ceil(window_tokens, page), page_ceil(chunk, page)
+    return min(running * (window + page_ceil(every, page) + page) + 2 * chunk + page + window, POOL)
 
 
 class WindowWorld(WindowBooks, WorldBeside):

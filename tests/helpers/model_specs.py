@@ -69,6 +69,23 @@ MODEL_SPECS: dict[str, Spec] = {
             }
         },
     ),
+    # The same in pages.
+    "gpt_oss, two pools in pages": Spec(
+        ("oracle_windows",),
+        "gpt_oss",
+        (
+            *(*ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16, *TWO_POOLS),
+            *("--swa-full-tokens-ratio", "0.13"),
+        ),
+        CHECKED,
+        {
+            "env": {
+                **ENVIRONMENT["gpt_oss"],
+                **retracts(30),
+                "SGLANG_SWA_EVICTION_INTERVAL": "1",
+            }
+        },
+    ),
     # Layers with a state instead of KV. SGLang keeps states where a prompt ends, and then does not
     # overlap steps.
     "lfm2": Spec(

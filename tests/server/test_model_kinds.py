@@ -112,9 +112,15 @@ def test_what_a_window_pool_is_refused_with(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.endswith("--disable-hybrid-swa-memory)")
         return found
 
-    assert "with pages of 16 tokens (" in refused(page_size=16)
-    both = refused(page_size=64, enable_hierarchical_cache=True)
-    assert "with pages of 64 tokens and HiCache (" in both
+    trees = {True: SimpleNamespace(swa_retain_window=31), False: SimpleNamespace()}
+    assert check(with_window_pool(page_size=16, tree_cache=trees[True])) is None
+    older: dict[str, Any] = {"page_size": 64, "tree_cache": trees[False]}
+    assert "with pages of 64 tokens in SGLang 0.5.22 (" in refused(**older)
+    scheduler = with_window_pool()
+    scheduler.tp_worker.model_runner.prefill_aware_swa = True
+    assert "with windows that keep the prompt (" in str(check(scheduler))
+    both = refused(**older, enable_hierarchical_cache=True)
+    assert "with pages of 64 tokens in SGLang 0.5.22 and HiCache (" in both
     monkeypatch.setattr(pool_kinds, "is_decode_server", lambda: True)
     assert "with PD disaggregation (" in refused()
     monkeypatch.setattr(pool_kinds, "is_decode_server", lambda: False)

@@ -9,12 +9,16 @@ import pytest
 from kernels_on_cpu import on_triton
 from pool_calls import asks
 from pool_machine import PARAMETERS
+from pool_windows import WindowWorld, window_flags
 from pool_world import World
 from triton.runtime.interpreter import InterpretedFunction
-from triton_tools import triton_type
+from triton_tools import variant
 
+from sgl_skipkv.kernels.kv_move import _move_kv_kernel
+from sgl_skipkv.kernels.row_compaction import _compact_rows_kernel
 from sgl_skipkv.patches.startup import bind
 
+IN_PAGES = {one.fn.__name__: one for one in (_move_kv_kernel, _compact_rows_kernel)}
 KEYS = {"kv_budget": 8, "kv_policy": "rkv", "kv_params": PARAMETERS}
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
@@ -60,29 +64,33 @@ def test_a_server_with_kernels_compiles_them_before_it_is_ready(
     assert launched == [world.recorder]
 
 
+@pytest.mark.parametrize("window_tokens", [None, 5, 8])
 def test_a_server_in_pages_compiles_the_move_before_it_is_ready(
-    monkeypatch: pytest.MonkeyPatch,
+    window_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also that of windows in a pool of their own, whose table has another width."""
     run, launched = InterpretedFunction.run, set[Any]()
 
     def spied(self: Any, *arguments: Any, **options: Any) -> Any:
-        name = self.fn.__name__
-        if name in ("_move_kv_kernel", "_compact_rows_kernel"):
-            kept = {one: value for one, value in options.items() if one != "grid"}
-            launched.add((name, *map(triton_type, arguments), *map(str, kept.items())))
+        if (function := IN_PAGES.get(self.fn.__name__)) is not None:
+            launched.add(variant(function, arguments, options))
         return run(self, *arguments, **options)
 
-    with on_triton():
+    sizes: dict[str, Any] = {"head_dim": 16, "check_ledger": False, "page_tokens": 4}
+    with on_triton(), window_flags():
         monkeypatch.setattr(InterpretedFunction, "run", spied)
-        world = World(head_dim=16, check_ledger=False, page_tokens=4)
+        if window_tokens is None:
+            world = World(**sizes)
+        else:
+            world = WindowWorld(**sizes, window_tokens=window_tokens)
         monkeypatch.setattr(bind, "uses_triton", lambda device: True)
         bind._warm_up(world.skipkv, world.runtime)
         warm = set(launched)
-        call = world.arrive([5, 6, 7], 40, **KEYS)
+        call = world.arrive([5, 6, 7], 40, **{**KEYS, "kv_budget": 8 + (window_tokens or 0)})
         while not call.finished():
             world.step()
         assert call.skipkv.report.compactions
-    assert {name for name, *_ in warm} == {"_move_kv_kernel", "_compact_rows_kernel"}
+    assert {name for name, *_ in warm} == {*IN_PAGES}
     assert launched == warm
 
 
