@@ -22,6 +22,7 @@ from sgl_skipkv.patches.engine.backup import lengthen_input
 from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
+    draft_buffers,
     due_of,
     kv_buffers,
     paged_cache,
@@ -83,7 +84,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         made = due_of(req, state, tokens, *pools, cache)
         return made._replace(tail_slots=tail_slots, written_tokens=written)
 
-    table, buffers = batch.req_to_token_pool.req_to_token, kv_buffers(pools[1])
+    table = batch.req_to_token_pool.req_to_token
+    buffers = kv_buffers(pools[1]) + draft_buffers(binding.scheduler)
     compacted = {state: batch.reqs[places[state]] for state in work.compacted}
     windows = windows_of(batch.tree_cache, compacted, binding.limits.model_window_tokens)
     done = runtime.compactor.before_step(work, due, table, buffers, windows)

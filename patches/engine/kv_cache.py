@@ -13,6 +13,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, binding_of
+from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.window_pool import (
     free_evicted,
     free_moved,
@@ -34,7 +35,17 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     With MLA the latents of every layer, [slots, 1, r + rotary]: keys that contain their values.
     """
     kv_pool = allocator.get_kvcache()
-    kv_pool = getattr(kv_pool, "full_kv_pool", kv_pool)
+    return _buffers_of(getattr(kv_pool, "full_kv_pool", kv_pool))
+
+
+def draft_buffers(scheduler: Any) -> list[Tensor]:
+    """The same of a draft model's layers, whose pool has the same slots; none without one."""
+    if not is_speculative(scheduler):
+        return []
+    return _buffers_of(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+
+
+def _buffers_of(kv_pool: Any) -> list[Tensor]:
     latents = getattr(kv_pool, "kv_buffer", None)
     return [*kv_pool.k_buffer, *kv_pool.v_buffer] if latents is None else [*latents]
 
@@ -90,13 +101,13 @@ def release_evicted(
     assert binding is not None
     if binding.config.poison_evicted:
         poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
-        for buffer in kv_buffers(allocator):
+        for buffer in (*kv_buffers(allocator), *draft_buffers(binding.scheduler)):
             nan = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
             buffer.index_fill_(0, poisoned, nan)  # an assignment would wait for the device
     plans = [plan for compaction in done for plan in compaction.plans]
     freed = [slots for compaction in done for slots in compaction.freed]
     for plan, slots in zip(plans, freed, strict=True):
-        kv, first = reqs[plan.state].kv, plan.row_tokens - slots.shape[0]
+        kv, first = reqs[plan.state].kv, plan.row_tokens + plan.tail_slots - slots.shape[0]
         free_evicted(allocator, kv, slots, plan.evicted_tokens, first)
         kv.kv_committed_len -= plan.evicted_tokens
         kv.kv_allocated_len -= plan.evicted_tokens

@@ -22,7 +22,7 @@ from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers, paged_cache
+from sgl_skipkv.patches.engine.kv_cache import draft_buffers, kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.linear_states import (
     NO_BACKUPS,
     WITHOUT_BACKUPS,
@@ -374,7 +374,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         runtime.steerer,
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,
-        buffers=kv_buffers(allocator),
+        buffers=kv_buffers(allocator) + draft_buffers(binding.scheduler),
         window_pool_tokens=binding.limits.model_window_tokens if window_buffers(allocator) else 0,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.speculation import is_speculative
@@ -30,13 +29,11 @@ def speculation(scheduler: Any) -> str | None:
             settings.speculative_eagle_topk != 1
         ),
         "--speculative-adaptive": settings.speculative_adaptive,
-        f"pages of {scheduler.page_size} tokens": scheduler.page_size != 1,
         "window layers in a pool of their own": has_window_pool(
             scheduler.token_to_kv_pool_allocator
         ),
         "layers with a state instead of KV": has_linear_states(scheduler.req_to_token_pool),
         "images": scheduler.model_config.is_multimodal,
-        "DP attention": has_dp_attention(),
         "PD disaggregation": is_prefill_server() or is_decode_server(),
         "HiCache": scheduler.enable_hierarchical_cache,
         "--enable-mixed-chunk": scheduler.is_mixed_chunk,

@@ -193,6 +193,15 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(20)},
         draft="alike",
     ),
+    # The same in pages, which move in the draft model's pool, too.
+    "drafts in pages": Spec(
+        ("oracle_drafts",),
+        "qwen3",
+        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *STANDALONE, *PAGES_OF_16),
+        CHECKED,
+        {"env": retracts(20)},
+        draft="alike",
+    ),
     # The same, one step after the other.
     "drafts, no overlap": Spec(
         ("oracle_drafts",),
@@ -202,20 +211,21 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(20)},
         draft="alike",
     ),
-    # The same with latents.
-    "drafts, latents": Spec(
-        ("oracle_drafts",),
-        "deepseek_v3",
-        (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
-        CHECKED,
-        {"env": {**DRAFT_MODELS, **retracts(20)}},
-        draft="nextn",
-    ),
     # A draft model that is the other itself, so nearly every draft is right.
     "drafts, mostly right": Spec(
         ("oracle_drafts",),
         REASONER,
         (*ONE_BATCH, *STANDALONE, "--speculative-draft-model-path", str(REASONER)),
+        CHECKED,
+    ),
+    # The same in pages.
+    "drafts, mostly right, in pages": Spec(
+        ("oracle_drafts",),
+        REASONER,
+        (
+            *(*ONE_BATCH, *STANDALONE, *PAGES_OF_16),
+            *("--speculative-draft-model-path", str(REASONER)),
+        ),
         CHECKED,
     ),
     # A draft model that continues the hidden states of the other.
@@ -226,6 +236,30 @@ MODEL_SPECS: dict[str, Spec] = {
         CHECKED,
         {"env": retracts(20)},
         draft="eagle",
+    ),
+    # The same on two ranks, in pages.
+    "eagle on two ranks": Spec(
+        ("oracle_drafts",),
+        "llama",
+        (
+            *("--tp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16),
+            *("--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        ),
+        {**CHECKED, "check_agreement": True},
+        {"env": retracts(20)},
+        draft="eagle",
+    ),
+    # Latents, and DeepSeek's layer for several tokens at once, in two attention groups.
+    "latents in two groups, with drafts": Spec(
+        ("oracle_drafts",),
+        "deepseek_v3",
+        (
+            *("--tp-size", "2", "--attn-dp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64),
+            *("--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        ),
+        CHECKED,
+        {"env": {**DRAFT_MODELS, **retracts(20)}},
+        draft="nextn",
     ),
     # A model whose vocabulary has thinking tokens, and whose parser says when thinking is over.
     "thinking": Spec(

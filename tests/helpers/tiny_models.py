@@ -8,6 +8,7 @@ sentences.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -172,9 +173,10 @@ STATES_COPIED = (
     *("--json-model-override-args", json.dumps({"architectures": ["FalconH1ForCausalLM"]})),
     *("--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "32"),
 )
+_HERE = Path(__file__).parent
 _EXTERNAL_MODELS = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "external_models",
-    "PYTHONPATH": str(Path(__file__).parent),
+    "PYTHONPATH": os.pathsep.join([str(_HERE), str(_HERE / "quick_starts")]),
 }
 _HYBRID = {
     **_EXTERNAL_MODELS,

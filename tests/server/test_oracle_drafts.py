@@ -45,7 +45,17 @@ def policies(family: str) -> list[str]:
     return [one.name for one in served if family != "deepseek_v3" or not one.needs_rotation]
 
 
-@pytest.fixture(scope="module", params=["drafts", "drafts, no overlap", "drafts, latents", "eagle"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "drafts",
+        "drafts in pages",
+        "drafts, no overlap",
+        "eagle",
+        "eagle on two ranks",
+        "latents in two groups, with drafts",
+    ],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -150,11 +160,12 @@ def test_what_is_not_made_to_work_is_refused(server) -> None:
     assert refused.value.status == 400
 
 
-def test_drafts_stay_right(fleet: Fleet) -> None:
+@pytest.mark.parametrize("name", ["drafts, mostly right", "drafts, mostly right, in pages"])
+def test_drafts_stay_right(fleet: Fleet, name: str) -> None:
     """The draft model sees what the other sees, at the same positions. It is the same model, so
     nearly all of its drafts are right, whatever was evicted."""
     problem = json.loads((REASONER / "heldout.jsonl").read_text().splitlines()[0])["prompt"]
-    for server in fleet.lent("drafts, mostly right"):
+    for server in fleet.lent(name):
         prompt = server.post("/tokenize", {"prompt": problem})["tokens"]
         sizes = {"tokens": 400, "kv_budget": 128}
         calls = [call(policy, policy, prompt, **sizes) for policy in policies("")]

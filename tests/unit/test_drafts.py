@@ -131,11 +131,11 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     flags["speculative_adaptive"] = False
     flags |= {name: more.pop(name) for name in [*flags] if name in more}
     monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**flags))
-    for role in ("is_prefill_server", "is_decode_server", "has_dp_attention"):
+    for role in ("is_prefill_server", "is_decode_server"):
         is_one = more.pop(role, False)
         monkeypatch.setattr(drafts, role, lambda is_one=is_one: is_one)
     made = {
-        **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "page_size": 1, "is_mixed_chunk": False},
+        **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "is_mixed_chunk": False},
         **{"draft_worker": object.__new__(EAGLEWorkerV2), "enable_hierarchical_cache": False},
         **{"token_to_kv_pool_allocator": SimpleNamespace(), "req_to_token_pool": SimpleNamespace()},
         **{"model_config": SimpleNamespace(is_multimodal=False)},
@@ -152,7 +152,6 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
             "drafts that are trees (--speculative-eagle-topk 1: chains)",
         ),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
-        ({"page_size": 64}, "pages of 64 tokens"),
         (
             {"token_to_kv_pool_allocator": SimpleNamespace(full_to_swa_index_mapping=None)},
             "window layers in a pool of their own",
@@ -162,12 +161,14 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
             "layers with a state instead of KV",
         ),
         ({"model_config": SimpleNamespace(is_multimodal=True)}, "images"),
-        ({"has_dp_attention": True}, "DP attention"),
         ({"is_prefill_server": True}, "PD disaggregation"),
         ({"is_decode_server": True}, "PD disaggregation"),
         ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"is_mixed_chunk": True}, "--enable-mixed-chunk"),
-        ({"page_size": 16, "is_mixed_chunk": True}, "pages of 16 tokens and --enable-mixed-chunk"),
+        (
+            {"speculative_adaptive": True, "is_mixed_chunk": True},
+            "--speculative-adaptive and --enable-mixed-chunk",
+        ),
     ],
 )
 def test_what_drafts_are_refused_with(
