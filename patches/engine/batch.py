@@ -32,6 +32,7 @@ from sgl_skipkv.patches.engine.kv_cache import (
 from sgl_skipkv.patches.engine.speculation import (
     is_speculative,
     published_lengths,
+    settled_tokens,
     shorten_published,
 )
 from sgl_skipkv.patches.engine.window_pool import free_out_of_windows, windows_of
@@ -53,7 +54,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         state = state_of(req)
         if state is None:
             continue
-        places[state], row_tokens[state] = i, req.kv.kv_committed_len
+        places[state], row_tokens[state] = i, settled_tokens(batch, req, state)
         runtime.observe(state, row_tokens[state])
         if state.failure is not None:
             end_request(req, state)

@@ -81,7 +81,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         return
     shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
     if is_speculative(batch) and not result.forward_mode.is_extend_without_speculative():
-        place_step(result, shifts)
+        place_step(result, states, shifts)
     elif result.forward_mode.is_decode():
         _place_decode(result, batch, shifts)
         end_silence(binding.runtime, batch, states)

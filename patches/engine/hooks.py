@@ -330,6 +330,12 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
         "engine.speculation:place_captured_draft",
         "the same where drafts are replayed from a CUDA graph",
     ),
+    after(
+        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+        "_resolve_spec_v2_tokens(self, result, batch)",
+        "engine.speculation:read_step",
+        "what is kept must not depend on when a step's result is read",
+    ),
     uses(
         "mem_cache.allocation_sizing.get_alloc_reserve_per_decode()",
         "engine.speculation:reserved_tokens",

@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.patches.engine.binding import binding_of
+from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.request.state import RequestState
 
 _SHIFTS = "skipkv_shifts"
 
@@ -41,6 +42,27 @@ def reserved_tokens(holder: Any) -> int:
 
     tokens: int = get_alloc_reserve_per_decode() + get_alloc_len_per_decode()
     return tokens
+
+
+def settled_tokens(batch: Any, req: Any, state: RequestState) -> int:
+    """Row entries that a compaction may evict from: those of the steps before the last one that
+    was launched, with overlap, because its result is not known yet. Where it is, as behind another
+    request's prefill, it does not count either: what is kept must not depend on others."""
+    tokens: int = req.kv.kv_committed_len
+    is_known = state.kv.launched_steps == state.kv.read_steps
+    if is_speculative(batch) and batch.enable_overlap and is_known:
+        tokens -= state.kv.step_tokens
+    return tokens
+
+
+def read_step(result: list[list[int]], processor: Any, output: Any, batch: Any) -> None:
+    """AFTER ``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``: how many tokens a step has
+    added to each row."""
+    for req, tokens in zip(batch.reqs, result, strict=True):
+        state = state_of(req)
+        if state is not None and not req.is_retracted:
+            state.kv.read_steps += 1
+            state.kv.step_tokens = len(tokens)
 
 
 def published_lengths(batch: Any) -> Tensor | None:
@@ -68,9 +90,13 @@ def shorten_published(batch: Any, rows: Sequence[int], evicted_tokens: Sequence[
         published.record()
 
 
-def place_step(result: Any, shifts: Sequence[int]) -> None:
+def place_step(result: Any, states: Sequence[RequestState | None], shifts: Sequence[int]) -> None:
     """Logical positions of a verify step, or of a draft model's pass behind it. Those of its decode
     steps follow in ``place_draft``: until then attention backends take them for row lengths."""
+    if result.forward_mode.is_target_verify():
+        for state in states:
+            if state is not None:
+                state.kv.launched_steps += 1
     if not any(shifts):
         return
     per_request = result.positions.shape[0] // len(shifts)

@@ -51,7 +51,7 @@ from sgl_skipkv.patches.startup.pool_kinds import without_budget_reuse
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.policy import policy_class
 from sgl_skipkv.policy.inputs.ranks import RanksError
-from sgl_skipkv.request.settings import check_server_defaults
+from sgl_skipkv.request.settings import check_server_defaults, default_policy, refuse_recording
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
 from sgl_skipkv.steering.vector import SteeringVector
@@ -260,10 +260,15 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
         reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
     if facts.without_backups and config.given().get("retraction_backup_bytes"):
         reasons.append(f"retraction_backup_bytes: expected 0, {facts.without_backups}")
-    if facts.without_recording and config.steering_vector is not None:
-        reasons.append(f"steering_vector: {facts.without_recording}")
-    if facts.without_recording and config.steering_capture is not None:
-        reasons.append(f"steering_capture: {facts.without_recording}")
+    if facts.without_recording is not None:
+        names = ("steering_vector", "steering_capture")
+        given = [name for name in names if getattr(config, name) is not None]
+        reasons += [f"{name}: {facts.without_recording}" for name in given]
+        try:
+            policy = default_policy(config, facts.window_tokens)
+            refuse_recording(policy, f" ({facts.without_recording})", "")
+        except SettingError as error:
+            reasons.append(str(error))
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:

@@ -207,7 +207,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         prefix_tree,
     ),
     Capability("HiCache", "yes", "it copies nodes of the radix tree; histories are some"),
-    Capability("overlap scheduler", "yes", "only token ids are futures; all lengths are known"),
+    Capability("overlap scheduler", "yes", "lengths are known, or those of finished steps are"),
     Capability("chunked prefill", "yes", "nothing is evicted before the first decode step"),
     Capability("mixed chunks", "yes", "what decodes in a prefill is recorded as in a decode step"),
     Capability("attention backend", "yes", f"{', '.join(BACKENDS)} read the page table", backend),
@@ -289,8 +289,9 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "kv_reuse",
         "per request",
-        "400 without a radix cache, with PD disaggregation, --kv-events-config and "
-        "--hicache-storage-backend; budget where window layers have a pool of their own",
+        "400 without a radix cache, with PD disaggregation, speculative decoding, "
+        "--kv-events-config and --hicache-storage-backend; budget where window layers have a pool "
+        "of their own",
     ),
     *(Capability(name, "no", why, Setting(path, _OFF, name)) for name, why, path in _SETTINGS),
     *(Capability(name, "no", why, Setting(path, (1,), name)) for name, why, path in _COUNTS),

@@ -17,7 +17,7 @@ def speculation(scheduler: Any) -> str | None:
     if not is_speculative(scheduler):
         return None
     from sglang.srt.environ import envs
-    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.runtime_context import get_exec, get_spec
     from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
@@ -34,6 +34,8 @@ def speculation(scheduler: Any) -> str | None:
         ),
         "layers with a state instead of KV": has_linear_states(scheduler.req_to_token_pool),
         "images": scheduler.model_config.is_multimodal,
+        "positions on three axes": scheduler.model_config.model_is_mrope,
+        "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
         "PD disaggregation": is_prefill_server() or is_decode_server(),
         "HiCache": scheduler.enable_hierarchical_cache,
         "--enable-mixed-chunk": scheduler.is_mixed_chunk,

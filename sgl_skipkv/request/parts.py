@@ -77,6 +77,8 @@ class KVState:
         not_before: logical length of the first decode step; no compaction comes before it.
         windows_from: first row entry of its own from which on the window pool has the KV, where it
             has slots without that in front (pages of several tokens).
+        launched_steps, read_steps: with speculative decoding, and those whose result is known.
+        step_tokens: that the last of these added.
     """
 
     followed_tokens: int
@@ -89,6 +91,9 @@ class KVState:
     recorded_tokens: int = 0
     not_before: int = 0
     windows_from: int = 0
+    launched_steps: int = 0
+    read_steps: int = 0
+    step_tokens: int = 0
 
 
 class Compared(NamedTuple):

@@ -257,6 +257,15 @@ def refuse_recording(policy: Policy, why: str, otherwise: str) -> None:
         raise SettingError("kv_policy", expected, policy.name, choices)
 
 
+def default_policy(server: ServerConfig, model_window_tokens: int) -> Policy:
+    """What a request gets that names none.
+
+    Raises:
+        SettingError: its parameters are wrong.
+    """
+    return _resolve_policy({}, server, model_window_tokens)
+
+
 def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> None:
     """Validate the server's default policy, parameters and budget, like those of a request.
 
@@ -267,7 +276,7 @@ def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> Non
         SettingError: one of them is wrong.
     """
     try:
-        policy = _resolve_policy({}, server, model_window_tokens)
+        policy = default_policy(server, model_window_tokens)
     except SettingError as error:
         parameter = error.field.removeprefix("kv_params.")
         setting = _SERVER_DEFAULTS.get(parameter)

@@ -117,7 +117,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         compaction.Compaction.__init__: {
             "a page without tokens is kept": (
                 "page_ceil(count, page_tokens) - count :",
-                "page_ceil(kept + (page_tokens > 1), page_tokens) - kept :",
+                "page_ceil(count + (page_tokens > 1), page_tokens) - count :",
             ),
             "the page of the last tokens is freed": (
                 "slots[page_ceil(count, page_tokens) - count :]",

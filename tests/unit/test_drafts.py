@@ -23,6 +23,7 @@ from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.patches.engine import speculation
 from sgl_skipkv.patches.limits import ServerLimits
 from sgl_skipkv.patches.startup import bind, drafts
+from sgl_skipkv.request.parts import KVState
 from sgl_skipkv.request.settings import resolve_request
 
 WIDTH = 48
@@ -102,7 +103,9 @@ def test_published_lengths_are_shortened_before_they_are_read() -> None:
 def test_a_step_is_at_its_logical_positions(mode: str, per_request: int) -> None:
     rows = torch.tensor([10, 11, 12, 13, 20, 21, 22, 23], dtype=torch.int32)
     result = SimpleNamespace(forward_mode=ForwardMode[mode], positions=rows)
-    speculation.place_step(result, [5, 0])
+    state: Any = SimpleNamespace(kv=KVState(followed_tokens=0))
+    speculation.place_step(result, [state, None], [5, 0])
+    assert state.kv.launched_steps == (mode == "TARGET_VERIFY")
     assert result.positions.tolist() == [15, 16, 17, 18, 20, 21, 22, 23]
     assert result.positions.dtype == torch.int32
     assert rows.tolist() == [10, 11, 12, 13, 20, 21, 22, 23], "SGLang may read them again"
@@ -112,7 +115,7 @@ def test_drafts_are_placed_once_their_attention_is_planned() -> None:
     """Until then attention backends take a position for the length of its row."""
     rows = torch.tensor([10, 20])
     result = SimpleNamespace(forward_mode=ForwardMode.DECODE, positions=rows)
-    speculation.place_step(result, [5, 0])
+    speculation.place_step(result, [None, None], [5, 0])
     assert result.positions is rows and rows.tolist() == [10, 20]
     speculation.place_draft(None, result)
     assert result.positions.tolist() == [15, 20] and rows.tolist() == [10, 20]
@@ -126,10 +129,38 @@ def test_drafts_are_placed_once_their_attention_is_planned() -> None:
     assert untouched.positions is rows and buffer.tolist() == [15, 20, 0, 0]
 
 
+def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:
+    """A prefill of another request lets the last step's result arrive before the next check."""
+    batch, _ = batch_with(torch.zeros(1))
+    state: Any = SimpleNamespace(kv=KVState(followed_tokens=0))
+    req = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=50), skipkv=state, is_retracted=False)
+    batch.reqs = [req, SimpleNamespace(is_retracted=False)]
+    assert speculation.settled_tokens(batch, req, state) == 50, "of the prefill"
+    for launched, added in ((1, 3), (2, 1)):
+        state.kv.launched_steps = launched
+        before = req.kv.kv_committed_len
+        assert speculation.settled_tokens(batch, req, state) == before, "it runs"
+        speculation.read_step([[7] * added, [8]], None, None, batch)
+        req.kv.kv_committed_len += added
+        assert speculation.settled_tokens(batch, req, state) == before, "its result is known"
+    batch.enable_overlap = False
+    assert speculation.settled_tokens(batch, req, state) == 54
+    req.is_retracted = True  # the result of a step that ran then is dropped
+    speculation.read_step([[7, 7], [8]], None, None, batch)
+    assert (state.kv.read_steps, state.kv.step_tokens) == (2, 1)
+
+
+def text_only(**others: bool) -> Any:
+    return SimpleNamespace(**{"is_multimodal": False, "model_is_mrope": False, **others})
+
+
 def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     flags = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1}
     flags["speculative_adaptive"] = False
     flags |= {name: more.pop(name) for name in [*flags] if name in more}
+    seeded = SimpleNamespace(enable_deterministic_inference=more.pop("seeded", False))
+    runs = SimpleNamespace(deterministic=seeded)
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: runs)
     monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**flags))
     for role in ("is_prefill_server", "is_decode_server"):
         is_one = more.pop(role, False)
@@ -138,7 +169,7 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
         **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "is_mixed_chunk": False},
         **{"draft_worker": object.__new__(EAGLEWorkerV2), "enable_hierarchical_cache": False},
         **{"token_to_kv_pool_allocator": SimpleNamespace(), "req_to_token_pool": SimpleNamespace()},
-        **{"model_config": SimpleNamespace(is_multimodal=False)},
+        **{"model_config": text_only()},
     }
     return SimpleNamespace(**{**made, **more})
 
@@ -160,7 +191,9 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
             {"req_to_token_pool": SimpleNamespace(mamba_pool=None)},
             "layers with a state instead of KV",
         ),
-        ({"model_config": SimpleNamespace(is_multimodal=True)}, "images"),
+        ({"model_config": text_only(is_multimodal=True)}, "images"),
+        ({"model_config": text_only(model_is_mrope=True)}, "positions on three axes"),
+        ({"seeded": True}, "--enable-deterministic-inference"),
         ({"is_prefill_server": True}, "PD disaggregation"),
         ({"is_decode_server": True}, "PD disaggregation"),
         ({"enable_hierarchical_cache": True}, "HiCache"),
@@ -196,3 +229,6 @@ def test_what_a_server_with_drafts_does_not_serve() -> None:
     for name, value in (("steering_vector", "v.safetensors"), ("steering_capture", "folder")):
         config = ServerConfig(**{name: value})
         assert bind._wrong_settings(config, facts) == [f"{name}: speculative decoding"]
+    for default in ({"kv_policy": "rkv"}, {"kv_params": {"coverage": 0.9}}):
+        (refused,) = bind._wrong_settings(ServerConfig(**default), facts)
+        assert refused.startswith("kv_policy: expected one of distinct, keydiff")
