@@ -85,6 +85,17 @@ def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
 
 
+def test_memory_stays_sound_with_drafts(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--drafts", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {"compactions": 1500, "compactions beside a step": 500, "right drafts": 10_000}
+    wanted |= {"wrong drafts": 5000, "stopped within a step": 150, "prefix hits": 500}
+    wanted |= {"two results before a compaction": 100, "retractions": 100, "aborts": 150}
+    wanted |= {"retractions, pool full": 10, "finished": 250}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
 def test_memory_stays_sound_with_states(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "--states", "--examples", "100", "--seeds", "1")
     seen = {row["event"]: row["times"] for row in rows}

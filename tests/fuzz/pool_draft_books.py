@@ -1,0 +1,85 @@
+"""The books of lives with speculative decoding, see ``pool_drafts.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pool_books import Books
+from pool_turns import Entry
+
+
+class DraftBooks(Books):
+    """A row is known up to the last result. Behind that it has a tail of slots for drafts: what the
+    running step has written there, right or wrong, and slots that nothing was written to.
+
+    ``rows`` has the right drafts of the running step, too.
+
+    Attributes:
+        chain_tokens: of a verify step.
+        running: request id -> tokens of its row, of each step whose result is not known yet.
+        rejected: request id -> hashes of the wrong drafts of its last step.
+        longest: request id -> tokens of its row when it was longest.
+        results: decode steps whose results have come since rows were last compared with budgets.
+    """
+
+    chain_tokens: int
+    results = 0
+
+    def __init__(self, **how: Any) -> None:
+        self.running: dict[str, list[int]] = {}
+        self.rejected: dict[str, list[int]] = {}
+        self.longest: dict[str, int] = {}
+        super().__init__(**how)
+
+    @property
+    def beyond_due_tokens(self) -> int:
+        """A step adds a chain before its row is compared with the budget. So do two, if a prefill
+        comes between: when the row was compared, one was running, and then one was launched."""
+        return self.chain_tokens * max(self.results, 1) - 1
+
+    def _committed(self, req: Any) -> list[Entry]:
+        row = self.rows[req.rid]
+        return row[: len(row) - sum(self.running.get(req.rid, ()))]
+
+    def _check_slots(self, req: Any, slots: list[int]) -> None:
+        kv, tags = req.kv, [entry.tag for entry in self.rows[req.rid]]
+        self._note_length(req)
+        tail_slots = kv.kv_allocated_len - kv.kv_committed_len
+        assert 0 <= tail_slots <= 2 * self.chain_tokens, "slots that are reserved for drafts"
+        tags += self.rejected.get(req.rid, [])
+        assert [self.content[slot] for slot in slots[: len(tags)]] == tags, req.rid
+
+    def _note_length(self, req: Any) -> None:
+        row_tokens = req.kv.kv_committed_len
+        assert row_tokens == len(self._committed(req)), "committed tokens"
+        self.longest[req.rid] = max(self.longest.get(req.rid, 0), row_tokens)
+
+    def _check_summary(self, req: Any) -> None:
+        """A request that has ended reports tokens, and no slots that were reserved for drafts."""
+        state = getattr(req, "skipkv", None)
+        if state is not None and not state.settings.policy.params.count_prompt:
+            peak = state.report.summary["peak_kv_tokens"]
+            assert peak <= self.longest[req.rid] - len(req.origin_input_ids), "tokens of its row"
+
+    def _lose_row(self, req: Any) -> None:
+        """What the running step has accepted is lost, too."""
+        super()._lose_row(req)
+        self._forget_step(req)
+        del self.generated[req.rid][len(req.output_ids) :]
+
+    def _forget_step(self, req: Any) -> None:
+        self.running.pop(req.rid, None)
+        self.rejected.pop(req.rid, None)
+
+    def _book_compaction(self, req: Any, before: list[int]) -> None:
+        """It evicts from what finished steps have written, and the tail follows what is kept."""
+        committed = self._committed(req)
+        row_tokens, coming = len(committed), self.rows[req.rid][len(committed) :]
+        tail, self.rows[req.rid] = before[row_tokens:], committed
+        super()._book_compaction(req, before[:row_tokens])
+        self.rows[req.rid] = self.rows[req.rid] + coming
+        assert self._row(req)[req.kv.kv_committed_len :] == tail, "not the slots of its tail"
+        last = req.skipkv.kv.last
+        assert (last.row_tokens, last.running_tokens) == (row_tokens, len(coming))
+        self.count["compactions beside a step"] += bool(coming)
+        self.count["compactions with a tail"] += bool(tail)
