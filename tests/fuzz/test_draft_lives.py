@@ -24,7 +24,7 @@ fixtures = (same_draws,)  # for every test
 CHAIN, BUDGET, INTERVAL = 4, 9, PARAMETERS["interval"]
 PROMPT = [5, 6, 7, 30]
 BUDGETED = asks(BUDGET, "streaming")
-Life = Callable[[], None]
+Life = Callable[[], DraftWorld]
 
 
 @contextmanager
@@ -82,15 +82,16 @@ def test_the_bound(overlap: bool) -> None:
     assert longest == BUDGET + INTERVAL - 1 + CHAIN * (1 + overlap)
 
 
-def crowded() -> None:
+def crowded() -> DraftWorld:
     """Those that were admitted together have room for their drafts, too."""
     with world_of(right_of_ten=10) as world:
         calls = [world.arrive([20 + i] * 10, 200, **BUDGETED) for i in range(4)]
         turn(world, 60)
         assert 1 < len(world.owners()) < len(calls)
+    return world
 
 
-def long_prompts() -> None:
+def long_prompts() -> DraftWorld:
     """Of any length that SGLang takes: they end, and nobody runs out of slots."""
     for prompt_tokens in range(POOL - 40, POOL - 2):
         with world_of() as world:
@@ -102,9 +103,10 @@ def long_prompts() -> None:
             fits = prompt_tokens + BUDGET + INTERVAL + 1 <= most_tokens
             expected = 60 if fits else max(most_tokens - prompt_tokens, 1)
             assert len(call.output_ids_through_stop) == expected
+    return world
 
 
-def stops_within_a_step() -> None:
+def stops_within_a_step() -> DraftWorld:
     """What stands behind the stop is nobody's, and the tree does not get it."""
     with world_of(right_of_ten=10) as world:
         for i in range(CHAIN):
@@ -114,9 +116,10 @@ def stops_within_a_step() -> None:
             text = [*call.origin_input_ids, *call.output_ids]
             assert world.probe(text, separated(call)) == min(3 + 30 + i, len(text) - 1)
         assert world.count["stopped within a step"] == CHAIN - 1
+    return world
 
 
-def retracted() -> None:
+def retracted() -> DraftWorld:
     """Whoever is retracted beside a running step is computed again, of what is known then."""
     with world_of(right_of_ten=10, late=True) as world:
         world.arrive([20, 21, 22, 23], 200, **BUDGETED)  # SGLang retracts the shorter one
@@ -126,15 +129,17 @@ def retracted() -> None:
             world.retract_now = call in world.running_batch.reqs and call.retraction_count < 3
             turn(world, 4)
         assert call.retraction_count == 3 and call.skipkv.report.compactions > 3
+    return world
 
 
-def prefills_between() -> None:
+def prefills_between() -> DraftWorld:
     with world_of(late=True) as world:
         world.arrive(PROMPT, 90, **BUDGETED)
         for i in range(40):
             if i % 3 == 0:
                 world.arrive([30 + i], 9, **BUDGETED)
             turn(world, 1)
+    return world
 
 
 LIVES: list[Life] = [crowded, long_prompts, stops_within_a_step, retracted, prefills_between]
@@ -142,7 +147,8 @@ LIVES: list[Life] = [crowded, long_prompts, stops_within_a_step, retracted, pref
 
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
 def test_drafts_have_slots_of_their_own(life: Life) -> None:
-    life()
+    world = life()
+    assert world.count["finished"] and not world.owners()
 
 
 @pytest.mark.parametrize(
