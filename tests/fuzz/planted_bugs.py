@@ -170,8 +170,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         forward.prepare_forward: {
             "a restored token has its place in the row for a position": (
-                "if any(shifts):  # of",
-                "if False:  # of",
+                "if any(shifts):",
+                "if False:",
             ),
             "a continued prefill has its place in the row for a position": (
                 "shifts = [0 if state is None else state.kv.evicted_tokens for state in states]",

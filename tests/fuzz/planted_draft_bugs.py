@@ -82,7 +82,7 @@ def draft_bugs() -> Changes:
         },
         speculation.shorten_published: {
             "published lengths stay those of before a compaction": (
-                "lengths.index_add_(0, at, -evicted.to(lengths.dtype))",
+                "lengths.index_add_(0, at, evicted, alpha=-1)",
                 "pass",
             ),
             "another row's published length is shortened": (

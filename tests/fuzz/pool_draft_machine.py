@@ -24,7 +24,9 @@ from pool_machine import (
 BUDGETED = st.fixed_dictionaries(
     {
         "kv_budget": st.integers(4, 16),
-        "kv_policy": st.sampled_from(["streaming", "random", "keydiff", "distinct"]),
+        "kv_policy": st.sampled_from(
+            ["streaming", "random", "keydiff", "distinct", "triattention"]
+        ),
         "kv_params": st.sampled_from(
             [
                 *(PARAMETERS, PARAMETERS, {**PARAMETERS, "interval": 2}),
