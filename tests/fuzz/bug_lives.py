@@ -28,7 +28,6 @@ SOONEST = {
     "who waits with a row is ended by a pause as if it had none": 13,
     "a decode server waits for a prefill": 7,
     "recordings do not come back": 7,
-    "drafts have no slots behind the longest text": 9,
 }
 #: found in a hundred lives and more: ``make fuzz`` plants them, ``make test-slow`` does not
 RARE = {

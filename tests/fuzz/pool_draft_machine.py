@@ -14,6 +14,7 @@ from pool_machine import (
     HOW,
     PARAMETERS,
     PROMPT,
+    SHARED,
     SOME_STEPS,
     STOPS,
     TOKENS,
@@ -108,6 +109,13 @@ class DraftPoolMachine(MachineBeside):
         """Requests grow longer than the pool, and share little."""
         for i, keys in enumerate(asked):
             self.world.arrive([20 + i] * prompt_tokens, 300, **keys)
+        self.run_steps(steps)
+
+    @precondition(lambda self: not self.world.waiting_queue)
+    @rule(prompt_tokens=st.integers(POOL - 40, POOL), keys=ASKED, steps=SOME_STEPS)
+    def fill(self, prompt_tokens: int, keys: Asked, steps: int) -> None:
+        """A prompt that leaves little room."""
+        self.world.arrive((SHARED * POOL)[:prompt_tokens], 60, **keys)
         self.run_steps(steps)
 
     @precondition(lambda self: not self.world.waiting_queue)
