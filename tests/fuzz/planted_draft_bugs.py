@@ -50,6 +50,10 @@ def draft_bugs() -> Changes:
                 "kv.kv_committed_len -= plan.evicted_tokens",
                 "pass",
             ),
+            "freed pages are looked for in front of the tail": (
+                "plan.row_tokens + plan.tail_slots - slots",
+                "plan.row_tokens - slots",
+            ),
             "a compacted row forgets its tail": (
                 "kv.kv_allocated_len -= plan.evicted_tokens",
                 "kv.kv_allocated_len = kv.kv_committed_len",
@@ -68,6 +72,10 @@ def draft_bugs() -> Changes:
             "the last slot of the tail is left out": (
                 "req.kv.kv_allocated_len - tokens",
                 "max(req.kv.kv_allocated_len - tokens - 1, 0)",
+            ),
+            "the draft model's KV stays where it was": (
+                "kv_buffers(pools[1]) + draft_buffers(binding.scheduler)",
+                "kv_buffers(pools[1])",
             ),
             "published lengths are shortened before the step publishes them": (
                 "wait_for_forward(batch.req_to_token_pool)",

@@ -191,8 +191,11 @@ class Books(TurnBooks):
         return 0 if state is None else state.report.compactions
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
-        """Kept + freed = old, the pinned entries among the kept, in order."""
-        state, old, talk = req.skipkv, self.rows[req.rid], self.talks[req.rid]
+        """Kept + freed = old, the pinned entries among the kept, in order, and behind them what no
+        finished step has written."""
+        state, old, talk = req.skipkv, self._committed(req), self.talks[req.rid]
+        coming, tail = self.rows[req.rid][len(old) :], before[len(old) :]
+        before = before[: len(old)]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
         shared = req.kv.cache_protected_len
         assert shared <= talk.prompt_row_tokens, "others read what it evicts from"
@@ -222,19 +225,22 @@ class Books(TurnBooks):
             tags = [self.computed[req.rid][at] for at in range(last - count + 1, last + 1)]
             own = queries_of(tags)
             assert torch.equal(ring[0].flip(0).cpu(), self.widened(own)), "somebody else's queries"
-        after = self._row(req)[: req.kv.kv_committed_len]
+        after = self._row(req)
         left = [entry for entry, stay in zip(old, stays, strict=True) if stay]
         if self.page_size == 1:
-            assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
+            kept_slots = [slot for slot, stay in zip(before, stays, strict=True) if stay]
+            assert after == kept_slots + tail, "the tail follows what is kept"
             freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
         else:  # KV moves, and slots stay
-            assert after == before[: len(left)]
-            tags = [entry.tag for entry in left]
+            slots = before + tail
+            assert after == slots[: len(left) + len(tail)]
+            tags = [entry.tag for entry in left] + [self.content.get(slot, 0) for slot in tail]
             self.content.update(zip(after[shared:], tags[shared:], strict=True))
-            self._check_stored(after, tags)
-            freed = set(before[page_ceil(len(left), self.page_size) :])
+            written = len(left) + len(coming)
+            self._check_stored(after[:written], tags[:written])
+            freed = set(slots[page_ceil(len(after), self.page_size) :])
         assert freed <= set(self._free_slots()) and not freed & set(after)
-        self.rows[req.rid] = left
+        self.rows[req.rid] = left + coming
         talk.compacted_at = old[-1].position + 1
         if settings.policy.needs_sentences:
             self._check_closed_sentences(req, talk)

@@ -42,12 +42,16 @@ class DraftBooks(Books):
         return row[: len(row) - sum(self.running.get(req.rid, ()))]
 
     def _check_slots(self, req: Any, slots: list[int]) -> None:
-        kv, tags = req.kv, [entry.tag for entry in self.rows[req.rid]]
         self._note_length(req)
-        tail_slots = kv.kv_allocated_len - kv.kv_committed_len
-        assert 0 <= tail_slots <= 2 * self.chain_tokens, "slots that are reserved for drafts"
-        tags += self.rejected.get(req.rid, [])
+        tail_slots = req.kv.kv_allocated_len - req.kv.kv_committed_len
+        most_slots = 2 * self.chain_tokens + self.page_size - 1
+        assert 0 <= tail_slots <= most_slots, "slots that are reserved for drafts"
+        tags = self._written(req)
         assert [self.content[slot] for slot in slots[: len(tags)]] == tags, req.rid
+
+    def _written(self, req: Any) -> list[int]:
+        """What its row holds, and behind that the wrong drafts of its last step."""
+        return [entry.tag for entry in self.rows[req.rid]] + self.rejected.get(req.rid, [])
 
     def _note_length(self, req: Any) -> None:
         row_tokens = req.kv.kv_committed_len
@@ -73,13 +77,11 @@ class DraftBooks(Books):
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """It evicts from what finished steps have written, and the tail follows what is kept."""
-        committed = self._committed(req)
-        row_tokens, coming = len(committed), self.rows[req.rid][len(committed) :]
-        tail, self.rows[req.rid] = before[row_tokens:], committed
-        super()._book_compaction(req, before[:row_tokens])
-        self.rows[req.rid] = self.rows[req.rid] + coming
-        assert self._row(req)[req.kv.kv_committed_len :] == tail, "not the slots of its tail"
+        row_tokens, running = len(self._committed(req)), sum(self.running.get(req.rid, ()))
+        super()._book_compaction(req, before)
+        tags = self._written(req)
+        self._check_stored(self._row(req)[: len(tags)], tags)
         last = req.skipkv.kv.last
-        assert (last.row_tokens, last.running_tokens) == (row_tokens, len(coming))
-        self.count["compactions beside a step"] += bool(coming)
-        self.count["compactions with a tail"] += bool(tail)
+        assert (last.row_tokens, last.running_tokens) == (row_tokens, running)
+        self.count["compactions beside a step"] += running > 0
+        self.count["compactions with a tail"] += len(before) > row_tokens

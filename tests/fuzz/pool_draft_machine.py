@@ -12,6 +12,7 @@ from pool_drafts import DraftWorld, draft_flags
 from pool_machine import (
     APART,
     HOW,
+    PAGES,
     PARAMETERS,
     PROMPT,
     SHARED,
@@ -52,6 +53,7 @@ ASKED = st.one_of(
 DRAFT_HOW = {
     **{name: HOW[name] for name in ("tree_core", "overlap", "late", "newest_first")},
     **{name: HOW[name] for name in ("chunk", "token_ratio", "work_bytes")},
+    "page_tokens": st.sampled_from(PAGES),
     "chain_tokens": st.sampled_from([2, 3, 4, 4, 6]),
     "right_of_ten": st.sampled_from([0, 3, 6, 9, 10]),
     "reads_lengths": st.booleans(),
@@ -72,7 +74,7 @@ class DraftPoolMachine(MachineBeside):
     @initialize(**DRAFT_HOW)
     def start(self, **how: Any) -> None:
         self.begin()
-        self.ends.enter_context(draft_flags(how["chain_tokens"]))
+        self.ends.enter_context(draft_flags(how["chain_tokens"], how["page_tokens"]))
         self.world = DraftWorld(**how)
 
     @precondition(lambda self: len(self.world.waiting_queue) < 4)

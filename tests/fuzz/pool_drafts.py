@@ -8,7 +8,7 @@ already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from pool_beside import WorldBeside
-from pool_content import VOCAB, tag_after
+from pool_content import VOCAB, keys_of, tag_after, values_of
 from pool_draft_books import DraftBooks
 from pool_forward import next_token
 from pool_turns import Entry, separated
@@ -28,7 +28,7 @@ Step = tuple[list[int], int]
 
 
 @contextmanager
-def draft_flags(chain_tokens: int = 4) -> Iterator[None]:
+def draft_flags(chain_tokens: int = 4, page_tokens: int = 1) -> Iterator[None]:
     """A published configuration; SGLang's own checks of what is published, and none of its kernels.
 
     Args:
@@ -49,7 +49,7 @@ def draft_flags(chain_tokens: int = 4) -> Iterator[None]:
     }
     with ExitStack() as ends:
         ends.enter_context(get_spec().override(**settings))
-        ends.enter_context(get_schedule().override(page_size=1))
+        ends.enter_context(get_schedule().override(page_size=page_tokens))
         for module, name, instead in (
             (allocation, "assign_req_to_token_pool_func", _write_rows),
             (overlap_utils, "gather_spec_extras", _gather_rows),
@@ -120,6 +120,9 @@ class DraftWorld(DraftBooks, WorldBeside):
 
         self.chain_tokens, self.right_of_ten = chain_tokens, right_of_ten
         super().__init__(**how, reuse_bytes=0, backup_bytes=0)
+        self.draft_pool = self._allocator().get_kvcache()
+        runner = SimpleNamespace(token_to_kv_pool=self.draft_pool)
+        self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
         self.future_map = self.spec_algorithm.create_future_map(
             self.device, self.req_to_token_pool, needs_cpu_seq_lens=reads_lengths
         )
@@ -144,6 +147,20 @@ class DraftWorld(DraftBooks, WorldBeside):
         self.runtime.reserved_tokens = reserved_tokens(self)
 
     # -- the forward pass
+
+    def _store(self, slots: list[int], written: list[Entry]) -> None:
+        """Both models write it, to the same slots of two pools."""
+        super()._store(slots, written)
+        tags = [entry.tag for entry in written]
+        self.draft_pool.get_key_buffer(0)[slots] = self.widened(keys_of(tags)).to(self.device)
+        self.draft_pool.get_value_buffer(0)[slots] = self.widened(values_of(tags)).to(self.device)
+
+    def _check_stored(self, slots: list[int], tags: Sequence[int]) -> None:
+        super()._check_stored(slots, tags)
+        keys = self.draft_pool.get_key_buffer(0)[slots].cpu()
+        values = self.draft_pool.get_value_buffer(0)[slots].cpu()
+        assert torch.equal(keys, self.widened(keys_of(tags))), "the draft model's keys"
+        assert torch.equal(values, self.widened(values_of(tags))), "the draft model's values"
 
     def _forward(self, batch: Any) -> list[Any]:
         if batch.forward_mode.is_decode():

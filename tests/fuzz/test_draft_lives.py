@@ -16,7 +16,7 @@ from pool_machine import PARAMETERS, run_machine
 from pool_turns import separated
 
 from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.patches.engine import admission, scheduler, speculation
+from sgl_skipkv.patches.engine import admission, batch, kv_cache, scheduler, speculation
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
@@ -28,9 +28,9 @@ Life = Callable[[], DraftWorld]
 
 
 @contextmanager
-def world_of(**how: Any) -> Iterator[DraftWorld]:
-    with draft_flags(CHAIN):
-        world = DraftWorld(chain_tokens=CHAIN, **how)
+def world_of(page_tokens: int = 1, **how: Any) -> Iterator[DraftWorld]:
+    with draft_flags(CHAIN, page_tokens):
+        world = DraftWorld(chain_tokens=CHAIN, page_tokens=page_tokens, **how)
         yield world
         world.run_dry()
         world.drain()
@@ -43,17 +43,18 @@ def test_random_lives() -> None:
     assert min(seen[name] for name in (*wanted, "retractions", "finished")) > 0
 
 
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("reads_lengths", [True, False])
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("right_of_ten", [0, 10])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_compactions_evict_behind_the_running_step(
-    overlap: bool, right_of_ten: int, late: bool, reads_lengths: bool
+    overlap: bool, right_of_ten: int, late: bool, reads_lengths: bool, page_tokens: int
 ) -> None:
     """Each comes with a tail. With overlap the step that runs then may have accepted one token, or
     its whole chain; without, none runs."""
     how = {"overlap": overlap, "late": late, "right_of_ten": right_of_ten}
-    with world_of(**how, reads_lengths=reads_lengths) as world:
+    with world_of(page_tokens, **how, reads_lengths=reads_lengths) as world:
         call, running = world.arrive(PROMPT, 100, **BUDGETED), set[int]()
         while not call.finished():
             turn(world, 1)
@@ -62,6 +63,7 @@ def test_compactions_evict_behind_the_running_step(
     seen = world.count
     assert running == ({CHAIN if right_of_ten else 1} if overlap else {0})
     assert seen["compactions"] == seen["compactions with a tail"] >= 10
+    assert seen["compactions in pages"] == (seen["compactions"] if page_tokens > 1 else 0)
     assert len(call.output_ids) in range(100, 100 + CHAIN)
 
 
@@ -119,6 +121,15 @@ def stops_within_a_step() -> DraftWorld:
     return world
 
 
+def in_pages() -> DraftWorld:
+    """KV moves in both models' pools, and the pages behind the tail are free."""
+    with world_of(4, right_of_ten=5) as world:
+        for i in range(3):
+            world.arrive([20 + i] * 5, 60, **asks(6, "keydiff"))
+        turn(world, 50)
+    return world
+
+
 def retracted() -> DraftWorld:
     """Whoever is retracted beside a running step is computed again, of what is known then."""
     with world_of(right_of_ten=10, late=True) as world:
@@ -142,7 +153,9 @@ def prefills_between() -> DraftWorld:
     return world
 
 
-LIVES: list[Life] = [crowded, long_prompts, stops_within_a_step, retracted, prefills_between]
+LIVES: list[Life] = [
+    *(crowded, long_prompts, stops_within_a_step, in_pages, retracted, prefills_between),
+]
 
 
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
@@ -159,6 +172,13 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
         (long_prompts, admission.future_tokens, "if _tokens_left(req) <= 1:", "if False:"),
         (prefills_between, Plan.entries.fget, "if not self.tail_slots:", "if True:"),
         (retracted, speculation.shorten_published, "published.record()", "pass"),
+        (in_pages, batch.compact_due_requests, " + draft_buffers(binding.scheduler)", ""),
+        (
+            in_pages,
+            kv_cache.release_evicted,
+            "plan.row_tokens + plan.tail_slots",
+            "plan.row_tokens",
+        ),
         (retracted, speculation.place_draft, "forward_batch.positions + shift", "shift"),
     ],
 )
