@@ -61,11 +61,11 @@ def draft_bugs() -> Changes:
         },
         batch.compact_due_requests: {
             "the length of a row has its tail in it": (
-                "i, req.kv.kv_committed_len",
+                "i, settled_tokens(batch, req, state)",
                 "i, req.kv.kv_allocated_len",
             ),
             "a compaction may evict the first token of its tail": (
-                "places[state], row_tokens[state] = i, req.kv.kv_committed_len",
+                "places[state], row_tokens[state] = i, settled_tokens(batch, req, state)",
                 "places[state], row_tokens[state] = i, min("
                 "req.kv.kv_committed_len + 1, req.kv.kv_allocated_len)",
             ),
@@ -86,6 +86,12 @@ def draft_bugs() -> Changes:
             "the batch's lengths stay those of before a compaction": (
                 "batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)",
                 "pass",
+            ),
+        },
+        speculation.settled_tokens: {
+            "a step whose result is known counts behind a prefill": (
+                "batch.enable_overlap and is_known",
+                "False",
             ),
         },
         speculation.shorten_published: {

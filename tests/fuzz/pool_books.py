@@ -193,7 +193,7 @@ class Books(TurnBooks):
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """Kept + freed = old, the pinned entries among the kept, in order, and behind them what no
         finished step has written."""
-        state, old, talk = req.skipkv, self._committed(req), self.talks[req.rid]
+        state, old, talk = req.skipkv, self._settled(req), self.talks[req.rid]
         coming, tail = self.rows[req.rid][len(old) :], before[len(old) :]
         before = before[: len(old)]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
@@ -376,6 +376,10 @@ class Books(TurnBooks):
     def _committed(self, req: Any) -> list[Entry]:
         """Its row, as far as SGLang knows it."""
         return self.rows[req.rid]
+
+    def _settled(self, req: Any) -> list[Entry]:
+        """Of these, what a compaction may evict from."""
+        return self._committed(req)
 
     def _check_slots(self, req: Any, slots: list[int]) -> None:
         """Lengths of its row, and what its slots hold."""

@@ -18,28 +18,36 @@ class DraftBooks(Books):
         chain_tokens: of a verify step.
         running: request id -> tokens of its row, of each step whose result is not known yet.
         rejected: request id -> hashes of the wrong drafts of its last step.
+        last_step: request id -> how many tokens of its row are of the last step that was launched.
         longest: request id -> tokens of its row when it was longest.
-        results: decode steps whose results have come since rows were last compared with budgets.
     """
 
     chain_tokens: int
-    results = 0
+    overlap: bool
 
     def __init__(self, **how: Any) -> None:
         self.running: dict[str, list[int]] = {}
         self.rejected: dict[str, list[int]] = {}
+        self.last_step: dict[str, int] = {}
         self.longest: dict[str, int] = {}
         super().__init__(**how)
 
     @property
     def beyond_due_tokens(self) -> int:
-        """A step adds a chain before its row is compared with the budget. So do two, if a prefill
-        comes between: when the row was compared, one was running, and then one was launched."""
-        return self.chain_tokens * max(self.results, 1) - 1
+        """With overlap two steps add a chain before their tokens are compared with the budget: the
+        one that is running then, and the one that is launched."""
+        return self.chain_tokens * (1 + self.overlap) - 1
 
     def _committed(self, req: Any) -> list[Entry]:
         row = self.rows[req.rid]
         return row[: len(row) - sum(self.running.get(req.rid, ()))]
+
+    def _settled(self, req: Any) -> list[Entry]:
+        """With overlap the last step's tokens stay, also if its result is known."""
+        if not self.overlap:
+            return self._committed(req)
+        row = self.rows[req.rid]
+        return row[: len(row) - self.last_step.get(req.rid, 0)]
 
     def _check_slots(self, req: Any, slots: list[int]) -> None:
         self._note_length(req)
@@ -73,15 +81,19 @@ class DraftBooks(Books):
 
     def _forget_step(self, req: Any) -> None:
         self.running.pop(req.rid, None)
+        self.last_step.pop(req.rid, None)
         self.rejected.pop(req.rid, None)
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """It evicts from what finished steps have written, and the tail follows what is kept."""
-        row_tokens, running = len(self._committed(req)), sum(self.running.get(req.rid, ()))
+        row_tokens = len(self._settled(req))
+        running = len(self.rows[req.rid]) - row_tokens
         super()._book_compaction(req, before)
         tags = self._written(req)
         self._check_stored(self._row(req)[: len(tags)], tags)
         last = req.skipkv.kv.last
         assert (last.row_tokens, last.running_tokens) == (row_tokens, running)
-        self.count["compactions beside a step"] += running > 0
+        known = not self.running.get(req.rid)
+        self.count["compactions behind a step"] += known and running > 0
+        self.count["compactions beside a step"] += not known
         self.count["compactions with a tail"] += len(before) > row_tokens

@@ -227,6 +227,7 @@ class DraftWorld(DraftBooks, WorldBeside):
             token = said[-1] if right else 3 + (said[-1] - 2) % (VOCAB - 3)
         row += chain[:accepted]
         self.running.setdefault(req.rid, []).append(accepted)
+        self.last_step[req.rid] = accepted
         self.rejected[req.rid] = [entry.tag for entry in chain[accepted:]]
         self.count["right drafts"] += accepted - 1
         self.count["wrong drafts"] += len(chain) - accepted
@@ -290,7 +291,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         """Whoever has a budget has been admitted with all that it can ever hold."""
         states = [getattr(req, "skipkv", None) for req in self.owners()]
         bounded = all(state is not None and state.settings.evicts for state in states)
-        full, self.results = self.count["retractions, pool full"], 0
+        full = self.count["retractions, pool full"]
         decode = super()._decode_batch(batch)
         is_full = self.count["retractions, pool full"] > full
         assert not (bounded and is_full), "no room for what was admitted"
@@ -306,9 +307,6 @@ class DraftWorld(DraftBooks, WorldBeside):
             speculative_num_draft_tokens=self.chain_tokens,
         )
         new = self.processor._resolve_spec_v2_tokens(result, batch)
-        self.results += 1
-        assert self.results <= 1 + self.overlap
-        self.count["two results before a compaction"] += self.results == 2
         for req, tokens in zip(batch.reqs, new, strict=True):
             if self.overlap and (req.finished() or req.is_retracted):
                 continue
