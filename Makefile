@@ -58,6 +58,7 @@ fuzz: $(READY)
 	$(BIN)/python tests/fuzz/fuzz.py --decode --examples 5000
 	$(BIN)/python tests/fuzz/fuzz.py --windows --examples 5000
 	$(BIN)/python tests/fuzz/fuzz.py --states --examples 5000
+	$(BIN)/python tests/fuzz/fuzz.py --drafts --examples 5000
 	$(BIN)/python tests/fuzz/fuzz.py --planted
 
 reliability: $(READY)

@@ -251,6 +251,8 @@ def future_tokens(state: RequestState, req: Any) -> int:
     backup = state.offloaded.backup
     prefilled_tokens = prefill_tokens(req) - state.kv.evicted_tokens
     row_tokens = prefilled_tokens if backup is None else backup.row_tokens + 1
+    if _tokens_left(req) <= 1:  # it ends with its prefill
+        return int(state.future_tokens(row_tokens, _tokens_left(req)))
     return future_tokens_of(state, row_tokens, req)
 
 

@@ -113,7 +113,8 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     """AROUND ``Scheduler.init_req_max_new_tokens``: bound a budgeted request by the context only.
 
     SGLang also limits ``max_new_tokens`` to the pool size, for the full trace. A budgeted request
-    never holds its full trace.
+    never holds its full trace. One whose prompt leaves no room for its budget may; with speculative
+    decoding it ends where drafts have no slots any more, or with the token of its prefill.
     """
     follow_prompt(req)
     state, params = state_of(req), req.sampling_params
@@ -126,6 +127,10 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
         state.settings.peak_budgeted_tokens() - state.budgeted_tokens(prompt_tokens), 1
     )
     if not state.runtime.fits_pool(peak_row_tokens):
+        if state.runtime.reserved_tokens:  # which SGLang's limit does not count
+            room = max(state.runtime.most_tokens - prompt_tokens, 1)
+            params.max_new_tokens = min(params.max_new_tokens, room)
+            params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
         return
     limit = room = context_tokens(scheduler) - prompt_tokens
     for bound in (requested, scheduler.max_new_tokens_limit or None):

@@ -157,13 +157,18 @@ class Runtime:
             assert self.steerer is not None, "resolve_request refuses steering without a vector"
             state.schedule = self.steerer.schedule(steering, prompt_ids)
 
-    def fits_pool(self, tokens: int) -> bool:
-        """Whether a request with this many KV tokens can be admitted and decode one more.
+    @property
+    def most_tokens(self) -> int:
+        """KV tokens with which a request can be admitted and decode one more.
 
         Beside the token of the decode step SGLang's admission adds a page, for what is not used of
         the first and the last one; its comparison is strict.
         """
-        return tokens + 1 + self.page_tokens + self.reserved_tokens < self.pool_tokens
+        return self.pool_tokens - self.page_tokens - self.reserved_tokens - 2
+
+    def fits_pool(self, tokens: int) -> bool:
+        """Whether a request with this many KV tokens can be admitted and decode one more."""
+        return tokens <= self.most_tokens
 
     def can_recompute(self, state: RequestState, generated: int) -> bool:
         """Whether a request without KV can be prefilled again from all of its tokens. Without

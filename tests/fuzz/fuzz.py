@@ -6,6 +6,7 @@
     python tests/fuzz/fuzz.py --decode --examples 2000  # a decode server of PD disaggregation
     python tests/fuzz/fuzz.py --windows --examples 2000 # window layers with a pool of their own
     python tests/fuzz/fuzz.py --states --examples 2000  # layers with a state instead of KV
+    python tests/fuzz/fuzz.py --drafts --examples 2000  # speculative decoding
     python tests/fuzz/fuzz.py --planted --seeds 1 2 3   # one line per bug and seed
     python tests/fuzz/fuzz.py --planted --soonest       # one line per bug: what make test-slow runs
 
@@ -37,10 +38,12 @@ sys.path.extend([str(ROOT), str(ROOT / "tests" / "helpers")])
 from bug_lives import IN_HOST, IN_PAGES, RARE, SOONEST
 from planted_bugs import FOUND, bugs, plant
 from planted_decode_bugs import decode_bugs
+from planted_draft_bugs import draft_bugs
 from planted_state_bugs import state_bugs
 from planted_window_bugs import window_bugs
 from pool_content import plugin_and_topology
 from pool_decode_machine import DecodePoolMachine
+from pool_draft_machine import DraftPoolMachine
 from pool_machine import HostPoolMachine, PagedPoolMachine, PoolMachine, run_machine
 from pool_state_machine import StatePoolMachine
 from pool_window_machine import WindowPoolMachine
@@ -55,10 +58,11 @@ STEPS = 50
 KINDS = {
     **{"": PagedPoolMachine, "hicache": HostPoolMachine},
     **{"decode": DecodePoolMachine, "windows": WindowPoolMachine, "states": StatePoolMachine},
+    "drafts": DraftPoolMachine,
 }
 OF_KINDS: tuple[tuple[Callable[[], Any], type[PoolMachine]], ...] = (
     *((decode_bugs, DecodePoolMachine), (window_bugs, WindowPoolMachine)),
-    (state_bugs, StatePoolMachine),
+    *((state_bugs, StatePoolMachine), (draft_bugs, DraftPoolMachine)),
 )
 PART, RECORDED_AT_ONCE = 500, 2_000
 logging.disable()  # requests that the machine has refused are not news
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--decode", action="store_true", help="a decode server's, not recorded")
     parser.add_argument("--windows", action="store_true", help="two pools, not recorded")
     parser.add_argument("--states", action="store_true", help="hybrid models, not recorded")
+    parser.add_argument("--drafts", action="store_true", help="speculation, not recorded")
     parser.add_argument("--planted", action="store_true", help="plant bugs instead")
     parser.add_argument("--pages", action="store_true", help="only bugs of pages")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from planted_decode_bugs import decode_bugs
+from planted_draft_bugs import draft_bugs
 from planted_state_bugs import state_bugs
 from planted_window_bugs import window_bugs
 
@@ -379,7 +380,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
             "a restored row is loaded as well": ("req.host_hit_length = 0", "pass"),
         },
     }
-    kinds = (table, decode_bugs(), window_bugs(), state_bugs())
+    kinds = (table, decode_bugs(), window_bugs(), state_bugs(), draft_bugs())
     of_functions = [one for kind in kinds for one in kind.items()]
     return [(name, f, *change) for f, planted in of_functions for name, change in planted.items()]
 

@@ -10,6 +10,8 @@ from pool_content import POOL
 from pool_machine import SHARED, Asked, PoolMachine
 from pool_world import World
 
+#: how much of an earlier text begins another one, what follows, how many more, what is asked for
+Branch = tuple[int, list[int], int, Asked]
 #: steps in which nothing runs, while somebody waits
 PATIENCE = 3
 
@@ -51,7 +53,7 @@ class MachineBeside(PoolMachine):
             self.world.arrive(SHARED[:4], 300, **keys)
         self.run_steps(POOL + more_steps)
 
-    def retract_and_evict(self, steps: int, times: int, evicted: tuple[int, int]) -> None:
+    def retract_and_evict(self, steps: int, times: int, evicted: tuple[int, ...]) -> None:
         """Requests are retracted, and the tree loses what they shared while they wait."""
         for _ in range(times):
             self.run_steps(steps)
@@ -59,6 +61,12 @@ class MachineBeside(PoolMachine):
                 self.world.retract_now = True
                 self.run_steps(1)
             self.world.evict_tree(*evicted)
+
+    def branch(self, text: list[int], branches: list[Branch], steps: int) -> None:
+        """Texts that begin as one that was there."""
+        for cut, more, max_new_tokens, keys in branches:
+            self.world.arrive(text[:cut] + more, max_new_tokens, **keys)
+        self.run_steps(steps)
 
     def teardown(self) -> None:
         if hasattr(self, "ends"):

@@ -49,6 +49,9 @@ class Books(TurnBooks):
         count: what happened, so that a test can tell an empty run.
     """
 
+    #: how far a row may grow past the length at which it is due
+    beyond_due_tokens = 1
+
     def __init__(self) -> None:
         self.rows: dict[str, list[Entry]] = {}
         self.content: dict[int, int] = {}
@@ -188,8 +191,11 @@ class Books(TurnBooks):
         return 0 if state is None else state.report.compactions
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
-        """Kept + freed = old, the pinned entries among the kept, in order."""
-        state, old, talk = req.skipkv, self.rows[req.rid], self.talks[req.rid]
+        """Kept + freed = old, the pinned entries among the kept, in order, and behind them what no
+        finished step has written."""
+        state, old, talk = req.skipkv, self._settled(req), self.talks[req.rid]
+        coming, tail = self.rows[req.rid][len(old) :], before[len(old) :]
+        before = before[: len(old)]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
         shared = req.kv.cache_protected_len
         assert shared <= talk.prompt_row_tokens, "others read what it evicts from"
@@ -222,16 +228,19 @@ class Books(TurnBooks):
         after = self._row(req)
         left = [entry for entry, stay in zip(old, stays, strict=True) if stay]
         if self.page_size == 1:
-            assert after == [slot for slot, stay in zip(before, stays, strict=True) if stay]
+            kept_slots = [slot for slot, stay in zip(before, stays, strict=True) if stay]
+            assert after == kept_slots + tail, "the tail follows what is kept"
             freed = {slot for slot, stay in zip(before, stays, strict=True) if not stay}
         else:  # KV moves, and slots stay
-            assert after == before[: len(left)]
-            tags = [entry.tag for entry in left]
+            slots = before + tail
+            assert after == slots[: len(left) + len(tail)]
+            tags = [entry.tag for entry in left] + [self.content.get(slot, 0) for slot in tail]
             self.content.update(zip(after[shared:], tags[shared:], strict=True))
-            self._check_stored(after, tags)
-            freed = set(before[page_ceil(len(left), self.page_size) :])
+            written = len(left) + len(coming)
+            self._check_stored(after[:written], tags[:written])
+            freed = set(slots[page_ceil(len(after), self.page_size) :])
         assert freed <= set(self._free_slots()) and not freed & set(after)
-        self.rows[req.rid] = left
+        self.rows[req.rid] = left + coming
         talk.compacted_at = old[-1].position + 1
         if settings.policy.needs_sentences:
             self._check_closed_sentences(req, talk)
@@ -340,9 +349,8 @@ class Books(TurnBooks):
 
     def _check_request(self, req: Any, in_tree: set[int]) -> list[int]:
         """One request against the books; its private slots."""
-        kv, row, slots = req.kv, self.rows[req.rid], self._row(req)
-        assert kv.kv_committed_len == kv.kv_allocated_len == len(row), req.rid
-        assert [self.content[slot] for slot in slots] == [entry.tag for entry in row], req.rid
+        kv, row, slots = req.kv, self._committed(req), self._row(req)
+        self._check_slots(req, slots)
         page, shared = self.page_size, kv.cache_protected_len
         assert [slot % page for slot in slots] == [i % page for i in range(len(slots))], req.rid
         firsts = slots[shared::page]
@@ -361,9 +369,23 @@ class Books(TurnBooks):
             compactions = talk.compactions + state.report.compactions
             generated = row[-1].position + 1 - talk.prompt_tokens
             budget = budget_at(settings.policy, settings.kv_budget, compactions, generated)
-            bound = budget + settings.policy.params.interval + 1
+            bound = budget + settings.policy.params.interval + self.beyond_due_tokens
             assert len(row) - prompt <= bound, "the bound of the contract"
         return private
+
+    def _committed(self, req: Any) -> list[Entry]:
+        """Its row, as far as SGLang knows it."""
+        return self.rows[req.rid]
+
+    def _settled(self, req: Any) -> list[Entry]:
+        """Of these, what a compaction may evict from."""
+        return self._committed(req)
+
+    def _check_slots(self, req: Any, slots: list[int]) -> None:
+        """Lengths of its row, and what its slots hold."""
+        kv, row = req.kv, self.rows[req.rid]
+        assert kv.kv_committed_len == kv.kv_allocated_len == len(row), req.rid
+        assert [self.content[slot] for slot in slots] == [entry.tag for entry in row], req.rid
 
     def _shared_slots(self, req: Any) -> list[int]:
         return self._row(req)[: req.kv.cache_protected_len]

@@ -48,6 +48,19 @@ class ForwardStream:
         if not self.late:
             self.run()
 
+    def follow(self, work: Callable[[], None]) -> None:
+        """Something behind the step that was launched last, as a part of it."""
+        step = self._step
+        if step is None:
+            work()
+            return
+
+        def both() -> None:
+            step()
+            work()
+
+        self._step = both
+
     def run(self) -> None:
         """The step that was launched last ends."""
         step, self._step = self._step, None

@@ -23,8 +23,10 @@ class Loop(Forward):
 
     def step(self) -> None:
         """One turn of ``event_loop_overlap`` or ``event_loop_normal``."""
+        aborted = len(self.aborted)
         batch = self._next_batch()
-        if batch is None and not self.result_queue and not self.owners():
+        made_room = len(self.aborted) > aborted  # by the end of the last one, which was too long
+        if batch is None and not self.result_queue and not self.owners() and not made_room:
             assert not self.waiting_queue, "everybody waits, and nobody runs who could make room"
         if batch is not None:
             self.result_queue.append((batch.copy(), self._forward(batch)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from pool_beside import MachineBeside
+from pool_beside import Branch, MachineBeside
 from pool_content import POOL, ROWS
 from pool_machine import (
     APART,
@@ -55,7 +55,6 @@ BRANCH = st.tuples(
     *(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.sampled_from([1, 2, 9, 20, 40])),
     ASKED,
 )
-Branch = tuple[int, list[int], int, Asked]
 
 
 class StatePoolMachine(MachineBeside):
@@ -95,19 +94,13 @@ class StatePoolMachine(MachineBeside):
     @rule(data=st.data(), branch=BRANCH, steps=SOME_STEPS)
     def turn(self, data: st.DataObject, branch: Branch, steps: int) -> None:
         """Another text that begins as one that was there."""
-        self._branch(data, [branch], steps)
+        self.branch(self._text(data), [branch], steps)
 
     @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 3)
     @rule(data=st.data(), branches=st.lists(BRANCH, min_size=2, max_size=3), steps=SOME_STEPS)
     def fork(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
         """Several at once."""
-        self._branch(data, branches, steps)
-
-    def _branch(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
-        text = self._text(data)
-        for cut, more, max_new_tokens, keys in branches:
-            self.world.arrive(text[:cut] + more, max_new_tokens, **keys)
-        self.run_steps(steps)
+        self.branch(self._text(data), branches, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))

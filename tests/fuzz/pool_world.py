@@ -61,6 +61,7 @@ class World(Loop):
     kv_shard_widening = layers = 1
     max_total_num_tokens, max_req_len = POOL, POOL - 1
     processed_tokens_counter = 0
+    drafts_with: str | None = None  # --speculative-algorithm
     has_tree, queues_refused, copies_states = True, False, False
     #: where the KV of a prompt comes from
     address: Mapping[str, Any] = MappingProxyType({})
@@ -98,7 +99,7 @@ class World(Loop):
         self.overlap, self.token_ratio = overlap, token_ratio
         self.chunked_prefill_size = None if chunk is None else page_ceil(chunk, page_tokens)
         self.disaggregation_mode = DisaggregationMode.NULL
-        self.spec_algorithm = SpeculativeAlgorithm.NONE
+        self.spec_algorithm = SpeculativeAlgorithm.from_string(self.drafts_with)
         self.model_config = SimpleNamespace(
             vocab_size=VOCAB, is_encoder_decoder=False, context_len=CONTEXT
         )

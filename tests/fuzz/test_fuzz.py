@@ -85,6 +85,17 @@ def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
     assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
 
 
+def test_memory_stays_sound_with_drafts(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--drafts", "--examples", "100", "--seeds", "1")
+    seen = {row["event"]: row["times"] for row in rows}
+    wanted = {"compactions": 1200, "compactions beside a step": 450, "right drafts": 10_000}
+    wanted |= {"compactions in pages": 440, "wrong drafts": 10_000, "stopped within a step": 130}
+    wanted |= {"compactions behind a step": 5, "retractions": 60, "aborts": 195}
+    wanted |= {"retractions, pool full": 40, "finished": 290, "prefix hits": 380, "refused": 15}
+    missed = {name: seen.get(name, 0) for name in wanted}
+    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+
+
 def test_memory_stays_sound_with_states(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "--states", "--examples", "100", "--seeds", "1")
     seen = {row["event"]: row["times"] for row in rows}

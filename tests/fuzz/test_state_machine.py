@@ -78,7 +78,7 @@ def test_a_row_whose_pages_do_not_fit_is_cut_as_sglang_cuts_it(
 ) -> None:
     """85 tokens at most, in a pool of 96: in pages of 16 SGLang's admission wants one more."""
     if not counts:
-        plant(monkeypatch, Runtime.fits_pool, "tokens + 1 + self.page_tokens", "tokens + 2")
+        plant(monkeypatch, Runtime.most_tokens.fget, "self.page_tokens", "1")
     world = World(page_tokens=16)
     call = world.arrive([5] * 60, 200, **asks(16, "streaming"))
     if counts:

@@ -1,0 +1,147 @@
+"""Bugs of speculative decoding: ``planted_bugs.py`` plants them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Changes = dict[Callable[..., Any], dict[str, tuple[str, str]]]
+
+
+def draft_bugs() -> Changes:
+    """Our function -> name of a bug -> a piece of its source, and what stands there instead."""
+    from sgl_skipkv.eviction.compaction import Plan
+    from sgl_skipkv.patches.engine import (
+        admission,
+        batch,
+        kv_cache,
+        release,
+        scheduler,
+        speculation,
+    )
+    from sgl_skipkv.request.last_compaction import LastCompaction
+
+    entries = Plan.entries.fget
+    running = LastCompaction.running_tokens.fget
+    assert entries is not None and running is not None
+    return {
+        entries: {
+            "the tail of a compacted row stays where it was": (
+                "if not self.tail_slots:",
+                "if True:",
+            ),
+            "the tail of a compacted row begins a slot too late": (
+                "torch.arange(self.tail_slots, device=self.positions.device)",
+                "torch.arange(1, self.tail_slots, device=self.positions.device)",
+            ),
+        },
+        kv_cache.release_evicted: {
+            "the tail of a compacted row is given back": (
+                "free_evicted(allocator, kv, slots, plan.evicted_tokens, first)",
+                "row, first = req_to_token_pool.req_to_token[plan.state.row], plan.kept_tokens\n"
+                "        tail = row[first : first + plan.tail_slots].long()\n"
+                "        allocator.free(torch.cat([slots, tail]))",
+            ),
+            "a compaction shortens the row and not its slots": (
+                "kv.kv_allocated_len -= plan.evicted_tokens",
+                "pass",
+            ),
+            "a compaction shortens a row's slots and not the row": (
+                "kv.kv_committed_len -= plan.evicted_tokens",
+                "pass",
+            ),
+            "freed pages are looked for in front of the tail": (
+                "plan.row_tokens + plan.tail_slots - slots",
+                "plan.row_tokens - slots",
+            ),
+            "a compacted row forgets its tail": (
+                "kv.kv_allocated_len -= plan.evicted_tokens",
+                "kv.kv_allocated_len = kv.kv_committed_len",
+            ),
+        },
+        batch.compact_due_requests: {
+            "the length of a row has its tail in it": (
+                "i, settled_tokens(batch, req, state)",
+                "i, req.kv.kv_allocated_len",
+            ),
+            "a compaction may evict the first token of its tail": (
+                "places[state], row_tokens[state] = i, settled_tokens(batch, req, state)",
+                "places[state], row_tokens[state] = i, min("
+                "req.kv.kv_committed_len + 1, req.kv.kv_allocated_len)",
+            ),
+            "the last slot of the tail is left out": (
+                "req.kv.kv_allocated_len - tokens",
+                "max(req.kv.kv_allocated_len - tokens - 1, 0)",
+            ),
+            "the draft model's KV stays where it was": (
+                "kv_buffers(pools[1]) + draft_buffers(binding.scheduler)",
+                "kv_buffers(pools[1])",
+            ),
+            "published lengths are shortened before the step publishes them": (
+                "wait_for_forward(batch.req_to_token_pool)",
+                "pass",
+            ),
+        },
+        batch._shorten: {
+            "the batch's lengths stay those of before a compaction": (
+                "batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)",
+                "pass",
+            ),
+        },
+        speculation.settled_tokens: {
+            "a step whose result is known counts behind a prefill": (
+                "batch.enable_overlap and is_known",
+                "False",
+            ),
+        },
+        speculation.shorten_published: {
+            "published lengths stay those of before a compaction": (
+                "lengths.index_add_(0, at, evicted, alpha=-1)",
+                "pass",
+            ),
+            "another row's published length is shortened": (
+                "lengths.index_add_(0, at,",
+                "lengths.index_add_(0, at.flip(0),",
+            ),
+            "who reads published lengths does not wait for a compaction": (
+                "published.record()",
+                "pass",
+            ),
+        },
+        running: {
+            "tokens of the running step are counted from what was kept": (
+                "int(written) - self.row_tokens",
+                "int(written) - len(self.kept)",
+            ),
+        },
+        speculation.place_step: {
+            "a verify step is at the positions of a compacted row": (
+                "result.positions = result.positions + shift",
+                "pass",
+            ),
+        },
+        speculation.place_draft: {
+            "drafts are at the positions of a compacted row": (
+                "forward_batch.positions = forward_batch.positions + shift",
+                "pass",
+            ),
+        },
+        admission.future_tokens_of: {
+            "slots that are reserved for drafts are not counted": (
+                "+ behind",
+                "+ 0 * behind",
+            ),
+        },
+        release.close_request: {
+            "a request reports its tail as tokens": (
+                "req.kv.kv_committed_len",
+                "req.kv.kv_allocated_len",
+            ),
+        },
+        scheduler.bound_new_tokens: {
+            "drafts have no slots behind the longest text": (
+                "if state.runtime.reserved_tokens:",
+                "if False:",
+            ),
+        },
+    }
