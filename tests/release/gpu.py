@@ -78,7 +78,8 @@ STEPS: dict[str, tuple[int, Command]] = {
     "memcheck": (120, sanitizer("memcheck")),
     "racecheck": (120, sanitizer("racecheck")),
     "synccheck": (120, sanitizer("synccheck")),
-    "oracle": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py")),
+    "oracle": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py", "-k", "plain")),
+    "drafts": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py", "-k", "drafts")),
     "kernels": (
         150,
         ("python", "-m", "bench.kernels", "--shapes", "large", "--without-reference"),
