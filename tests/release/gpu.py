@@ -72,6 +72,8 @@ def steady(way: str, warm_up_s: int, seconds: int) -> Command:
     )
 
 
+DRAFT_TESTS = ("tests/server/test_drafts_gpu.py", "tests/server/test_oracle_gpu.py")
+
 #: name -> seconds after which it is ended, and the command
 STEPS: dict[str, tuple[int, Command]] = {
     "kernel-tests": (300, ("python", *PYTEST, *KERNEL_TESTS)),
@@ -79,7 +81,7 @@ STEPS: dict[str, tuple[int, Command]] = {
     "racecheck": (120, sanitizer("racecheck")),
     "synccheck": (120, sanitizer("synccheck")),
     "oracle": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py", "-k", "plain")),
-    "drafts": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py", "-k", "drafts")),
+    "drafts": (500, ("python", *PYTEST, *DRAFT_TESTS, "-k", "drafts")),
     "kernels": (
         150,
         ("python", "-m", "bench.kernels", "--shapes", "large", "--without-reference"),

@@ -9,14 +9,12 @@ as far. The same with speculative decoding (``-k drafts``), which has not run on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_servers import BACKENDS, side_by_side
 from oracle import MaskingOracle
-from server_parts import STANDALONE
 from servers import Server, output_logprobs
 from tiny_drafts import save_draft
 from tiny_models import prompt_ids
@@ -24,8 +22,6 @@ from torch import Tensor
 
 from sgl_skipkv.policy import make_policy, names
 
-#: backend -> the module that it needs
-BACKENDS = {"fa3": "sgl_kernel.flash_ops", "flashinfer": "flashinfer", "triton": "triton"}
 pytestmark = [
     pytest.mark.server,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -36,8 +32,6 @@ POLICIES = tuple(name for name in names() if name != "full")
 #: that record nothing
 WITH_DRAFTS = tuple(name for name in POLICIES if not make_policy(name).needs_track)
 BATCHES = (8, 64)
-#: of the accept length with a budget to that without; 0.5 where drafts are at other positions
-LEAST_ACCEPTED = 0.75
 
 
 def make_calls(tag: str, count: int, policies: Sequence[str] = POLICIES) -> list[dict[str, Any]]:
@@ -73,31 +67,9 @@ def with_drafts(request: pytest.FixtureRequest) -> bool:
 def servers(
     model_folder: Any, tmp_path_factory: Any, with_drafts: bool
 ) -> Iterator[dict[str, Server]]:
-    """backend -> server, all on one GPU."""
-    started, model = {}, model_folder("for_a_gpu")
-    drafts = ("--speculative-draft-model-path", str(save_draft(model, "alike")), *STANDALONE)
-    found = [name for name, module in BACKENDS.items() if find_spec(module) is not None]
-    for name in found:
-        folder: Path = tmp_path_factory.mktemp(name)
-        arguments = ("--attention-backend", name, "--sampling-backend", "pytorch")
-        arguments += ("--dtype", "float16", "--max-total-tokens", "32768")
-        arguments += ("--mem-fraction-static", "0.3", "--watchdog-timeout", "1200")
-        arguments += ("--max-running-requests", "64", "--kv-interval", "128")
-        arguments += drafts if with_drafts else ()
-        # Not our CPU platform, which other tests choose for all that they start.
-        started[name] = Server(
-            model,
-            folder,
-            arguments,
-            env={"SGLANG_PLATFORM": ""},
-            captures=True,
-        )
-    for server in started.values():
-        server.wait_ready(900)
-    yield started
-    for server in started.values():
-        server.assert_clean()
-        server.stop()
+    model = model_folder("for_a_gpu")
+    draft = save_draft(model, "alike") if with_drafts else None
+    yield from side_by_side(model, draft, tmp_path_factory.mktemp)
 
 
 Answers = dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]]
@@ -148,22 +120,6 @@ def test_what_a_gpu_generates_is_what_a_masked_forward_does(
     print(f"{name}, {count} requests, {compactions} compactions: mean log-prob gaps {off}")
     assert off["server"] <= 2 * off["float16"]
     assert off["no mask"] >= 10 * off["server"]  # the test would be empty without it
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_draft_model_is_right_as_often_behind_an_eviction(
-    answers: Answers, name: str, with_drafts: bool
-) -> None:
-    """A draft model nearly like the other is right as often behind an eviction as without."""
-    if not with_drafts or (name, BATCHES[0]) not in answers:
-        pytest.skip(f"{name} is not installed, or has no drafts")
-    every = [one for count in BATCHES for one in answers[name, count]]
-    lengths: dict[bool, list[float]] = {True: [], False: []}
-    for call, answer in every:
-        lengths["kv_budget" in call].append(answer["meta_info"]["spec_accept_length"])
-    with_budget, without = (sum(lengths[key]) / len(lengths[key]) for key in (True, False))
-    print(f"{name}: accept length {with_budget:.2f} with a budget, {without:.2f} without")
-    assert with_budget >= LEAST_ACCEPTED * without > 1.2
 
 
 def mean_gap(found: Tensor, truth: Tensor) -> float:
