@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.cli.server_process import HTTPFailure, ServerProcess
 
-__all__ = ["HTTPFailure", "Server", "logprob_gap", "output_logprobs"]
+__all__ = ["HTTPFailure", "Server", "judged", "logprob_gap", "output_logprobs"]
 
 # They raise and end the server, which fails the test.
 STRICT = {
@@ -24,6 +24,8 @@ STRICT = {
 #: of a body, beside the sampling parameters
 _TOP = ("rid", "stream", "require_reasoning", "image_data", "routed_dp_rank")
 _TOP += ("return_logprob", "logprob_start_len", "lora_path")
+#: float32 rounding between two kernels
+_LOGPROB_TOLERANCE = 2e-4
 BAD_LOG_WORDS = ("leak", "double free", "use-after-free", "Scheduler hit", "Traceback")
 
 
@@ -116,6 +118,17 @@ class Server(ServerProcess):
         self.wait_idle()
         assert not (lines := self.complaints()), lines[:5]
         assert self.process.poll() is None
+
+
+def judged(
+    judge: Callable[..., Any], server: Server, asked: Mapping[str, Any], answer: Mapping[str, Any]
+) -> list[str]:
+    """The request's events by name, if every token of it is what the oracle's ``judge`` says."""
+    rid, ids, events = asked["rid"], answer["output_ids"], server.events(asked["rid"])
+    verdict = judge(asked["input_ids"], ids, events)
+    gap = logprob_gap(answer, verdict.logprobs.tolist())
+    assert verdict.wrong == [] and gap <= _LOGPROB_TOLERANCE, (rid, verdict.wrong[:5], gap)
+    return [event["event"] for event in events]
 
 
 def logprob_gap(answer: Mapping[str, Any], others: Iterable[float]) -> float:

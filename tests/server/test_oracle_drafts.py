@@ -20,7 +20,7 @@ from fleet import Fleet
 from score_oracle import SPELLED_OUT, score_tolerance
 from server_parts import REASONER
 from server_specs import SPECS
-from servers import HTTPFailure, Server, logprob_gap
+from servers import HTTPFailure, Server, judged
 from tiny_models import LINE_END_IDS, prompt_ids
 
 from sgl_skipkv.policy import make_policy, names
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS, BUDGET, INTERVAL, ROUNDS = 120, 40, 16, 3
 CHAIN = 4  # the most tokens of a step
-LOGPROB_TOLERANCE = 2e-4
 SHARES: dict[str, dict[str, Any]] = {
     "keydiff": {"fraction": 0.25},
     "streaming": {"protect_prompt": False},
@@ -84,15 +83,6 @@ def said(server: Server, family: str) -> list[tuple[dict[str, Any], dict[str, An
         for i in range(2)
     ]
     return list(zip(calls, server.generate_all(calls), strict=True))
-
-
-def judged(judge: Any, server: Server, asked: dict[str, Any], answer: dict[str, Any]) -> list[str]:
-    """The request's events by name, if every token of it is right."""
-    rid, ids, events = asked["rid"], answer["output_ids"], server.events(asked["rid"])
-    verdict = judge(asked["input_ids"], ids, events)
-    gap = logprob_gap(answer, verdict.logprobs.tolist())
-    assert verdict.wrong == [] and gap <= LOGPROB_TOLERANCE, (rid, verdict.wrong[:5], gap)
-    return [event["event"] for event in events]
 
 
 def test_every_token_and_every_kept_set(said, server, name, family, oracle, score_oracle) -> None:

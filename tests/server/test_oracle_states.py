@@ -14,7 +14,7 @@ import pytest
 from fleet import Fleet
 from score_oracle import SPELLED_OUT, score_tolerance
 from server_specs import SPECS
-from servers import HTTPFailure, Server, logprob_gap
+from servers import HTTPFailure, Server, judged
 from tiny_models import LINE_END_IDS, prompt_ids
 
 from sgl_skipkv.policy import make_policy, names
@@ -22,7 +22,6 @@ from sgl_skipkv.policy import make_policy, names
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 TOKENS, BUDGET, ROUNDS = 120, 40, 4
-LOGPROB_TOLERANCE = 2e-4
 POLICIES = [name for name in names() if name != "full"]
 SHARES: dict[str, dict[str, Any]] = {
     "rkv": {"fraction": 0.25},
@@ -62,15 +61,6 @@ def said(server: Server) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     shared = prompt_ids("shared", 100)
     calls = [call(policy, policy, shared + prompt_ids(policy, 30)) for policy in POLICIES]
     return list(zip(calls, server.generate_all(calls), strict=True))
-
-
-def judged(judge: Any, server: Server, asked: dict[str, Any], answer: dict[str, Any]) -> list[str]:
-    """The request's events by name, if every token of it is right."""
-    rid, ids, events = asked["rid"], answer["output_ids"], server.events(asked["rid"])
-    verdict = judge(asked["input_ids"], ids, events)
-    gap = logprob_gap(answer, verdict.logprobs.tolist())
-    assert verdict.wrong == [] and gap <= LOGPROB_TOLERANCE, (rid, verdict.wrong[:5], gap)
-    return [event["event"] for event in events]
 
 
 def test_every_token_and_every_kept_set(said, server, family, oracle, score_oracle) -> None:
