@@ -162,7 +162,7 @@ SPECS: dict[str, Spec] = {
             *(*CHUNKS_OF_64, *ONE_BATCH),
         ),
         CHECKED,
-        {"env": {**retracts(50), "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "storage"}},
+        {"env": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "storage"}},
     ),
     # A decode server in pages, retracted now and then, and a prefill server that sends in chunks.
     "disaggregated": Spec(

@@ -136,7 +136,6 @@ def test_prompts_come_from_a_storage(fleet: Fleet, oracle) -> None:
             Asked(f"stored-{policy}", prompt + draw("its own", 5), keys(False, policy))
             for policy, prompt in prompts.items()
         ]
-        # As many at once as surely have room: none is to be recomputed.
         turns = [turn for i in range(0, len(asked), 4) for turn in say(server, *asked[i : i + 4])]
         details = [turn.answer["meta_info"]["cached_tokens_details"] or {} for turn in turns]
         assert sum(one.get("storage", 0) >= 250 for one in details) >= 0.5 * len(turns)
