@@ -30,7 +30,6 @@ from sgl_skipkv.patches.engine.kv_cache import (
     wait_for_forward,
 )
 from sgl_skipkv.patches.engine.speculation import (
-    is_speculative,
     published_lengths,
     settled_tokens,
     shorten_published,
@@ -76,14 +75,13 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     def due(state: RequestState) -> Due:
         place = places[state]
         req, tokens = batch.reqs[place], row_tokens[state]
-        check_lengths(req, state, is_speculative=is_speculative(batch))
-        if published is None:
-            seq_len = int(batch.seq_lens_cpu[place])
-            assert seq_len == tokens, f"sequence length {seq_len}, row {tokens} ({req.rid})"
-        tail_slots = req.kv.kv_allocated_len - tokens
-        written = None if published is None else published[state.row]
+        check_lengths(req, state)
         made = due_of(req, state, tokens, *pools, cache)
-        return made._replace(tail_slots=tail_slots, written_tokens=written)
+        if published is not None:
+            return made._replace(written_tokens=published[state.row])
+        seq_len = int(batch.seq_lens_cpu[place])
+        assert seq_len == tokens, f"sequence length {seq_len}, row {tokens} ({req.rid})"
+        return made
 
     table = batch.req_to_token_pool.req_to_token
     buffers = kv_buffers(pools[1]) + draft_buffers(binding.scheduler)

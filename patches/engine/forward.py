@@ -18,7 +18,7 @@ from sgl_skipkv.patches.engine.media import prepare_media
 from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
 from sgl_skipkv.patches.engine.pd_decode import end_silence
 from sgl_skipkv.patches.engine.sampling import note_shifts
-from sgl_skipkv.patches.engine.speculation import is_speculative, place_step
+from sgl_skipkv.patches.engine.speculation import count_step, is_speculative, place_step
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import Recorder, Recording
@@ -81,7 +81,8 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
         return
     shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
     if is_speculative(batch) and not result.forward_mode.is_extend_without_speculative():
-        place_step(result, states, shifts)
+        count_step(result, states)
+        place_step(result, shifts)
     elif result.forward_mode.is_decode():
         _place_decode(result, batch, shifts)
         end_silence(binding.runtime, batch, states)

@@ -115,12 +115,12 @@ def release_evicted(
         free_moved(allocator, move, [reqs[row.state].kv for row in move.rows])
 
 
-def check_lengths(req: Any, state: RequestState, *, is_speculative: bool) -> None:
+def check_lengths(req: Any, state: RequestState) -> None:
     """Assert what a rewrite of the row relies on."""
     kv = req.kv
     owned_from = state.shared_row_tokens
-    tail_slots = kv.kv_allocated_len - kv.kv_committed_len
-    assert tail_slots == 0 or (is_speculative and tail_slots > 0), (
+    behind = kv.kv_allocated_len - kv.kv_committed_len
+    assert behind == 0 or (state.runtime.reserved_tokens and behind > 0), (
         f"committed = allocated: {kv.kv_committed_len}, {kv.kv_allocated_len} ({req.rid})"
     )
     assert kv.cache_protected_len <= owned_from, (
@@ -167,10 +167,11 @@ def due_of(
         stored = buffer(layer + kv_pool.start_layer)
         return picked(stored, slots(), None if scale is None else scale(layer))
 
+    tail_slots = req.kv.kv_allocated_len - row_tokens
     of_keys, of_values = _scales(req_to_token_pool)
     keys = partial(of_layer, kv_pool.get_key_buffer, of_keys)
     values = partial(of_layer, kv_pool.get_value_buffer, of_values)
-    return Due(state, row_tokens, generated, keys, values, cache)
+    return Due(state, row_tokens, generated, keys, values, cache, tail_slots)
 
 
 def _scored_layers(req_to_token_pool: Any, kv_pool: Any) -> Sequence[int]:

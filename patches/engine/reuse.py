@@ -338,7 +338,7 @@ def _drop(
 ) -> bool:
     """Evict the first tokens that a finished request generated; whether that worked."""
     pools, row_tokens = (req_to_token_pool, allocator), req.kv.kv_allocated_len
-    check_lengths(req, state, is_speculative=False)
+    check_lengths(req, state)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
     table, buffers = req_to_token_pool.req_to_token, kv_buffers(allocator)

@@ -30,10 +30,10 @@ def is_speculative(holder: Any) -> bool:
     return not holder.spec_algorithm.is_none()
 
 
-def reserved_tokens(holder: Any) -> int:
-    """The most slots of a row, of a scheduler or in a batch, beyond a token per step: its tail, and
-    what a step adds before the next compaction can come."""
-    if not is_speculative(holder):
+def reserved_tokens(scheduler: Any) -> int:
+    """The most slots of a row beyond a token per step: its tail, and what a step adds before the
+    next compaction can come."""
+    if not is_speculative(scheduler):
         return 0
     from sglang.srt.mem_cache.allocation_sizing import (
         get_alloc_len_per_decode,
@@ -53,6 +53,14 @@ def settled_tokens(batch: Any, req: Any, state: RequestState) -> int:
     if is_speculative(batch) and batch.enable_overlap and is_known:
         tokens -= state.kv.step_tokens
     return tokens
+
+
+def count_step(result: Any, states: Sequence[RequestState | None]) -> None:
+    """A step is launched: it verifies once."""
+    if result.forward_mode.is_target_verify():
+        for state in states:
+            if state is not None:
+                state.kv.launched_steps += 1
 
 
 def read_step(result: list[list[int]], processor: Any, output: Any, batch: Any) -> None:
@@ -90,13 +98,9 @@ def shorten_published(batch: Any, rows: Sequence[int], evicted_tokens: Sequence[
         published.record()
 
 
-def place_step(result: Any, states: Sequence[RequestState | None], shifts: Sequence[int]) -> None:
+def place_step(result: Any, shifts: Sequence[int]) -> None:
     """Logical positions of a verify step, or of a draft model's pass behind it. Those of its decode
     steps follow in ``place_draft``: until then attention backends take them for row lengths."""
-    if result.forward_mode.is_target_verify():
-        for state in states:
-            if state is not None:
-                state.kv.launched_steps += 1
     if not any(shifts):
         return
     per_request = result.positions.shape[0] // len(shifts)

@@ -35,6 +35,12 @@ def draft_bugs() -> Changes:
                 "torch.arange(1, self.tail_slots, device=self.positions.device)",
             ),
         },
+        kv_cache.due_of: {
+            "the last slot of the tail is left out": (
+                "req.kv.kv_allocated_len - row_tokens",
+                "max(req.kv.kv_allocated_len - row_tokens - 1, 0)",
+            ),
+        },
         kv_cache.release_evicted: {
             "the tail of a compacted row is given back": (
                 "free_evicted(allocator, kv, slots, plan.evicted_tokens, first)",
@@ -68,10 +74,6 @@ def draft_bugs() -> Changes:
                 "places[state], row_tokens[state] = i, settled_tokens(batch, req, state)",
                 "places[state], row_tokens[state] = i, min("
                 "req.kv.kv_committed_len + 1, req.kv.kv_allocated_len)",
-            ),
-            "the last slot of the tail is left out": (
-                "req.kv.kv_allocated_len - tokens",
-                "max(req.kv.kv_allocated_len - tokens - 1, 0)",
             ),
             "the draft model's KV stays where it was": (
                 "kv_buffers(pools[1]) + draft_buffers(binding.scheduler)",

@@ -6,10 +6,23 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from hypothesis.strategies import SearchStrategy
 from pool_content import POOL
-from pool_machine import SHARED, Asked, PoolMachine
+from pool_machine import (
+    APART,
+    SHARED,
+    SOME_STEPS,
+    STOPS,
+    TOKENS,
+    Apart,
+    Asked,
+    PoolMachine,
+)
 from pool_world import World
 
+Texts = SearchStrategy[list[int]]
 #: how much of an earlier text begins another one, what follows, how many more, what is asked for
 Branch = tuple[int, list[int], int, Asked]
 #: steps in which nothing runs, while somebody waits
@@ -72,3 +85,47 @@ class MachineBeside(PoolMachine):
         if hasattr(self, "ends"):
             with self.ends:
                 super().teardown()
+
+
+def branching(prompt: Texts, asked: SearchStrategy[Asked]) -> type[MachineBeside]:
+    """Lives in which texts arrive, also such as begin like earlier ones.
+
+    Args:
+        prompt: how a text is drawn that begins like none.
+        asked: what its request asks for.
+    """
+    branch = st.tuples(
+        st.integers(1, 60),
+        st.lists(st.integers(3, 6), min_size=1, max_size=12),
+        st.sampled_from([1, 2, 9, 20, 40]),
+        asked,
+    )
+
+    class Branching(MachineBeside):
+        @precondition(lambda self: len(self.world.waiting_queue) < 4)
+        @rule(
+            calls=st.lists(st.tuples(prompt, TOKENS, STOPS, asked, APART), min_size=1, max_size=4)
+        )
+        def arrive(self, calls: list[tuple[list[int], int, bool, Asked, Apart]]) -> None:
+            for prompt, max_new_tokens, ignore_eos, keys, apart in calls:
+                self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **apart, **keys)
+
+        @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
+        @rule(data=st.data(), more=st.lists(st.integers(3, 6), min_size=1, max_size=4), keys=asked)
+        def follow_up(self, data: st.DataObject, more: list[int], keys: Asked) -> None:
+            """The next turn: a finished request's whole text and a few tokens."""
+            self.world.arrive((self._text(data) + more)[:60], 20, **keys)
+
+        @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
+        @rule(data=st.data(), branch=branch, steps=SOME_STEPS)
+        def turn(self, data: st.DataObject, branch: Branch, steps: int) -> None:
+            """Another text that begins as one that was there."""
+            self.branch(self._text(data), [branch], steps)
+
+        @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 3)
+        @rule(data=st.data(), branches=st.lists(branch, min_size=2, max_size=3), steps=SOME_STEPS)
+        def fork(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
+            """Several at once."""
+            self.branch(self._text(data), branches, steps)
+
+    return Branching

@@ -6,20 +6,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from pool_beside import Branch, MachineBeside
+from pool_beside import branching
 from pool_content import POOL
 from pool_drafts import DraftWorld, draft_flags
 from pool_machine import (
-    APART,
     HOW,
     PAGES,
     PARAMETERS,
     PROMPT,
     SHARED,
     SOME_STEPS,
-    STOPS,
-    TOKENS,
-    Apart,
     Asked,
 )
 
@@ -58,14 +54,9 @@ DRAFT_HOW = {
     "right_of_ten": st.sampled_from([0, 3, 6, 9, 10]),
     "reads_lengths": st.booleans(),
 }
-BRANCH = st.tuples(
-    st.integers(1, 60),
-    *(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.sampled_from([1, 2, 9, 20, 40])),
-    ASKED,
-)
 
 
-class DraftPoolMachine(MachineBeside):
+class DraftPoolMachine(branching(PROMPT, ASKED)):  # type: ignore[misc]
     """The same with drafts. No request continues another one's history there, none is steered, and
     whoever is retracted is computed again."""
 
@@ -76,30 +67,6 @@ class DraftPoolMachine(MachineBeside):
         self.begin()
         self.ends.enter_context(draft_flags(how["chain_tokens"], how["page_tokens"]))
         self.world = DraftWorld(**how)
-
-    @precondition(lambda self: len(self.world.waiting_queue) < 4)
-    @rule(calls=st.lists(st.tuples(PROMPT, TOKENS, STOPS, ASKED, APART), min_size=1, max_size=4))
-    def arrive(self, calls: list[tuple[list[int], int, bool, Asked, Apart]]) -> None:
-        for prompt, max_new_tokens, ignore_eos, keys, apart in calls:
-            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **apart, **keys)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
-    @rule(data=st.data(), more=st.lists(st.integers(3, 6), min_size=1, max_size=4), keys=ASKED)
-    def follow_up(self, data: st.DataObject, more: list[int], keys: Asked) -> None:
-        """The next turn: a finished request's whole text and a few tokens."""
-        self.world.arrive((self._text(data) + more)[:60], 20, **keys)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
-    @rule(data=st.data(), branch=BRANCH, steps=SOME_STEPS)
-    def turn(self, data: st.DataObject, branch: Branch, steps: int) -> None:
-        """Another text that begins as one that was there."""
-        self.branch(self._text(data), [branch], steps)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 3)
-    @rule(data=st.data(), branches=st.lists(BRANCH, min_size=2, max_size=3), steps=SOME_STEPS)
-    def fork(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
-        """Several at once."""
-        self.branch(self._text(data), branches, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(

@@ -7,18 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from pool_beside import Branch, MachineBeside
+from pool_beside import branching
 from pool_content import POOL, ROWS
 from pool_machine import (
-    APART,
     BUDGETED,
     HOW,
     PARAMETERS,
     PROMPT,
-    SOME_STEPS,
-    STOPS,
-    TOKENS,
-    Apart,
     Asked,
 )
 from pool_states import StateWorld, state_flags, states_per_row
@@ -49,15 +44,9 @@ EVICTED = st.sampled_from([(0, 0), (POOL, 40), (0, 40), (0, 40), (5, 0), (0, 1)]
 #: the tree has their prompt, and they can be recomputed; of these, who needs one of few tracks
 SHARING = st.builds(lambda keys: {**keys, "kv_params": PARAMETERS}, BUDGETED)
 TRACKED = st.builds(lambda keys: {**keys, "kv_policy": "rkv"}, SHARING)
-#: a prompt that leaves an earlier text somewhere, and goes on differently
-BRANCH = st.tuples(
-    st.integers(1, 60),
-    *(st.lists(st.integers(3, 6), min_size=1, max_size=12), st.sampled_from([1, 2, 9, 20, 40])),
-    ASKED,
-)
 
 
-class StatePoolMachine(MachineBeside):
+class StatePoolMachine(branching(LONG_PROMPT, ASKED)):  # type: ignore[misc]
     """The same with states. No request continues another one's history there."""
 
     world: StateWorld
@@ -75,32 +64,6 @@ class StatePoolMachine(MachineBeside):
         self.world = StateWorld(
             copies=copies, overlap=overlap, page_tokens=page_tokens, state_slots=slots, **how
         )
-
-    @precondition(lambda self: len(self.world.waiting_queue) < 4)
-    @rule(
-        calls=st.lists(st.tuples(LONG_PROMPT, TOKENS, STOPS, ASKED, APART), min_size=1, max_size=4)
-    )
-    def arrive(self, calls: list[tuple[list[int], int, bool, Asked, Apart]]) -> None:
-        for prompt, max_new_tokens, ignore_eos, keys, apart in calls:
-            self.world.arrive(prompt, max_new_tokens, ignore_eos=ignore_eos, **apart, **keys)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
-    @rule(data=st.data(), more=st.lists(st.integers(3, 6), min_size=1, max_size=4), keys=ASKED)
-    def follow_up(self, data: st.DataObject, more: list[int], keys: Asked) -> None:
-        """The next turn: a finished request's whole text and a few tokens."""
-        self.world.arrive((self._text(data) + more)[:60], 20, **keys)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 4)
-    @rule(data=st.data(), branch=BRANCH, steps=SOME_STEPS)
-    def turn(self, data: st.DataObject, branch: Branch, steps: int) -> None:
-        """Another text that begins as one that was there."""
-        self.branch(self._text(data), [branch], steps)
-
-    @precondition(lambda self: self.world.finished and len(self.world.waiting_queue) < 3)
-    @rule(data=st.data(), branches=st.lists(BRANCH, min_size=2, max_size=3), steps=SOME_STEPS)
-    def fork(self, data: st.DataObject, branches: list[Branch], steps: int) -> None:
-        """Several at once."""
-        self.branch(self._text(data), branches, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))

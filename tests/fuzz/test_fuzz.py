@@ -32,6 +32,17 @@ def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(report.read_text())
 
 
+def seen_in(folder: Path, *arguments: str) -> dict[str, int]:
+    """event -> how often it happened, in 100 lives of 50 steps."""
+    rows = rows_of(folder, *arguments, "--examples", "100", "--seeds", "1")
+    return {row["event"]: row["times"] for row in rows}
+
+
+def missing(seen: dict[str, int], wanted: dict[str, int]) -> dict[str, int]:
+    """Events that happened less often than wanted."""
+    return {name: seen.get(name, 0) for name in wanted if seen.get(name, 0) < wanted[name]}
+
+
 def test_every_planted_bug_is_found(tmp_path: Path) -> None:
     """In the first lives of a seed; ``make fuzz`` looks at thousands of lives of others."""
     found = rows_of(tmp_path, "--planted", "--soonest")
@@ -41,8 +52,7 @@ def test_every_planted_bug_is_found(tmp_path: Path) -> None:
 
 def test_memory_stays_sound(tmp_path: Path) -> None:
     """100 lives of 50 steps; ``make fuzz`` has 20,000. A failure names their seed."""
-    rows = rows_of(tmp_path, "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path)
     # an empty run proves nothing
     wanted = {"compactions": 1500, "retractions": 100, "retractions, pool full": 1, "refused": 10}
     wanted |= {"backups": 25, "restored": 10, "prefix hits": 175, "finished": 150, "aborts": 375}
@@ -50,58 +60,47 @@ def test_memory_stays_sound(tmp_path: Path) -> None:
     wanted |= {"continued, not to its end": 25, "histories lost": 50, "no history, diverged": 12}
     wanted |= {"thoughts dropped": 15, "continued behind thoughts": 4, "demands": 400}
     wanted |= {"lost, counted": 20}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}
 
 
 def test_memory_stays_sound_with_hicache(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--hicache", "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path, "--hicache")
     wanted = {"compactions": 500, "compactions in pages": 300, "retractions": 15, "restored": 4}
     wanted |= {"loaded": 15, "copied": 30, "continued": 50, "continued, evicted from": 40}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}
 
 
 def test_memory_stays_sound_on_a_decode_server(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--decode", "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path, "--decode")
     wanted = {"compactions": 1500, "compactions in pages": 500, "begun": 200, "aborts": 250}
     wanted |= {"retractions": 35, "retractions, pool full": 5, "backups": 10, "restored": 25}
     wanted |= {"copies of SGLang": 15, "pauses, retract": 5, "prefix hits": 20, "finished": 125}
     wanted |= {"failed, transfer": 4, "failed, handshake": 4, "steered tokens": 200}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}
 
 
 def test_memory_stays_sound_with_a_window_pool(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--windows", "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path, "--windows")
     wanted = {"compactions": 1000, "windows read": 10_000, "retractions": 100, "restored": 25}
     wanted |= {"restored, compacted": 10, "finished": 150, "aborts": 200, "prefix hits": 200}
     wanted |= {"retractions, pool full": 1, "window pool full": 1, "steered tokens": 200}
     wanted |= {"compactions in pages": 1000, "copied": 5, "windows without KV": 10}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}
 
 
 def test_memory_stays_sound_with_drafts(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--drafts", "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path, "--drafts")
     wanted = {"compactions": 1200, "compactions beside a step": 450, "right drafts": 10_000}
     wanted |= {"compactions in pages": 440, "wrong drafts": 10_000, "stopped within a step": 130}
     wanted |= {"compactions behind a step": 5, "retractions": 60, "aborts": 195}
     wanted |= {"retractions, pool full": 40, "finished": 290, "prefix hits": 380, "refused": 15}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}
 
 
 def test_memory_stays_sound_with_states(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "--states", "--examples", "100", "--seeds", "1")
-    seen = {row["event"]: row["times"] for row in rows}
+    seen = seen_in(tmp_path, "--states")
     wanted = {"compactions": 900, "compactions in pages": 450, "states copied": 1100}
     wanted |= {"states kept": 375, "states continued": 80, "retractions": 80, "finished": 450}
     wanted |= {"retractions, pool full": 1, "measurements": 50, "aborts": 240}
     wanted |= {"steered tokens": 250}
-    missed = {name: seen.get(name, 0) for name in wanted}
-    assert {name: n for name, n in missed.items() if n < wanted[name]} == {}
+    assert missing(seen, wanted) == {}

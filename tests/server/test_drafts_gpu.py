@@ -26,8 +26,7 @@ def drafting(tmp_path_factory: Any) -> Iterator[dict[str, Server]]:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_drafts_are_right_behind_an_eviction(drafting: dict[str, Server], name: str) -> None:
-    """Nearly as often as without: on a CPU 3.7 of 4, and 1.9 to 2.6 where drafts have the positions
-    of row entries."""
+    """Nearly as often as without: the draft model has the positions of what it sees."""
     if name not in drafting:
         pytest.skip(f"{name} is not installed")
     lines = (REASONER / "heldout.jsonl").read_text().splitlines()[:8]

@@ -104,7 +104,8 @@ def test_a_step_is_at_its_logical_positions(mode: str, per_request: int) -> None
     rows = torch.tensor([10, 11, 12, 13, 20, 21, 22, 23], dtype=torch.int32)
     result = SimpleNamespace(forward_mode=ForwardMode[mode], positions=rows)
     state: Any = SimpleNamespace(kv=KVState(followed_tokens=0))
-    speculation.place_step(result, [state, None], [5, 0])
+    speculation.count_step(result, [state, None])
+    speculation.place_step(result, [5, 0])
     assert state.kv.launched_steps == (mode == "TARGET_VERIFY")
     assert result.positions.tolist() == [15, 16, 17, 18, 20, 21, 22, 23]
     assert result.positions.dtype == torch.int32
@@ -115,7 +116,7 @@ def test_drafts_are_placed_once_their_attention_is_planned() -> None:
     """Until then attention backends take a position for the length of its row."""
     rows = torch.tensor([10, 20])
     result = SimpleNamespace(forward_mode=ForwardMode.DECODE, positions=rows)
-    speculation.place_step(result, [None, None], [5, 0])
+    speculation.place_step(result, [5, 0])
     assert result.positions is rows and rows.tolist() == [10, 20]
     speculation.place_draft(None, result)
     assert result.positions.tolist() == [15, 20] and rows.tolist() == [10, 20]
