@@ -52,7 +52,7 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
-    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), output_ids=[])
+    req = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1, kv_allocated_len=SLOTS), output_ids=[])
     state = SimpleNamespace(prompt=SimpleNamespace(uncounted_tokens=0, tokens=0))
     # After the binding was made, as new weights bring it.
     layers[1].k_scale_float, layers[1].v_scale_float = 0.5, 0.25
