@@ -24,7 +24,8 @@ from torch import Tensor
 _EPS = tl.constexpr(1e-8)
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_ids", "steps"])  # a prefill's, from any token on
+# Tokens of a prefill, from any on; tracks of a chain's tokens, one row of them after the other.
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "steps", "tracks"])
 def _sentence_step_kernel(
     hidden, tracks, token_ids, bits, preset, total, length, index, after_delimiter, vectors,
     hidden_stride, width, capacity, steps, BLOCK: tl.constexpr,

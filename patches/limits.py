@@ -11,7 +11,7 @@ from typing import Final
 
 from sgl_skipkv.config import SettingError
 from sgl_skipkv.policy import built_in, policy_class
-from sgl_skipkv.request.settings import RequestSettings, refuse_recording
+from sgl_skipkv.request.settings import RequestSettings
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS
 
 #: parameter -> its only value where the prompt is computed by another server
@@ -32,7 +32,6 @@ class ServerLimits:
         has_thoughts: whether one token each begins and ends a thought.
         prompt_is_elsewhere: whether another server computes prompts (PD disaggregation), so nothing
             of them is recorded.
-        without_recording: why policies that record are refused; None: they are not.
     """
 
     model_window_tokens: int = 0
@@ -41,7 +40,6 @@ class ServerLimits:
     without_budget_reuse: str | None = None
     has_thoughts: bool = False
     prompt_is_elsewhere: bool = False
-    without_recording: str | None = None
 
     def check(self, settings: RequestSettings) -> None:
         """Refuse what this server cannot do.
@@ -60,8 +58,6 @@ class ServerLimits:
             others = [name for name in built_in() if not policy_class(name).needs_rotation]
             expected = f"another policy on this server ({self.without_rotation})"
             raise SettingError("kv_policy", expected, settings.policy.name, ", ".join(others))
-        if settings.evicts and self.without_recording is not None:
-            refuse_recording(settings.policy, f" ({self.without_recording})", "")
         if settings.evicts and self.prompt_is_elsewhere:
             for name, served in WITHOUT_PROMPT.items():
                 if (got := getattr(settings.policy.params, name)) is not served:

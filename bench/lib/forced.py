@@ -280,6 +280,6 @@ class _Run:
 
     def _record(self, recording: Any, layer: int, q: Tensor) -> None:
         """The last queries of the pass, as many as a ring has."""
-        window = self.recorder.queries.window
+        window = self.recorder.queries.entries
         tracks, positions = recording.tracks[-window:], recording.positions[-window:]
         self.recorder.queries.write(layer, tracks, positions, q[-window:])

@@ -30,8 +30,8 @@ from sgl_skipkv.patches.engine.kv_cache import (
     wait_for_forward,
 )
 from sgl_skipkv.patches.engine.speculation import (
+    evictable_tokens,
     published_lengths,
-    settled_tokens,
     shorten_published,
 )
 from sgl_skipkv.patches.engine.window_pool import free_out_of_windows, windows_of
@@ -53,7 +53,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         state = state_of(req)
         if state is None:
             continue
-        places[state], row_tokens[state] = i, settled_tokens(batch, req, state)
+        places[state], row_tokens[state] = i, evictable_tokens(batch, req, state)
         runtime.observe(state, row_tokens[state])
         if state.failure is not None:
             end_request(req, state)

@@ -60,10 +60,10 @@ def with_rotary_part(part: Tensor, rotary: Tensor | None) -> Tensor:
     return part if rotary is None else torch.cat([part, rotary], dim=-1)
 
 
-def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: Any) -> None:
+def prepare_forward(result: Any, cls: type, batch: Any, runner: Any, **kwargs: Any) -> None:
     """AFTER ``ForwardBatch.init_new``: set logical positions and what the pass records.
 
-    A batch without budgeted requests is unchanged.
+    A batch without budgeted requests is unchanged. Of a draft model nothing is recorded.
     """
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
@@ -80,16 +80,20 @@ def prepare_forward(result: Any, cls: type, batch: Any, *args: Any, **kwargs: An
     if not any(states):
         return
     shifts = [0 if state is None else state.kv.evicted_tokens for state in states]
+    tracked = any(state is not None and state.held.track_id for state in states)
     if is_speculative(batch) and not result.forward_mode.is_extend_without_speculative():
         count_step(result, states)
         place_step(result, shifts)
+        recorder.records_decode = tracked and result.forward_mode.is_target_verify()
     elif result.forward_mode.is_decode():
         _place_decode(result, batch, shifts)
         end_silence(binding.runtime, batch, states)
-        recorder.records_decode = any(state is not None and state.held.track_id for state in states)
+        recorder.records_decode = tracked
     elif result.forward_mode.is_extend():
         if any(shifts):  # of restored rows, and of rows that decode
             _place_prefill(result, batch, shifts)
+        if runner.is_draft_worker:
+            return
         firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
         recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)
         prepare_prefill(binding.runtime, batch, states, firsts)
@@ -166,8 +170,8 @@ def record_queries(
     recorder: Recorder | None = vars(attention).get("skipkv")
     if recorder is None:
         return
-    place = attention.skipkv_layer
-    begins_step = place == 0 and forward_batch.forward_mode.is_decode()
+    place, mode = attention.skipkv_layer, forward_batch.forward_mode
+    begins_step = place == 0 and (mode.is_decode() or mode.is_target_verify())
     if begins_step and (recorder.records_decode or (recorder.track_count and is_capturing())):
         # A captured step records every row; untracked and padded rows write to scratch. It must
         # read the graph's own row and position buffers, which are known only here.

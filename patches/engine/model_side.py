@@ -20,7 +20,7 @@ from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
-from sgl_skipkv.patches.engine.speculation import is_speculative
+from sgl_skipkv.patches.engine.speculation import chain_tokens
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
@@ -85,17 +85,15 @@ def build_model_side(
     if vector is not None:
         _refuse_offloaded_layers(FIELD)
         steerer = _build_steerer(vector, config.steering_gamma, scheduler, delimiters)
-    tracks = _track_count(config, scheduler.server_args.max_running_requests)
-    if is_speculative(scheduler):
-        tracks = 0  # a step has several tokens, and which of them are right is known behind it
     recorder = Recorder(
         shape,
-        track_count=tracks,
+        track_count=_track_count(config, scheduler.server_args.max_running_requests),
         query_window=config.query_window,
         max_sentences=config.max_sentences,
         delimiters=delimiters,
         dtype=_recorded_dtype(runner),
         device=device,
+        chain_tokens=chain_tokens(scheduler),
     )
     if config.enabled:
         recorder.reserve()

@@ -30,6 +30,16 @@ def is_speculative(holder: Any) -> bool:
     return not holder.spec_algorithm.is_none()
 
 
+def chain_tokens(scheduler: Any) -> int:
+    """The most tokens of a step that verifies drafts; 0: it decodes one token of each request."""
+    if not is_speculative(scheduler):
+        return 0
+    from sglang.srt.runtime_context import get_spec
+
+    tokens: int = get_spec().speculative_num_draft_tokens
+    return tokens
+
+
 def reserved_tokens(scheduler: Any) -> int:
     """The most slots of a row beyond a token per step: its tail, and what a step adds before the
     next compaction can come."""
@@ -44,7 +54,7 @@ def reserved_tokens(scheduler: Any) -> int:
     return tokens
 
 
-def settled_tokens(batch: Any, req: Any, state: RequestState) -> int:
+def evictable_tokens(batch: Any, req: Any, state: RequestState) -> int:
     """Row entries that a compaction may evict from: those of the steps before the last one that
     was launched, with overlap, because its result is not known yet. Where it is, as behind another
     request's prefill, it does not count either: what is kept must not depend on others."""

@@ -51,7 +51,7 @@ from sgl_skipkv.patches.startup.pool_kinds import without_budget_reuse
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.policy import policy_class
 from sgl_skipkv.policy.inputs.ranks import RanksError
-from sgl_skipkv.request.settings import check_server_defaults, default_policy, refuse_recording
+from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens
 from sgl_skipkv.steering.vector import SteeringVector
@@ -127,7 +127,7 @@ class ModelFacts(NamedTuple):
         without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
         prompt_is_elsewhere: whether this is a server of PD disaggregation.
         without_backups: why retracted requests are recomputed; None: they are backed up.
-        without_recording: why policies that record are refused; None: they are not.
+        without_steering: why a steering vector is refused; None: it is not.
     """
 
     layers: Sequence[Any] = ()
@@ -138,7 +138,7 @@ class ModelFacts(NamedTuple):
     without_budget_reuse: str | None = None
     prompt_is_elsewhere: bool = False
     without_backups: str | None = None
-    without_recording: str | None = None
+    without_steering: str | None = None
 
 
 class Built(NamedTuple):
@@ -198,7 +198,6 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             facts.without_budget_reuse,
             has_thoughts=facts.thoughts is not None,
             prompt_is_elsewhere=facts.prompt_is_elsewhere,
-            without_recording=facts.without_recording,
         ),
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
         measure_again=partial(_measure_again, scheduler, measured_ids),
@@ -243,7 +242,7 @@ def _facts(scheduler: Any) -> ModelFacts:
         without_budget_reuse=without_budget_reuse(scheduler),
         prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
         without_backups=_without_backups(scheduler),
-        without_recording=SPECULATION if is_speculative(scheduler) else None,
+        without_steering=SPECULATION if is_speculative(scheduler) else None,
     )
 
 
@@ -260,15 +259,10 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
         reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
     if facts.without_backups and config.given().get("retraction_backup_bytes"):
         reasons.append(f"retraction_backup_bytes: expected 0, {facts.without_backups}")
-    if facts.without_recording is not None:
+    if facts.without_steering is not None:
         names = ("steering_vector", "steering_capture")
         given = [name for name in names if getattr(config, name) is not None]
-        reasons += [f"{name}: {facts.without_recording}" for name in given]
-        try:
-            policy = default_policy(config, facts.window_tokens)
-            refuse_recording(policy, f" ({facts.without_recording})", "")
-        except SettingError as error:
-            reasons.append(str(error))
+        reasons += [f"{name}: {facts.without_steering}" for name in given]
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
     if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:

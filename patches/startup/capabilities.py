@@ -227,7 +227,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "window layers in a pool of their own",
         "yes",
-        "pages of one token; not with HiCache, PD disaggregation or a quantised cache",
+        "not with HiCache, PD disaggregation or a quantised cache",
         window_pool,
     ),
     Capability(
@@ -240,8 +240,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         SPECULATION,
         "yes",
-        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains, in pages of one token; no backups, no "
-        "kv_reuse, no steering; policies that record nothing",
+        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains; no backups, no kv_reuse, no steering",
         speculation,
     ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),

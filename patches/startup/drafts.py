@@ -10,6 +10,7 @@ from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.window_pool import has_window_pool
 
 SPECULATION = "speculative decoding"
+_DRAFT_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 
 
 def speculation(scheduler: Any) -> str | None:
@@ -22,9 +23,12 @@ def speculation(scheduler: Any) -> str | None:
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
     settings, worker = get_spec(), scheduler.draft_worker
+    is_known, pool = type(worker) in (EAGLEWorkerV2, StandaloneWorkerV2), ""
+    if is_known:
+        pool = type(worker.draft_worker.draft_runner.token_to_kv_pool).__name__
     beside = {
-        f"{settings.speculative_algorithm} as {type(worker).__name__}": type(worker)
-        not in (EAGLEWorkerV2, StandaloneWorkerV2),
+        f"{settings.speculative_algorithm} as {type(worker).__name__}": not is_known,
+        f"a draft model with {pool}": is_known and pool not in _DRAFT_POOLS,
         "drafts that are trees (--speculative-eagle-topk 1: chains)": (
             settings.speculative_eagle_topk != 1
         ),
@@ -40,6 +44,9 @@ def speculation(scheduler: Any) -> str | None:
         "HiCache": scheduler.enable_hierarchical_cache,
         "--enable-mixed-chunk": scheduler.is_mixed_chunk,
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": (
+            envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+        ),
     }
     found = " and ".join(name for name, is_there in beside.items() if is_there)
     return f"{SPECULATION}, with {found}" if found else None

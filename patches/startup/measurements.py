@@ -15,6 +15,7 @@ from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
 from sgl_skipkv.patches.engine.forward import attention_layers, with_rotary_part
 from sgl_skipkv.patches.engine.model_side import ModelSide
+from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
 from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
@@ -144,10 +145,12 @@ def _seen(
             hook.remove()
     order = [layer.layer_id for layer in scored]
     if not reach.keys() >= {*order}:
+        seeded = "--enable-deterministic-inference"  # which is refused with drafts
+        others = "no flag, with drafts" if is_speculative(scheduler) else seeded
         raise AttentionMismatch(
             "prefills that attend to keys of every head instead of the cached latents, so the "
             "queries of a prompt cannot be recorded (flashinfer: "
-            "--flashinfer-mla-disable-ragged; fa3, triton: --enable-deterministic-inference)"
+            f"--flashinfer-mla-disable-ragged; fa3, triton: {others})"
         )
     return [centres[i] for i in order if i in centres], [reach[i] for i in order]
 

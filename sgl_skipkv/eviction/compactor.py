@@ -72,7 +72,7 @@ class Compactor:
     ) -> None:
         self._recorder, self._scale, self._trace, self._ranks = recorder, scale, trace, ranks
         self._metrics = metrics
-        self._work_bytes, self._query_window = config.compaction_work_bytes, config.query_window
+        self._work_bytes = config.compaction_work_bytes
         self._check_ledger, self._page_tokens = config.check_ledger, page_tokens
         checked = config.check_agreement and ranks.size > 1
         self._agreement = Agreement(recorder.device) if checked else None
@@ -144,7 +144,8 @@ class Compactor:
 
     def _replay(self, work: Callable[..., None], due: Sequence[Due]) -> None:
         replay = partial(work, recorder=self._recorder, scale=self._scale, ranks=self._ranks)
-        alone, steps = self._ranks.size == 1, self._query_window
+        alone, steps = self._ranks.size == 1, self._recorder.query_window
+        steps += self._recorder.chain_tokens
         list(in_parts(due, replay, self._work_bytes, alone=alone, steps=steps))
 
     def _compact(

@@ -113,6 +113,10 @@ class Planner:
         if not asking:
             return {}
         states, sentences = [due[i].state for i in asking], self._recorder.sentences
+        if self._recorder.chain_tokens:  # without overlap the last one is not in the table yet
+            ends = [due[i].logical_tokens for i in asking]
+            tracks = [state.held.track_id for state in states]
+            self._recorder.add_accepted(*device_tensors([tracks, ends], self._recorder.device))
         scored = [list(state.sentences.live) for state in states]
         earlier = [state.sentences.redundancy for state in states]
         known = [table.known for table in tables if table is not None]

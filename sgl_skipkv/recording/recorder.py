@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, uses_triton
 from sgl_skipkv.offload.host_memory import HostCopies, HostCopy
+from sgl_skipkv.recording.draft_chains import DraftChains
 from sgl_skipkv.recording.sentence_table import SentenceTable
 from sgl_skipkv.recording.sentences import Delimiters
 
@@ -31,16 +32,16 @@ class ModelShape:
 
 
 class QueryRings:
-    """The last ``window`` rotated queries of every tracked request, per layer.
+    """The last rotated queries of every tracked request, per layer.
 
-    The query of logical position p is stored at ``p % window``; scores do not depend on the order.
+    The query of logical position p is stored at ``p % entries``; scores do not depend on the order.
 
     Attributes:
-        data: float [layers, tracks + 1, window, Hq, d].
+        data: float [layers, tracks + 1, entries, Hq, d].
     """
 
     def __init__(self, data: Tensor) -> None:
-        self.data, self.window = data, data.shape[2]
+        self.data, self.entries = data, data.shape[2]
 
     def write(self, layer: int, tracks: Tensor, positions: Tensor, q: Tensor) -> None:
         """Store one query per token. tracks, positions: int64 [B]; q: float [B, Hq, d]."""
@@ -49,11 +50,11 @@ class QueryRings:
 
             ring_write(q, tracks, positions, self.data[layer])
         else:
-            self.data[layer][tracks, positions % self.window] = q.to(self.data.dtype)
+            self.data[layer][tracks, positions % self.entries] = q.to(self.data.dtype)
 
     def read(self, track_id: int, last_position: int, count: int) -> Tensor:
         """float [layers, count, Hq, d], the queries of the last ``count`` positions."""
-        entries = [(last_position - i) % self.window for i in range(count)]
+        entries = [(last_position - i) % self.entries for i in range(count)]
         return self.data[:, track_id, device_tensor(entries, self.data.device)]
 
 
@@ -68,12 +69,15 @@ class Recording:
         generated: tracks, int64 [B], and tokens of a prefill that count as generated, equally many
             of each track; they are added to the sentence table one after the other, as in decode
             steps.
+        verified: int64 [requests], tracks of a step that verifies drafts, equally many tokens of
+            each; None in other passes.
     """
 
     tracks: Tensor
     positions: Tensor
     tokens: Tensor | None = None
     generated: tuple[tuple[Tensor, slice], ...] = ()
+    verified: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -84,6 +88,8 @@ class Recorder:
     request that needs them. ``use_rows`` must be called before the first request.
 
     Attributes:
+        chain_tokens: of a step that verifies drafts (speculative decoding); 0: a decode step adds
+            one token to each row.
         free_tracks: track ids that no request holds.
         track_of_row: int64 [rows], the track id of each page-table row.
         current: where the forward pass being launched records; None: it does not record.
@@ -99,6 +105,7 @@ class Recorder:
     delimiters: Delimiters
     dtype: torch.dtype
     device: torch.device
+    chain_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.free_tracks = list(range(self.track_count, 0, -1))
@@ -110,10 +117,16 @@ class Recorder:
         """Allocate ``track_of_row``, once the number of page-table rows is known."""
         self.track_of_row = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
+    @property
+    def ring_entries(self) -> int:
+        """Queries of a track. A running step writes a chain behind those that are known, and one
+        step more may add a chain before statistics have seen them."""
+        return self.query_window + 2 * self.chain_tokens
+
     @cached_property
     def queries(self) -> QueryRings:
         heads, width = self.shape.query_heads, self.shape.head_dim
-        sizes = (self.shape.layers, self.track_count + 1, self.query_window, heads, width)
+        sizes = (self.shape.layers, self.track_count + 1, self.ring_entries, heads, width)
         return QueryRings(torch.zeros(sizes, dtype=self.dtype, device=self.device))
 
     @cached_property
@@ -127,13 +140,18 @@ class Recorder:
             self.device,
         )
 
+    @cached_property
+    def chains(self) -> DraftChains:
+        sizes = self.track_count, self.chain_tokens, self.shape.hidden_size
+        return DraftChains(*sizes, self.dtype, self.device)
+
     def reserve(self) -> None:
         """Allocate the large buffers.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for them beside the KV pool.
         """
-        _ = self.queries, self.sentences
+        _ = self.queries, self.sentences, self.chains
 
     def start(self, row: int, track_id: int, preset_bit: int) -> None:
         """A request begins its prefill: assign the track to its row and clear the track.
@@ -142,6 +160,7 @@ class Recorder:
         """
         self.track_of_row[row].fill_(track_id)  # an assignment would wait for the device
         self.sentences.reset(track_id, preset_bit)
+        self.chains.reset(track_id)
 
     def _recorded(self, track_id: int) -> dict[str, Tensor]:
         """Views of what the track holds: its rows of the sentence tables, and its ring."""
@@ -165,9 +184,24 @@ class Recorder:
         """Where a decode step writes. Graph-safe.
 
         Args:
-            rows: int64 [B], of the page table. positions: int64 [B], logical.
+            rows: int64 [B], of the page table. positions: int64 [B], logical; with drafts of the
+                tokens of all chains, one chain after the other.
         """
-        return Recording(self.track_of_row[rows], positions)
+        tracks = self.track_of_row[rows]
+        if not self.chain_tokens:
+            return Recording(tracks, positions)
+        tokens = positions.shape[0] // rows.shape[0]
+        self.add_accepted(tracks, positions[::tokens])
+        of_tokens = tracks.unsqueeze(1).expand(-1, tokens).flatten()
+        return Recording(of_tokens, positions, verified=tracks)
+
+    def add_accepted(self, tracks: Tensor, positions: Tensor) -> None:
+        """Add the accepted tokens of the last chains to the sentences. Graph-safe.
+
+        Args:
+            tracks: int64 [B]. positions: int64 [B], of the first token behind them.
+        """
+        self.chains.add_accepted(tracks, positions, self.sentences)
 
     def record_queries(self, recording: Recording, layer: int, q: Tensor) -> None:
         """q: float [tokens of the pass, Hq * d] or [tokens of the pass, Hq, d]."""
@@ -181,6 +215,9 @@ class Recorder:
 
     def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
         """token_ids: int64 [tokens of the pass]; hidden: float [tokens, D], after final norm."""
+        if recording.verified is not None:
+            self.chains.keep(recording.verified, token_ids, hidden)
+            return
         if recording.tokens is None:
             self.sentences.step(recording.tracks, token_ids, hidden)
             return

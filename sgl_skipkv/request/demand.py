@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-#: decode steps between a measurement and the compaction that follows it: the copy has arrived
+#: tokens between a measurement and the compaction that follows it: the copy has arrived. With
+#: speculative decoding they may be those of one step, and the CPU may wait; the next step is queued
 AHEAD_TOKENS: Final = 4
 #: count of a measurement in which a rank failed
 UNKNOWN: Final = -1
@@ -16,7 +17,7 @@ UNKNOWN: Final = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Read ``AHEAD_TOKENS`` decode steps after it was measured.
+    """Read ``AHEAD_TOKENS`` tokens after it was measured.
 
     Attributes:
         logical_tokens: of the request when it was measured.

@@ -240,30 +240,12 @@ def _check_budget(kv_budget: object, policy: Policy, server: ServerConfig) -> No
 
 
 def _check_track(policy: Policy, server: ServerConfig) -> None:
-    if policy.evicts and not server.max_tracked_requests:
-        refuse_recording(policy, "", ", or a server without max_tracked_requests 0")
-
-
-def refuse_recording(policy: Policy, why: str, otherwise: str) -> None:
-    """Refuse a policy that needs a track on a server that has none.
-
-    Raises:
-        SettingError: it does.
-    """
-    if policy.needs_track:
-        free = [name for name in built_in() if not make_policy(name).needs_track]
-        expected = f"one of {', '.join(free)}, because this server records nothing{why}"
-        choices = f"one of these without coverage and quotas{otherwise}"
-        raise SettingError("kv_policy", expected, policy.name, choices)
-
-
-def default_policy(server: ServerConfig, model_window_tokens: int) -> Policy:
-    """What a request gets that names none.
-
-    Raises:
-        SettingError: its parameters are wrong.
-    """
-    return _resolve_policy({}, server, model_window_tokens)
+    if not policy.evicts or not policy.needs_track or server.max_tracked_requests:
+        return
+    free = [name for name in built_in() if not make_policy(name).needs_track]
+    expected = f"one of {', '.join(free)}, because this server records nothing"
+    choices = "one of these without coverage and quotas, or a server without max_tracked_requests 0"
+    raise SettingError("kv_policy", expected, policy.name, choices)
 
 
 def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> None:
@@ -276,7 +258,7 @@ def check_server_defaults(server: ServerConfig, model_window_tokens: int) -> Non
         SettingError: one of them is wrong.
     """
     try:
-        policy = default_policy(server, model_window_tokens)
+        policy = _resolve_policy({}, server, model_window_tokens)
     except SettingError as error:
         parameter = error.field.removeprefix("kv_params.")
         setting = _SERVER_DEFAULTS.get(parameter)

@@ -11,19 +11,23 @@ Changes = dict[Callable[..., Any], dict[str, tuple[str, str]]]
 def draft_bugs() -> Changes:
     """Our function -> name of a bug -> a piece of its source, and what stands there instead."""
     from sgl_skipkv.eviction.compaction import Plan
+    from sgl_skipkv.eviction.planner import Planner
     from sgl_skipkv.patches.engine import (
         admission,
         batch,
+        forward,
         kv_cache,
         release,
         scheduler,
         speculation,
     )
+    from sgl_skipkv.recording.draft_chains import DraftChains
+    from sgl_skipkv.recording.recorder import Recorder
     from sgl_skipkv.request.last_compaction import LastCompaction
 
-    entries = Plan.entries.fget
+    entries, queries = Plan.entries.fget, Recorder.ring_entries.fget
     running = LastCompaction.running_tokens.fget
-    assert entries is not None and running is not None
+    assert entries is not None and running is not None and queries is not None
     return {
         entries: {
             "the tail of a compacted row stays where it was": (
@@ -67,11 +71,11 @@ def draft_bugs() -> Changes:
         },
         batch.compact_due_requests: {
             "the length of a row has its tail in it": (
-                "i, settled_tokens(batch, req, state)",
+                "i, evictable_tokens(batch, req, state)",
                 "i, req.kv.kv_allocated_len",
             ),
             "a compaction may evict the first token of its tail": (
-                "places[state], row_tokens[state] = i, settled_tokens(batch, req, state)",
+                "places[state], row_tokens[state] = i, evictable_tokens(batch, req, state)",
                 "places[state], row_tokens[state] = i, min("
                 "req.kv.kv_committed_len + 1, req.kv.kv_allocated_len)",
             ),
@@ -84,13 +88,51 @@ def draft_bugs() -> Changes:
                 "pass",
             ),
         },
+        forward.prepare_forward: {
+            "what a step verifies is not recorded": (
+                "tracked and result.forward_mode.is_target_verify()",
+                "False",
+            ),
+        },
+        DraftChains.add_accepted: {
+            "drafts that are wrong belong to sentences": (
+                "accepted > places",
+                "accepted >= places",
+            ),
+            "the last accepted token belongs to no sentence": (
+                "accepted > places",
+                "accepted > 1 + places",
+            ),
+            "a chain is added to its sentences twice": (
+                "self.first[tracks] = positions",
+                "pass",
+            ),
+        },
+        DraftChains.reset: {
+            "a track has the chain of the request before": (
+                "self.first[track].fill_(_NOWHERE)",
+                "pass",
+            ),
+        },
+        Planner._compared: {
+            "sentences lack the last step, although its tokens are known": (
+                "if self._recorder.chain_tokens:",
+                "if False:",
+            ),
+        },
+        queries: {
+            "queries of drafts overwrite some that are still needed": (
+                "self.query_window + 2 * self.chain_tokens",
+                "self.query_window + self.chain_tokens - 1",
+            ),
+        },
         batch._shorten: {
             "the batch's lengths stay those of before a compaction": (
                 "batch.seq_lens = batch.seq_lens - device_tensor(evicted, batch.seq_lens.device)",
                 "pass",
             ),
         },
-        speculation.settled_tokens: {
+        speculation.evictable_tokens: {
             "a step whose result is known counts behind a prefill": (
                 "batch.enable_overlap and is_known",
                 "False",

@@ -193,7 +193,7 @@ class Books(TurnBooks):
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """Kept + freed = old, the pinned entries among the kept, in order, and behind them what no
         finished step has written."""
-        state, old, talk = req.skipkv, self._settled(req), self.talks[req.rid]
+        state, old, talk = req.skipkv, self._evictable(req), self.talks[req.rid]
         coming, tail = self.rows[req.rid][len(old) :], before[len(old) :]
         before = before[: len(old)]
         assert [self.content[slot] for slot in before] == [entry.tag for entry in old]
@@ -295,7 +295,7 @@ class Books(TurnBooks):
         Of a request that no launched step has yet to record for.
         """
         first, table = self.talks[req.rid].sentences_from, self.recorder.sentences
-        fed = self.rows[req.rid][-1].position + 1 - first  # of a prefill in chunks, so far
+        fed = self._in_sentences(req)[-1].position + 1 - first  # of a prefill in chunks, so far
         if fed <= 0:
             return
         text, tags = self._text_of(req), self.computed[req.rid]
@@ -377,9 +377,13 @@ class Books(TurnBooks):
         """Its row, as far as SGLang knows it."""
         return self.rows[req.rid]
 
-    def _settled(self, req: Any) -> list[Entry]:
+    def _evictable(self, req: Any) -> list[Entry]:
         """Of these, what a compaction may evict from."""
         return self._committed(req)
+
+    def _in_sentences(self, req: Any) -> list[Entry]:
+        """Its row, as far as the table of sentences has it."""
+        return self.rows[req.rid]
 
     def _check_slots(self, req: Any, slots: list[int]) -> None:
         """Lengths of its row, and what its slots hold."""

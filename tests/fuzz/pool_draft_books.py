@@ -20,6 +20,8 @@ class DraftBooks(Books):
         rejected: request id -> hashes of the wrong drafts of its last step.
         last_step: request id -> how many tokens of its row are of the last step that was launched.
         longest: request id -> tokens of its row when it was longest.
+        in_sentences: requests whose last step was added to the table of sentences before the next
+            one came, by a compaction.
     """
 
     chain_tokens: int
@@ -30,6 +32,7 @@ class DraftBooks(Books):
         self.rejected: dict[str, list[int]] = {}
         self.last_step: dict[str, int] = {}
         self.longest: dict[str, int] = {}
+        self.in_sentences: set[str] = set()
         super().__init__(**how)
 
     @property
@@ -42,12 +45,17 @@ class DraftBooks(Books):
         row = self.rows[req.rid]
         return row[: len(row) - sum(self.running.get(req.rid, ()))]
 
-    def _settled(self, req: Any) -> list[Entry]:
+    def _evictable(self, req: Any) -> list[Entry]:
         """With overlap the last step's tokens stay, also if its result is known."""
         if not self.overlap:
             return self._committed(req)
         row = self.rows[req.rid]
         return row[: len(row) - self.last_step.get(req.rid, 0)]
+
+    def _in_sentences(self, req: Any) -> list[Entry]:
+        """All but the last step's tokens."""
+        row, last = self.rows[req.rid], self.last_step.get(req.rid, 0)
+        return row if req.rid in self.in_sentences else row[: len(row) - last]
 
     def _check_slots(self, req: Any, slots: list[int]) -> None:
         self._note_length(req)
@@ -83,11 +91,14 @@ class DraftBooks(Books):
         self.running.pop(req.rid, None)
         self.last_step.pop(req.rid, None)
         self.rejected.pop(req.rid, None)
+        self.in_sentences.discard(req.rid)
 
     def _book_compaction(self, req: Any, before: list[int]) -> None:
         """It evicts from what finished steps have written, and the tail follows what is kept."""
-        row_tokens = len(self._settled(req))
+        row_tokens = len(self._evictable(req))
         running = len(self.rows[req.rid]) - row_tokens
+        if not self.overlap:  # its tokens are known
+            self.in_sentences.add(req.rid)
         super()._book_compaction(req, before)
         tags = self._written(req)
         self._check_stored(self._row(req)[: len(tags)], tags)

@@ -21,14 +21,15 @@ from pool_machine import (
 
 BUDGETED = st.fixed_dictionaries(
     {
-        "kv_budget": st.integers(4, 16),
+        "kv_budget": st.integers(6, 16),
         "kv_policy": st.sampled_from(
-            ["streaming", "random", "keydiff", "distinct", "triattention"]
+            ["streaming", "random", "keydiff", "distinct", "skipkv", "skipkv", "rkv", "h2o", "gkv"]
         ),
         "kv_params": st.sampled_from(
             [
                 *(PARAMETERS, PARAMETERS, {**PARAMETERS, "interval": 2}),
                 *({**PARAMETERS, "window": 1, "sink": 0}, {**PARAMETERS, "fraction": 0.5}),
+                *({**PARAMETERS, "window": 4}, {**PARAMETERS, "coverage": 0.75}),
                 {**PARAMETERS, "protect_prompt": False},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True},
                 {**PARAMETERS, "protect_prompt": False, "count_prompt": True, "fraction": 0.25},
@@ -36,14 +37,11 @@ BUDGETED = st.fixed_dictionaries(
         ),
     }
 )
-#: what nobody gets there: reuse, a policy that records
-REFUSED = (
-    {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "keep"},
-    {"kv_budget": 20, "kv_params": PARAMETERS, "kv_policy": "rkv"},
-)
+#: what nobody gets there
+REFUSED = {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "keep"}
 ASKED = st.one_of(
     *(BUDGETED, BUDGETED, BUDGETED, st.just({})),
-    st.sampled_from([{}, {}, {"kv_policy": "full"}, *REFUSED]),
+    st.sampled_from([{}, {}, {"kv_policy": "full"}, REFUSED]),
 )
 #: what such a life may be like
 DRAFT_HOW = {

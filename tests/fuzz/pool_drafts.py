@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from pool_beside import WorldBeside
-from pool_content import VOCAB, keys_of, tag_after, values_of
+from pool_content import DELIMITER, keys_of, tag_after, values_of
 from pool_draft_books import DraftBooks
 from pool_forward import next_token
 from pool_turns import Entry, separated
@@ -140,9 +140,8 @@ class DraftWorld(DraftBooks, WorldBeside):
         from sgl_skipkv.patches.startup.drafts import SPECULATION
 
         super()._bind(**given)
-        limits = replace(
-            self.skipkv.limits, without_reuse=(SPECULATION,), without_recording=SPECULATION
-        )
+        self.recorder.chain_tokens = self.chain_tokens
+        limits = replace(self.skipkv.limits, without_reuse=(SPECULATION,))
         self.skipkv = self.req_to_token_pool.skipkv = replace(self.skipkv, limits=limits)
         self.runtime.reserved_tokens = reserved_tokens(self)
 
@@ -175,6 +174,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         from sglang.srt.managers.overlap_utils import resolve_forward_inputs
 
         self.forward_stream.run()  # nothing of a step begins before the one before has ended
+        self._check_open_sentences()
         if self.overlap:
             self.future_map.resolve_seq_lens_cpu(batch)
         resolve_forward_inputs(batch, self.future_map)
@@ -182,7 +182,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         assert batch.seq_lens.tolist() == starts, "published lengths, without what was evicted"
         if batch.seq_lens_cpu is not None:
             assert batch.seq_lens_cpu.tolist() == starts, "the same on the CPU"
-        self._check_positions(batch)
+        verified, fed = self._check_positions(batch), list[int]()
         seen, slots, written = list[tuple[list[int], list[int]]](), list[int](), list[Entry]()
         steps: list[Step] = []
         tokens = batch.spec_info.bonus_tokens.tolist()
@@ -192,8 +192,9 @@ class DraftWorld(DraftBooks, WorldBeside):
             assert end <= len(row_slots), "a draft has no slot"
             seen.append((row_slots[:start], [entry.tag for entry in self.rows[req.rid]]))
             slots += row_slots[start:end]
-            chain, step = self._chain(req, token)
+            chain, fed_here, step = self._chain(req, token)
             written += chain
+            fed += fed_here
             steps.append(step)
             req.fed_next = step[0][step[1] - 1]
         self.content.update(zip(slots, (entry.tag for entry in written), strict=True))
@@ -202,6 +203,7 @@ class DraftWorld(DraftBooks, WorldBeside):
             for row_slots, tags in seen:
                 self._check_stored(row_slots, tags)
             self._store(slots, written)
+            self._record(verified, fed, written)
 
         self.forward_stream.launch(on_device)
         self.count["decode steps"] += 1
@@ -209,13 +211,15 @@ class DraftWorld(DraftBooks, WorldBeside):
         self._relay(batch, batch.seq_lens + accepted, [req.fed_next for req in batch.reqs])
         return steps
 
-    def _chain(self, req: Any, token: int) -> tuple[list[Entry], Step]:
-        """What a request's verify step writes, what the model says behind each token of it, and how
-        many of these are accepted: the tokens before were right."""
+    def _chain(self, req: Any, token: int) -> tuple[list[Entry], list[int], Step]:
+        """What a request's verify step writes, of which tokens, what the model says behind each of
+        them, and how many of these are accepted: the tokens before were right."""
         row, first, right = self.rows[req.rid], self.rows[req.rid][-1].position + 1, True
         tags = [entry.tag for entry in row]
-        said, accepted, chain = list[int](), 0, list[Entry]()
+        said, fed, accepted, chain = list[int](), list[int](), 0, list[Entry]()
+        self.in_sentences.discard(req.rid)
         for at in range(first, first + self.chain_tokens):
+            fed.append(token)
             tags.append(tag_after(tags, at, token, separated(req)))
             chain.append(Entry(at, tags[-1]))
             if right:
@@ -224,14 +228,15 @@ class DraftWorld(DraftBooks, WorldBeside):
                 self.computed[req.rid][at] = tags[-1]
             said.append(next_token(tags[-1]))
             right = right and tags[-1] // 7 % 10 < self.right_of_ten
-            token = said[-1] if right else 3 + (said[-1] - 2) % (VOCAB - 3)
+            wrong = DELIMITER if said[-1] != DELIMITER and tags[-1] % 4 else 3 + said[-1] % 3
+            token = said[-1] if right else wrong
         row += chain[:accepted]
         self.running.setdefault(req.rid, []).append(accepted)
         self.last_step[req.rid] = accepted
         self.rejected[req.rid] = [entry.tag for entry in chain[accepted:]]
         self.count["right drafts"] += accepted - 1
         self.count["wrong drafts"] += len(chain) - accepted
-        return chain, (said, accepted)
+        return chain, fed, (said, accepted)
 
     def _relay(self, batch: Any, lengths: Tensor, tokens: list[int]) -> None:
         """What the step leaves for the next one: each row's length, and the last token."""
@@ -259,9 +264,9 @@ class DraftWorld(DraftBooks, WorldBeside):
 
         self.forward_stream.follow(publish)
 
-    def _check_positions(self, batch: Any) -> None:
-        """Those of a step's three passes are logical: of drafts, of what is verified, and of the
-        draft model's pass behind it."""
+    def _check_positions(self, batch: Any) -> Any:
+        """Those of a step's three passes are logical: of drafts, of the draft model's pass behind
+        what is verified, and of that; which is returned and comes last, because it records."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from sgl_skipkv.patches.engine.forward import prepare_forward
@@ -270,20 +275,25 @@ class DraftWorld(DraftBooks, WorldBeside):
         firsts = [self.rows[req.rid][-1].position + 1 for req in batch.reqs]
         for mode, count in (
             (ForwardMode.DECODE, 1),
-            (ForwardMode.TARGET_VERIFY, self.chain_tokens),
             (ForwardMode.DRAFT_EXTEND_V2, self.chain_tokens),
+            (ForwardMode.TARGET_VERIFY, self.chain_tokens),
         ):
             steps = torch.arange(count, device=self.device)
             physical = (batch.seq_lens[:, None] + steps).flatten()
             forward = SimpleNamespace(
-                forward_mode=mode, positions=physical, sampling_info=SimpleNamespace()
+                forward_mode=mode,
+                positions=physical,
+                req_pool_indices=batch.req_pool_indices,
+                sampling_info=SimpleNamespace(),
             )
-            prepare_forward(forward, type(self), batch)
+            runner = SimpleNamespace(is_draft_worker=not mode.is_target_verify())
+            prepare_forward(forward, type(self), batch, runner)
             if mode.is_decode():
                 assert torch.equal(forward.positions, physical), "attention reads them as lengths"
                 place_draft(None, forward)
             logical = [first + step for first in firsts for step in range(count)]
             assert forward.positions.tolist() == logical, "the model's positions"
+        return forward
 
     # -- the scheduler's loop
 

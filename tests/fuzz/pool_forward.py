@@ -84,10 +84,7 @@ class Forward(Books):
         from sgl_skipkv.patches.engine.sampling import shift_positions
 
         self.forward_stream.run()  # nothing of a step begins before the one before has ended
-        for req in self.owners():
-            state = getattr(req, "skipkv", None)
-            if state is not None and state.held.started and state.settings.policy.needs_sentences:
-                self._check_open_sentence(req)
+        self._check_open_sentences()
         decode = batch.forward_mode.is_decode()
         counts = [1] * len(batch.reqs) if decode else batch.extend_lens
         ends = zip(batch.seq_lens.tolist(), counts, strict=True)
@@ -102,7 +99,7 @@ class Forward(Books):
             req_pool_indices=batch.req_pool_indices,
             sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts), **on)),
         )
-        prepare_forward(forward, type(self), batch)
+        prepare_forward(forward, type(self), batch, SimpleNamespace(is_draft_worker=False))
         assert (forward.mrope_positions == forward.positions).all(), "of text, on every axis"
         noise = forward.positions.clone() if decode else batch.seq_lens - 1
         shift_positions(None, None, forward.sampling_info, False, [], [], noise)
@@ -151,6 +148,12 @@ class Forward(Books):
         self.forward_stream.launch(on_device)
         self.count["decode steps" if decode else "prefills"] += 1
         return sampled
+
+    def _check_open_sentences(self) -> None:
+        for req in self.owners():
+            state = getattr(req, "skipkv", None)
+            if state is not None and state.held.started and state.settings.policy.needs_sentences:
+                self._check_open_sentence(req)
 
     def _check_fed(self, req: Any, position: int, token: int, factor: float) -> None:
         """Its own token, the same one every time; steered as its tokens say, or not at all."""

@@ -114,7 +114,11 @@ class ScoreOracle:
         fed = torch.tensor([*prompt_ids, *output_ids[:-1]])
         visible = visible_keys(prompt, len(fed), [*earlier, *events])
         queries, keys, values, hidden = self._forward(fed, visible)
-        rows = attention_rows(queries, keys, visible)
+        # What a step attended to is computed again later, over what is kept by then, although it
+        # saw more where it ran when a compaction came (speculative decoding).
+        replayed = [{**event, "running": 0} for event in events]
+        seen_again = visible_keys(prompt, len(fed), [*earlier, *replayed])
+        rows = attention_rows(queries, keys, seen_again)
         for start, stop in uncounted:
             rows[:, :, start:stop] = 0.0
         attended: dict[int, float] = {}  # by position, of gkv

@@ -36,10 +36,13 @@ CPU = torch.device("cpu")
 LAYERS, HEADS, HEAD_DIM, WIDTH, WINDOW = 3, 2, 4, 5, 4
 TABLE_ROWS, TRACKS, ROWS, STEPS = 6, 3, 4, 120
 BUFFERS = ("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc")
+CHAIN = 3
 #: all that a GPU's decode graph holds of us: a write per layer, behind one of them the vector, and
 #: at the end the sentences
 STEP = [f"_{name}_kernel" for name in ("ring_write", "ring_write", "steering_add", "ring_write",
                                        "sentence_step")]  # fmt: skip
+#: of a step that verifies drafts: sentences of the step before it come first
+VERIFY_STEP = ["_sentence_step_kernel"] * CHAIN + ["_ring_write_kernel"] * LAYERS
 
 
 class Tape(TorchDispatchMode):
@@ -114,9 +117,15 @@ class Layer(nn.Module):
 
 
 class World:
-    """One server's device side: the buffers of a step, the tables, the hooked layers."""
+    """One server's device side: the buffers of a step, the tables, the hooked layers.
 
-    def __init__(self, device: torch.device = CPU, tracks: int = TRACKS) -> None:
+    Args:
+        chain_tokens: of a step that verifies drafts, and nobody is steered; 0: it decodes.
+    """
+
+    def __init__(
+        self, device: torch.device = CPU, tracks: int = TRACKS, chain_tokens: int = 0
+    ) -> None:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -131,7 +140,9 @@ class World:
             delimiters=Delimiters(NEWLINES, len(VOCABULARY)),
             dtype=torch.float32,
             device=device,
+            chain_tokens=chain_tokens,
         )
+        self.tokens = ROWS * max(chain_tokens, 1)
         vector = SteeringVector(torch.arange(WIDTH).float() + 1, origin())
         self.steerer = Steerer(vector, classes(), GAMMA, device=device)
         self.recorder.use_rows(TABLE_ROWS)
@@ -140,17 +151,19 @@ class World:
         self.model.model = nn.Module()
         self.model.model.layers = nn.ModuleList(Layer(number) for number in range(LAYERS))
         attach(self.model, self.recorder)
-        attach_steering(self.model.model.layers, self.steerer)
+        if not chain_tokens:
+            attach_steering(self.model.model.layers, self.steerer)
         zeros = torch.zeros(ROWS, dtype=torch.int64, device=device)
         self.batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=ForwardMode.TARGET_VERIFY if chain_tokens else ForwardMode.DECODE,
             batch_size=ROWS,
             **{name: zeros.clone() for name in BUFFERS},
             seq_lens_sum=0,
         )
-        self.batch.positions = zeros.clone()
-        self.batch.residual_stream = ResidualStream(torch.zeros(ROWS, WIDTH, device=device))
-        self.hidden = torch.zeros(ROWS, WIDTH, device=device)
+        self.batch.input_ids = torch.zeros(self.tokens, dtype=torch.int64, device=device)
+        self.batch.positions = self.batch.input_ids.clone()
+        self.hidden = torch.zeros(self.tokens, WIDTH, device=device)
+        self.batch.residual_stream = ResidualStream(self.hidden.clone())
 
     def step(self) -> None:
         from sgl_skipkv.patches.engine.forward import record_hidden
@@ -168,8 +181,8 @@ class World:
             (self.batch.positions, positions),
         ):
             buffer.copy_(torch.tensor(values))
-        self.hidden.copy_(torch.randn(ROWS, WIDTH, generator=draw))
-        self.batch.residual_stream.residual.copy_(torch.randn(ROWS, WIDTH, generator=draw))
+        self.hidden.copy_(torch.randn(self.tokens, WIDTH, generator=draw))
+        self.batch.residual_stream.residual.copy_(torch.randn(self.tokens, WIDTH, generator=draw))
 
     def tables(self) -> dict[str, Tensor]:
         """Everything that a later compaction or step reads; track 0 and row 0 are nobody's."""
@@ -185,28 +198,39 @@ class World:
 
 
 @pytest.fixture(params=["torch", "kernels", *(["cuda"] if "cuda" in DEVICES else [])])
+def runs_as(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[0], ids=["decodes"])
+def chain_tokens(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
 def captured(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    runs_as: str, chain_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[World, World, Tape | Graph]]:
     """A world whose step was captured before any request existed, as SGLang captures its graphs,
     and one that runs eager steps."""
     from sglang.srt.model_executor.runner_utils import capture_mode
 
-    device = torch.device("cuda" if request.param == "cuda" else "cpu")
-    world, tape = World(device), Tape()
+    device = torch.device("cuda" if runs_as == "cuda" else "cpu")
+    world, tape = World(device, chain_tokens=chain_tokens), Tape()
     world.recorder.reserve()
-    with on_triton() if request.param == "kernels" else nullcontext():
+    with on_triton() if runs_as == "kernels" else nullcontext():
         with monkeypatch.context() as patch:
             patch.setattr(capture_mode, "is_capture_mode", True)
-            if request.param == "cuda":
+            if runs_as == "cuda":
                 replayed: Tape | Graph = Graph(world.step)
             else:
                 with as_one_each(tape.launched), tape:
                     world.step()
                 replayed = tape
         assert world.recorder.current is None
-        assert tape.kernels == (STEP if request.param == "kernels" else [])
-        yield world, World(device), replayed
+        step = VERIFY_STEP if chain_tokens else STEP
+        assert tape.kernels == (step if runs_as == "kernels" else [])
+        yield world, World(device, chain_tokens=chain_tokens), replayed
 
 
 def test_without_tracks_a_captured_step_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +285,38 @@ def test_replays_do_what_eager_steps_do(captured: tuple[World, World, Tape | Gra
         running = {row: position + 1 for row, position in running.items()}
     assert len(steered) == TRACKS and eager.recorder.sentences.index.max() >= 5
     assert (eager.steerer._tables["nonexecution"] > 0).any()
+
+
+@pytest.mark.parametrize("chain_tokens", [CHAIN], indirect=True, ids=["verifies"])
+def test_replays_of_steps_that_verify_drafts(captured: tuple[World, World, Tape | Graph]) -> None:
+    """How many tokens a step accepts is seen in the positions of the next one."""
+    (graph, eager, tape), rng = captured, random.Random(3)
+    running: dict[int, int] = {}  # row -> position of its next token; track = row
+    for number in range(STEPS // 2):
+        if rng.random() < 0.3 and len(running) < TRACKS:
+            row = rng.choice([row for row in range(1, TRACKS + 1) if row not in running])
+            running[row] = rng.randrange(50)
+            for world in (graph, eager):
+                world.recorder.start(row, row, PRESETS["math"])
+        elif rng.random() < 0.1 and running:
+            row, _ = running.popitem()
+            for world in (graph, eager):
+                world.recorder.track_of_row[row] = 0
+        rows = [*running, *[0] * (ROWS - len(running))]
+        tokens = [rng.randrange(len(VOCABULARY)) for _ in range(graph.tokens)]
+        firsts = [*running.values(), *[0] * (ROWS - len(running))]
+        positions = [first + i for first in firsts for i in range(CHAIN)]
+        for world in (graph, eager):
+            world.fill(rows, tokens, positions, torch.Generator().manual_seed(number))
+        tape.replay()
+        eager.recorder.records_decode = bool(running)
+        eager.step()
+        other, chains = eager.tables(), eager.recorder.chains
+        for name, table in graph.tables().items():
+            assert torch.equal(table, other[name]), f"{name} after step {number}"
+        assert torch.equal(graph.recorder.chains.first[1:], chains.first[1:])
+        running = {row: first + rng.randint(1, CHAIN) for row, first in running.items()}
+    assert eager.recorder.sentences.index.max() >= 5 and eager.recorder.queries.data[:, 1:].any()
 
 
 def test_a_step_that_looks_at_the_python_state_is_not_captured() -> None:

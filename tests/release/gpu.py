@@ -81,7 +81,7 @@ STEPS: dict[str, tuple[int, Command]] = {
     "racecheck": (120, sanitizer("racecheck")),
     "synccheck": (120, sanitizer("synccheck")),
     "oracle": (500, ("python", *PYTEST, "tests/server/test_oracle_gpu.py", "-k", "plain")),
-    "drafts": (500, ("python", *PYTEST, *DRAFT_TESTS, "-k", "drafts")),
+    "drafts": (900, ("python", *PYTEST, *DRAFT_TESTS, "-k", "drafts")),
     "kernels": (
         150,
         ("python", "-m", "bench.kernels", "--shapes", "large", "--without-reference"),

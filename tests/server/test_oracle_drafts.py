@@ -42,9 +42,8 @@ def call(rid: str, policy: str, prompt: list[int], **keys: Any) -> dict[str, Any
 
 
 def policies(family: str) -> list[str]:
-    """Those that record nothing; with latents without the rotation of queries."""
-    made = [make_policy(name) for name in names() if name != "full"]
-    served = [policy for policy in made if not policy.needs_track]
+    """All that evict; with latents without the rotation of queries."""
+    served = [make_policy(name) for name in names() if name != "full"]
     return [one.name for one in served if family != "deepseek_v3" or not one.needs_rotation]
 
 
@@ -152,9 +151,6 @@ def test_what_is_not_made_to_work_is_refused(server) -> None:
         with pytest.raises(HTTPFailure, match="kv_reuse with speculative decoding") as refused:
             server.generate(**call("refused", "distinct", prompt, kv_reuse=mode))
         assert refused.value.status == 400
-    with pytest.raises(HTTPFailure, match=r"expected one of distinct, .*speculative") as refused:
-        server.generate(**call("refused", "rkv", prompt))
-    assert refused.value.status == 400
 
 
 def problems(server: Server) -> list[list[int]]:

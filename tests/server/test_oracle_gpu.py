@@ -8,7 +8,7 @@ as far. The same with speculative decoding (``-k drafts``), which has not run on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,16 +29,14 @@ pytestmark = [
 
 TOKENS, INTERVAL, KV_BUDGET = 160, 16, 40
 POLICIES = tuple(name for name in names() if name != "full")
-#: that record nothing
-WITH_DRAFTS = tuple(name for name in POLICIES if not make_policy(name).needs_track)
 BATCHES = (8, 64)
 
 
-def make_calls(tag: str, count: int, policies: Sequence[str] = POLICIES) -> list[dict[str, Any]]:
+def make_calls(tag: str, count: int) -> list[dict[str, Any]]:
     """Every policy, at its smallest budget and at 40 tokens; some without a budget between them."""
     calls = []
     for i in range(count):
-        policy = policies[i // 2 % len(policies)]
+        policy = POLICIES[i // 2 % len(POLICIES)]
         smallest = make_policy(policy).min_budget_tokens
         keys: dict[str, Any] = {
             "kv_policy": policy,
@@ -76,12 +74,12 @@ Answers = dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def answers(servers: dict[str, Server], with_drafts: bool) -> Answers:
+def answers(servers: dict[str, Server]) -> Answers:
     """Calls with what they got."""
-    found, policies = {}, WITH_DRAFTS if with_drafts else POLICIES
+    found = {}
     for name, server in servers.items():
         for count in BATCHES:
-            calls = make_calls(f"{name}-{count}", count, policies)
+            calls = make_calls(f"{name}-{count}", count)
             found[name, count] = list(zip(calls, server.generate_all(calls), strict=True))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from capability_rows import row_named
+from device_ops import NoHostRead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt import runtime_context
@@ -16,17 +17,16 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from synthetic import WORD, SyntheticServer
 
-from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.select import Selection
-from sgl_skipkv.patches.engine import speculation
-from sgl_skipkv.patches.limits import ServerLimits
+from sgl_skipkv.patches.engine import forward, speculation
 from sgl_skipkv.patches.startup import bind, drafts
 from sgl_skipkv.request.parts import KVState
-from sgl_skipkv.request.settings import resolve_request
 
-WIDTH = 48
+WIDTH, TOKENS = 48, 200
 
 
 @settings(max_examples=200, deadline=None)
@@ -43,8 +43,9 @@ def test_the_tail_follows_what_is_kept(data: st.DataObject) -> None:
         rows.append((stays, own, data.draw(st.integers(0, tail))))
         plans.append(plan_of(row, stays, tail, rows[-1][2]))
     recorder: Any = None
-    done = Compaction(plans, table, recorder, page_tokens=1, buffers=(), check=True)
-    done.apply()
+    with NoHostRead():
+        done = Compaction(plans, table, recorder, page_tokens=1, buffers=(), check=False)
+        done.apply()
     for plan, (stays, own, written), vacated in zip(plans, rows, done.vacated, strict=True):
         kept = [slot for slot, stay in zip(own, stays, strict=False) if stay]
         left = [*kept, *own[len(stays) :]]
@@ -88,7 +89,8 @@ def test_published_lengths_are_shortened_before_they_are_read() -> None:
     lengths = torch.arange(100, 108)
     batch, recorded = batch_with(lengths)
     assert speculation.published_lengths(batch) is lengths
-    speculation.shorten_published(batch, [6, 2], [17, 40])
+    with NoHostRead():
+        speculation.shorten_published(batch, [6, 2], [17, 40])
     assert lengths.tolist() == [100, 101, 62, 103, 104, 105, 89, 107]
     assert recorded == ["recorded"]
     batch, recorded = batch_with(lengths, overlap=False)
@@ -130,22 +132,46 @@ def test_drafts_are_placed_once_their_attention_is_planned() -> None:
     assert untouched.positions is rows and buffer.tolist() == [15, 20, 0, 0]
 
 
+@pytest.mark.parametrize("is_draft_worker", [False, True])
+def test_of_a_draft_model_nothing_is_recorded(is_draft_worker: bool) -> None:
+    """Its prefill comes behind the other model's, for the same requests: here of one that is
+    computed again."""
+    server = SyntheticServer(kv_policy="skipkv")
+    call = server.open([WORD] * TOKENS, kv_budget=24)
+    server.prefill(call)
+    runtime, recorder = server.runtime, server.recorder
+    binding = SimpleNamespace(runtime=runtime, capture=None)
+    batch = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(skipkv=binding),
+        reqs=[SimpleNamespace(skipkv=call.state)],
+        **{"prefix_lens": [0], "extend_lens": [TOKENS]},
+        spec_algorithm=SpeculativeAlgorithm.EAGLE,
+        forward_mode=ForwardMode.EXTEND,
+    )
+    result = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, positions=torch.arange(TOKENS), sampling_info=None
+    )
+    runner = SimpleNamespace(is_draft_worker=is_draft_worker)
+    forward.prepare_forward(result, type(result), batch, runner)
+    assert (recorder.current is None) == is_draft_worker
+
+
 def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:
     """A prefill of another request lets the last step's result arrive before the next check."""
     batch, _ = batch_with(torch.zeros(1))
     state: Any = SimpleNamespace(kv=KVState(followed_tokens=0))
     req = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=50), skipkv=state, is_retracted=False)
     batch.reqs = [req, SimpleNamespace(is_retracted=False)]
-    assert speculation.settled_tokens(batch, req, state) == 50, "of the prefill"
+    assert speculation.evictable_tokens(batch, req, state) == 50, "of the prefill"
     for launched, added in ((1, 3), (2, 1)):
         state.kv.launched_steps = launched
         before = req.kv.kv_committed_len
-        assert speculation.settled_tokens(batch, req, state) == before, "it runs"
+        assert speculation.evictable_tokens(batch, req, state) == before, "it runs"
         speculation.read_step([[7] * added, [8]], None, None, batch)
         req.kv.kv_committed_len += added
-        assert speculation.settled_tokens(batch, req, state) == before, "its result is known"
+        assert speculation.evictable_tokens(batch, req, state) == before, "its result is known"
     batch.enable_overlap = False
-    assert speculation.settled_tokens(batch, req, state) == 54
+    assert speculation.evictable_tokens(batch, req, state) == 54
     req.is_retracted = True  # the result of a step that ran then is dropped
     speculation.read_step([[7, 7], [8]], None, None, batch)
     assert (state.kv.read_steps, state.kv.step_tokens) == (2, 1)
@@ -153,6 +179,13 @@ def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:
 
 def text_only(**others: bool) -> Any:
     return SimpleNamespace(**{"is_multimodal": False, "model_is_mrope": False, **others})
+
+
+def worker_with(pool: str) -> Any:
+    worker: Any = object.__new__(EAGLEWorkerV2)
+    runner = SimpleNamespace(token_to_kv_pool=type(pool, (), {})())
+    worker._draft_worker = SimpleNamespace(draft_runner=runner)
+    return worker
 
 
 def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
@@ -168,7 +201,7 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
         monkeypatch.setattr(drafts, role, lambda is_one=is_one: is_one)
     made = {
         **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "is_mixed_chunk": False},
-        **{"draft_worker": object.__new__(EAGLEWorkerV2), "enable_hierarchical_cache": False},
+        **{"draft_worker": worker_with("MHATokenToKVPool"), "enable_hierarchical_cache": False},
         **{"token_to_kv_pool_allocator": SimpleNamespace(), "req_to_token_pool": SimpleNamespace()},
         **{"model_config": text_only()},
     }
@@ -179,6 +212,7 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     ("found", "said"),
     [
         ({"draft_worker": object.__new__(NgramVerifyInput)}, "EAGLE as NgramVerifyInput"),
+        ({"draft_worker": worker_with("SWAKVPool")}, "a draft model with SWAKVPool"),
         (
             {"speculative_eagle_topk": 4},
             "drafts that are trees (--speculative-eagle-topk 1: chains)",
@@ -218,18 +252,8 @@ def test_what_drafts_are_refused_with(
 
 
 def test_what_a_server_with_drafts_does_not_serve() -> None:
-    limits = ServerLimits(without_recording="speculative decoding")
-    limits.check(resolve_request({"kv_budget": 256}, ServerConfig()))  # type: ignore[arg-type]
-    for asked in ({"kv_policy": "rkv"}, {"kv_params": {"coverage": 0.9}}):
-        settings = resolve_request({"kv_budget": 256, **asked}, ServerConfig())
-        assert settings is not None
-        with pytest.raises(SettingError, match=r"records nothing .speculative decoding"):
-            limits.check(settings)
-    facts = bind.ModelFacts(without_recording="speculative decoding")
-    assert bind._wrong_settings(ServerConfig(kv_budget=64), facts) == []
+    facts = bind.ModelFacts(without_steering="speculative decoding")
+    assert bind._wrong_settings(ServerConfig(kv_budget=64, kv_policy="skipkv"), facts) == []
     for name, value in (("steering_vector", "v.safetensors"), ("steering_capture", "folder")):
         config = ServerConfig(**{name: value})
         assert bind._wrong_settings(config, facts) == [f"{name}: speculative decoding"]
-    for default in ({"kv_policy": "rkv"}, {"kv_params": {"coverage": 0.9}}):
-        (refused,) = bind._wrong_settings(ServerConfig(**default), facts)
-        assert refused.startswith("kv_policy: expected one of distinct, keydiff")

@@ -30,7 +30,8 @@ from sgl_skipkv.steering.steerer import Steerer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("eviction", "offload", "policy", "policy/inputs", "recording", "request", "steering")
-ENGINE = ("backup", "batch", "forward", "kv_cache", "steering")
+ENGINE = ("backup", "batch", "forward", "kv_cache", "linear_states", "speculation", "steering")
+ENGINE += ("window_pool",)
 DEVICE_PATH = sorted(
     [
         *(ROOT / "kernels").glob("*.py"),
@@ -43,7 +44,7 @@ WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "synchron
 ALLOWED = {
     ("last_compaction.py", "read"): "of a copy that was started many steps ago",
     ("parts.py", "read_similar"): "of a copy that was started with that of what was kept",
-    ("demand.py", "measured_row_tokens"): "of a copy that was started four steps ago",
+    ("demand.py", "measured_row_tokens"): "of a copy that was started four tokens ago",
     ("steerer.py", "nonexecution_sentences"): "for tests; says so",
     ("ledger.py", "check_ledger"): "a debug check; says so",
     ("ledger.py", "check_pages"): "a debug check; says so",

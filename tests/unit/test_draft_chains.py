@@ -1,0 +1,124 @@
+"""Speculative decoding: what a step records of the tokens that it verifies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_ops import NoHostRead, NoNumberCopy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import DELIMITER, TEXTS, VOCAB, WORD
+
+from sgl_skipkv.recording.recorder import ModelShape, Recorder
+from sgl_skipkv.recording.sentences import PRESETS, Delimiters
+
+WINDOW, SIZE, TRACKS = 4, 6, 2
+SHAPE = ModelShape(layers=1, query_heads=1, head_dim=SIZE, hidden_size=SIZE)
+CPU = torch.device("cpu")
+
+
+def recorder(chain_tokens: int = 0) -> Recorder:
+    made = Recorder(
+        SHAPE,
+        **{"track_count": TRACKS, "query_window": WINDOW, "max_sentences": 5},
+        delimiters=Delimiters(TEXTS, VOCAB),
+        dtype=torch.float32,
+        device=CPU,
+        chain_tokens=chain_tokens,
+    )
+    made.use_rows(TRACKS + 1)
+    for track in range(1, TRACKS + 1):
+        made.start(track, track, PRESETS["any-newline"])
+    return made
+
+
+class Text:
+    """A request, token by token."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = torch.Generator().manual_seed(seed)
+        self.ids: list[int] = []
+        self.vectors: list[torch.Tensor] = []
+
+    def another(self) -> tuple[int, torch.Tensor]:
+        is_delimiter = torch.rand(1, generator=self._draw) < 0.3
+        return DELIMITER if is_delimiter else WORD, torch.randn(SIZE, generator=self._draw)
+
+
+def record(made: Recorder, rows: list[int], first: list[int], chains: list[list[tuple]]) -> None:
+    count = len(chains[0])
+    at = torch.tensor([start + i for start in first for i in range(count)])
+    rows_now = torch.tensor(rows)
+    vectors = torch.stack([vector for chain in chains for _, vector in chain])
+    ids = torch.tensor([token for chain in chains for token, _ in chain])
+    with NoHostRead(), NoNumberCopy():
+        recording = made.decode_recording(rows_now, at)
+        made.record_queries(recording, 0, vectors)
+        made.record_hidden(recording, ids, 2 * vectors)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 99), st.data())
+def test_only_what_is_right_is_recorded(chain: int, seed: int, data: st.DataObject) -> None:
+    """As without drafts, at every step: the sentences of all but its own tokens, and the queries
+    before its own."""
+    drafted, plain = recorder(chain), recorder()
+    texts, rows = [Text(seed + i) for i in range(TRACKS)], [*range(1, TRACKS + 1)]
+    known = [0] * TRACKS
+    for _ in range(data.draw(st.integers(1, 12))):
+        running = [i for i in range(TRACKS) if data.draw(st.booleans())]
+        if not running:
+            continue
+        for i in running:  # the step before this one, token by token
+            for at in range(known[i], len(texts[i].ids)):
+                record(plain, [rows[i]], [at], [[(texts[i].ids[at], texts[i].vectors[at])]])
+            known[i] = len(texts[i].ids)
+        chains = [[texts[i].another() for _ in range(chain)] for i in running]
+        record(drafted, [rows[i] for i in running], [known[i] for i in running], chains)
+        for i, tried in zip(running, chains, strict=True):
+            for token, vector in tried[: data.draw(st.integers(1, chain))]:
+                texts[i].ids.append(token)
+                texts[i].vectors.append(vector)
+        compare(drafted, plain, known)
+    for _ in range(2):  # without overlap the last step has ended when its tokens are compared
+        ends = torch.tensor([len(text.ids) for text in texts])
+        drafted.add_accepted(torch.tensor(rows), ends)
+    for i, text in enumerate(texts):
+        for at in range(known[i], len(text.ids)):
+            record(plain, [rows[i]], [at], [[(text.ids[at], text.vectors[at])]])
+    compare(drafted, plain, [len(text.ids) for text in texts])
+
+
+def compare(drafted: Recorder, plain: Recorder, known: list[int]) -> None:
+    for name, table in plain.sentences.tables().items():
+        assert torch.equal(drafted.sentences.tables()[name][1:], table[1:]), name
+    for i, tokens in enumerate(known):
+        count = min(tokens, WINDOW)
+        found = drafted.queries.read(i + 1, tokens - 1, count)
+        assert torch.equal(found, plain.queries.read(i + 1, tokens - 1, count))
+
+
+@pytest.mark.parametrize("chain", [2, 4])
+def test_queries_stay_until_statistics_have_seen_them(chain: int) -> None:
+    """These are brought up to date once ``query_window`` tokens are new: a step before that may
+    have brought one less, and the one that runs now writes behind what it may have added."""
+    made, text = recorder(chain), Text(5)
+    tokens = [text.another() for _ in range(WINDOW - 1 + 2 * chain)]
+    first = WINDOW - 1
+    for at in range(first):
+        record(made, [1], [at], [tokens[at : at + chain]])
+    record(made, [1], [first], [tokens[first : first + chain]])
+    record(made, [1], [first + chain], [tokens[first + chain :]])
+    unseen = first + chain
+    found = made.queries.read(1, unseen - 1, unseen)[0, :, 0]
+    assert torch.equal(found.flip(0), torch.stack([vector for _, vector in tokens[:unseen]]))
+
+
+def test_another_request_on_the_track_begins_anew() -> None:
+    made, text = recorder(3), Text(1)
+    record(made, [1], [7], [[text.another() for _ in range(3)]])
+    made.start(2, 1, PRESETS["any-newline"])
+    record(made, [2], [9], [[text.another() for _ in range(3)]])
+    assert not made.sentences.length[1] and not made.sentences.index[1]
+    record(made, [2], [11], [[text.another() for _ in range(3)]])
+    assert made.sentences.length[1] + made.sentences.index[1] >= 1
