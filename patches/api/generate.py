@@ -57,7 +57,8 @@ def _checked(original: Callable[[Any], str | None], body: Mapping[str, Any]) -> 
             if not any(map(body.get, _MEDIA)):
                 check_ids(manager, keys, without_keys or {}, [*itertools.chain(*own)])
             kind = request_kind(body.get("session_params"), (without_keys or {}).get("beam_width"))
-            gate_of(manager).check(keys, max(map(len, own), default=0), kind if keys else None)
+            if keys or kind is None:  # one of another kind runs in full without keys
+                gate_of(manager).check(keys, max(map(len, own), default=0), kind)
     return error
 
 

@@ -143,9 +143,11 @@ def drop_backup(scheduler: Any, abort_req: Any, req: Any) -> None:
     """
     state = state_of(req)
     if state is not None:
-        state.offloaded.backup = state.reuse.continued = None
+        if not req.output_ids:  # nothing of it was continued
+            state.reuse.continued = None
         if state.report.summary is None:
             state.runtime.close(state, 0, req.output_ids, "abort")
+        state.offloaded.backup = state.reuse.continued = None
         send_summary(abort_req, state.report.summary, state.failure)
 
 

@@ -27,8 +27,8 @@ import sgl_skipkv
 from sgl_skipkv.cli.scrape import Scrape
 from sgl_skipkv.config import METRIC_PREFIX, ServerConfig
 from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.api import generate, routes, tokenizer
 from sgl_skipkv.patches.api import openai as openai_api
-from sgl_skipkv.patches.api import routes, tokenizer
 from sgl_skipkv.patches.api.gate import Gate
 from sgl_skipkv.patches.limits import NO_LIMITS
 from sgl_skipkv.patches.readiness import Readiness
@@ -398,6 +398,20 @@ def test_defaults_are_not_for_every_kind_of_request(params: Any, of_request: Any
         other = SimpleNamespace(sampling_params=keys, **more)
         with pytest.raises(ValueError, match="kv_budget: expected an integer in"):
             tokenizer.move_keys(manager, other, "", [5] * 100)
+
+
+def test_nor_are_they_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is checked before it is answered."""
+    gate = Gate(ServerConfig(kv_budget=64, count_prompt=True), Readiness((), enabled=True))
+    manager = SimpleNamespace(skipkv=gate, preferred_sampling_params=None)
+    manager.model_config = SimpleNamespace(vocab_size=7)
+    monkeypatch.setattr(generate, "_manager", lambda: manager)
+    body = {"input_ids": [5] * 100, "stream": True, "sampling_params": {}}
+    for more in ({"session_params": {"id": "a"}}, {"sampling_params": {"beam_width": 2}}):
+        assert generate.allow_keys(lambda body: None, body | more) is None
+    for more in ({}, {"session_params": {"id": "a"}, "sampling_params": {"kv_budget": 60}}):
+        refused = generate.allow_keys(lambda body: None, body | more)
+        assert refused is not None and "kv_budget: expected an integer in" in refused
 
 
 def test_parallel_samples_have_their_own_budgets(server: Server) -> None:

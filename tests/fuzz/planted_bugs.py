@@ -243,8 +243,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         backup.drop_backup: {
             "a request that ends while it waits keeps host memory": (
-                "state.offloaded.backup = state.reuse.continued = None",
-                "pass",
+                "    state.offloaded.backup = state.reuse.continued = None",
+                "    pass",
             ),
         },
         backup.back_up: {

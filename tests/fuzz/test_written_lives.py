@@ -175,6 +175,30 @@ def test_what_a_kept_history_evicted_is_not_counted_again() -> None:
     assert summary["kv_tokens"] == summary["full_kv_tokens"] - summary["evicted_tokens"]
 
 
+def test_who_is_aborted_while_it_waits_says_what_it_continued() -> None:
+    """If it had run: otherwise it has continued nothing."""
+    keys = {**asks(12, "streaming"), "kv_reuse": "keep"}
+    for ran in (True, False):
+        world = World(backup_bytes=1 << 20)
+        world.arrive([4, 20, 3, 9], 200, **asks(8, "streaming"))  # SGLang retracts a shorter one
+        first = world.arrive([5, 6, 7, 20], 30, **keys)
+        while not first.finished():
+            world.step()
+        call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
+        while ran and len(call.output_ids) < 6:
+            world.step()
+        world.retract_now = ran
+        if ran:
+            world.step()
+        assert call in world.waiting_queue
+        world.abort(call)
+        summary = call.skipkv.report.summary
+        told = [summary[name] > 0 for name in ("reused_tokens", "reused_kv_tokens")]
+        assert told == [ran, ran] and call.skipkv.offloaded.backup is None
+        world.run_dry()
+        world.drain()
+
+
 def test_of_a_running_call_the_pages_that_it_lacks_are_reserved() -> None:
     """43 tokens at most, in three pages of 16."""
     world = World(page_tokens=16)
