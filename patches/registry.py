@@ -69,7 +69,7 @@ def install(sglang_version: str) -> list[str]:
     hooks = of_version(HOOKS, sglang_version)
     functions: dict[Hook, Callable[..., Any]] = {}
     # All are imported before one is registered: SGLang swallows what a plugin raises, and would
-    # serve with the hooks that it has got until then.
+    # serve with only some hooks installed.
     for hook in hooks:
         problem = check(hook)
         if problem is None and hook.hooked:

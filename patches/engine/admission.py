@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import binding_of, mixed_in, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, mixed_in, runtime_of, state_of
 from sgl_skipkv.patches.engine.hicache import leave_to_backup
 from sgl_skipkv.patches.engine.linear_states import forget_match
 from sgl_skipkv.patches.engine.window_pool import unreserved_tokens
@@ -149,9 +149,8 @@ class _BudgetedAdder:
 
     def _find_last_untracked(self) -> Any:
         """The last waiting request that needs no track; None if there is none or it is admitted."""
-        binding = binding_of(self.tree_cache.req_to_token_pool)
-        assert binding is not None
-        for req in reversed(binding.scheduler.waiting_queue):
+        scheduler = bound_to(self.tree_cache.req_to_token_pool).scheduler
+        for req in reversed(scheduler.waiting_queue):
             state = state_of(req)
             if state is None or not state.needs_track:
                 return None if req in self.can_run_list else req
@@ -206,8 +205,7 @@ def fits_alone(state: RequestState, req: Any) -> bool:
     if (continued := state.reuse.continued) is not None:  # beside the history, until it is copied
         pages = page_ceil(continued.row_tokens, state.runtime.page_tokens)
         needed += pages - continued.shared_tokens
-    # It counts one future token itself, and what is reserved for drafts.
-    fits: bool = state.runtime.fits_pool(needed - 1 - state.runtime.reserved_tokens)
+    fits: bool = state.runtime.fits_pool(needed - 1)  # it counts one future token itself
     return fits
 
 

@@ -19,7 +19,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import lengthen_input
-from sgl_skipkv.patches.engine.binding import binding_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, runtime_of, state_of
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     draft_buffers,
@@ -34,7 +34,7 @@ from sgl_skipkv.patches.engine.speculation import (
     published_lengths,
     shorten_published,
 )
-from sgl_skipkv.patches.engine.window_pool import free_out_of_windows, windows_of
+from sgl_skipkv.patches.engine.window_pool import free_out_of_windows
 from sgl_skipkv.request.state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
             continue
         places[state], row_tokens[state] = i, evictable_tokens(batch, req, state)
         runtime.observe(state, row_tokens[state])
-        if state.failure is not None:
-            end_request(req, state)
+        if state.failure is not None and req.to_finish is None:  # the others continue
+            req.to_finish = failure_reason(req, state)
     if runtime.metrics.gauges_due():
         runtime.metrics.running(row_tokens)
     work = runtime.compactor.work_before_step(row_tokens)
@@ -65,11 +65,9 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
     # The running step writes keys, queries and hidden states on the forward stream.
     wait_for_forward(batch.req_to_token_pool)
     pools = batch.req_to_token_pool, batch.token_to_kv_pool_allocator
-    binding, cache = binding_of(pools[0]), paged_cache(*pools)
-    assert binding is not None
-    rows = [(batch.reqs[places[state]], row_tokens[state]) for state in work.compacted]
-    free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
-
+    binding, cache = bound_to(pools[0]), paged_cache(*pools)
+    rows = {state: (batch.reqs[places[state]], row_tokens[state]) for state in work.compacted}
+    windows = free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)
     published = published_lengths(batch)
 
     def due(state: RequestState) -> Due:
@@ -85,8 +83,6 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
 
     table = batch.req_to_token_pool.req_to_token
     buffers = kv_buffers(pools[1]) + draft_buffers(binding.scheduler)
-    compacted = {state: batch.reqs[places[state]] for state in work.compacted}
-    windows = windows_of(batch.tree_cache, compacted, binding.limits.model_window_tokens)
     done = runtime.compactor.before_step(work, due, table, buffers, windows)
     if done:
         _shorten(batch, done, {state: batch.reqs[i] for state, i in places.items()})
@@ -111,12 +107,6 @@ def _shorten(batch: Any, done: Sequence[Compaction], reqs: Mapping[RequestState,
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted)
     shorten_published(batch, [plan.state.row for plan in plans], [*evicted_of.values()])
     batch.batch_is_full = False
-
-
-def end_request(req: Any, state: RequestState) -> None:
-    """End a request with ``failure`` set; the others continue."""
-    if req.to_finish is None:
-        req.to_finish = failure_reason(req, state)
 
 
 def failure_reason(req: Any, state: RequestState) -> Any:

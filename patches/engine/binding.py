@@ -31,7 +31,7 @@ class Binding:
     Attributes:
         kv_scales: layer -> factor of its cached keys, and of its values; None: they are cached in
             the model's type.
-        scored_layers: numbers of the layers without a window; empty: not known.
+        scored_layers: numbers of the layers that policies see: those without a window.
         measure_again: measures the model of an idle server, and says why if that did not work.
     """
 
@@ -54,6 +54,12 @@ class Binding:
 def binding_of(holder: Any) -> Binding | None:
     """The binding on a scheduler or a ``req_to_token_pool``."""
     return getattr(holder, "skipkv", None)
+
+
+def bound_to(req_to_token_pool: Any) -> Binding:
+    """The binding of a pool in which a request with a state has a row."""
+    binding: Binding = req_to_token_pool.skipkv
+    return binding
 
 
 def runtime_of(holder: Any) -> Runtime | None:

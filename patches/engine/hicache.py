@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import binding_of, bound_to, state_of
 from sgl_skipkv.request.state import RequestState
 
 
@@ -18,7 +18,8 @@ def load_row(original: Callable[..., Any], tree_cache: Any, params: Any) -> Any:
     """AROUND ``UnifiedRadixCache.init_load_back``: loads all of a history's row; None: not now.
 
     SGLang does not load a few tokens, and computes what it does not load. A history cannot be
-    computed from its keys. The next pass tries again, or does without if nobody runs beside it.
+    computed from its keys. The next pass tries again; if no other request runs, the history is not
+    continued.
     """
     req = params.req
     state = state_of(req)
@@ -46,10 +47,10 @@ def leave_to_backup(req: Any, state: RequestState) -> None:
 def wait_for_load(batch: Any) -> None:
     """Let the schedule stream wait for all that HiCache loads for this batch; the CPU does not
     wait."""
-    binding, index = binding_of(batch.req_to_token_pool), batch.hicache_consumer_index
-    if binding is not None and index >= 0:
+    index = batch.hicache_consumer_index
+    if index >= 0:
         loaded = batch.tree_cache.cache_controller.layer_done_counter.events[index].finish_event
-        loaded.wait(binding.scheduler.schedule_stream)
+        loaded.wait(bound_to(batch.req_to_token_pool).scheduler.schedule_stream)
 
 
 def refuse_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.patches.engine.binding import KVScale, binding_of
+from sgl_skipkv.patches.engine.binding import KVScale, bound_to
 from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.window_pool import (
     free_evicted,
@@ -79,9 +79,8 @@ def fill_last_page(req: Any, req_to_token: Tensor, allocator: Any, slots: int) -
 
 def wait_for_forward(req_to_token_pool: Any) -> None:
     """Let the schedule stream wait for the running step; the CPU does not wait."""
-    binding = binding_of(req_to_token_pool)
-    if binding is not None:
-        binding.scheduler.schedule_stream.wait_stream(binding.scheduler.forward_stream)
+    scheduler = bound_to(req_to_token_pool).scheduler
+    scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
 def release_evicted(
@@ -97,8 +96,7 @@ def release_evicted(
     NaN: a read of it would go unnoticed, because old KV looks valid; NaN spreads to the output
     instead. It is written on the stream of the compactions, which has waited for the running step.
     """
-    binding = binding_of(req_to_token_pool)
-    assert binding is not None
+    binding = bound_to(req_to_token_pool)
     if binding.config.poison_evicted:
         poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
         for buffer in (*kv_buffers(allocator), *draft_buffers(binding.scheduler)):
@@ -133,12 +131,12 @@ def check_lengths(req: Any, state: RequestState) -> None:
 def paged_cache(req_to_token_pool: Any, allocator: Any) -> PagedCache | None:
     """The cached keys and values of the scored layers in place, for Triton kernels; None where none
     run."""
-    kv_pool = allocator.get_kvcache()
-    scored, first = _scored_layers(req_to_token_pool, kv_pool), kv_pool.start_layer
+    kv_pool, binding = allocator.get_kvcache(), bound_to(req_to_token_pool)
+    scored, first = binding.scored_layers, kv_pool.start_layer
     layers = [kv_pool.get_key_buffer(first + i) for i in scored]
     values = [kv_pool.get_value_buffer(first + i) for i in scored]
     of_keys, of_values = (
-        None if scale is None else [*map(scale, scored)] for scale in _scales(req_to_token_pool)
+        None if scale is None else [*map(scale, scored)] for scale in binding.kv_scales
     )
     return PagedCache.of(layers, req_to_token_pool.req_to_token, of_keys, values, of_values)
 
@@ -156,33 +154,18 @@ def due_of(
     uncounted_tokens = state.prompt.uncounted_tokens
     if uncounted_tokens < state.prompt.tokens:  # a history counts as generated
         generated = state.logical_prompt(req.origin_input_ids)[uncounted_tokens:] + generated
-    kv_pool = allocator.get_kvcache()
+    kv_pool, binding = allocator.get_kvcache(), bound_to(req_to_token_pool)
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, :row_tokens]
     slots = cached(lambda: row.to(torch.int64))  # on first use: kernels read keys in place
-    scored = _scored_layers(req_to_token_pool, kv_pool)
 
     def of_layer(buffer: Callable[[int], Tensor], scale: KVScale | None, place: int) -> Tensor:
         """float [row tokens, Hkv, d], in row order; float8 is dequantised to float32."""
-        layer = scored[place]
+        layer = binding.scored_layers[place]
         stored = buffer(layer + kv_pool.start_layer)
         return picked(stored, slots(), None if scale is None else scale(layer))
 
     tail_slots = req.kv.kv_allocated_len - row_tokens
-    of_keys, of_values = _scales(req_to_token_pool)
+    of_keys, of_values = binding.kv_scales
     keys = partial(of_layer, kv_pool.get_key_buffer, of_keys)
     values = partial(of_layer, kv_pool.get_value_buffer, of_values)
     return Due(state, row_tokens, generated, keys, values, cache, tail_slots)
-
-
-def _scored_layers(req_to_token_pool: Any, kv_pool: Any) -> Sequence[int]:
-    """Numbers of the pool's layers that policies see: attention layers without a window."""
-    binding = binding_of(req_to_token_pool)
-    if binding is None or not binding.scored_layers:
-        return range(kv_pool.layer_num)
-    return binding.scored_layers
-
-
-def _scales(req_to_token_pool: Any) -> tuple[KVScale | None, KVScale | None]:
-    """Of cached keys and values."""
-    binding = binding_of(req_to_token_pool)
-    return (None, None) if binding is None else binding.kv_scales

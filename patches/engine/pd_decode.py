@@ -132,7 +132,7 @@ def back_up_row(
 
 
 def discard_backup(original: Callable[..., None], req: Any, tree_cache: Any, backend: str) -> None:
-    """AROUND ``discard_kv_cache_backup``: ours goes with the request (``drop_backup``)."""
+    """AROUND ``discard_kv_cache_backup``: ``drop_backup`` frees our backup."""
     state = state_of(req)
     if state is None or not state.settings.evicts:
         original(req, tree_cache, backend)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.patches.engine.admission import fits_alone
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, state_of
 from sgl_skipkv.patches.engine.hicache import wait_for_load
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
@@ -66,9 +66,7 @@ def continue_history(
         original(req, tree_cache, cow_mamba)
         return
     runtime, prompt = state.runtime, req.origin_input_ids
-    binding = binding_of(tree_cache.req_to_token_pool)
-    assert binding is not None
-    positions = context_tokens(binding.scheduler)
+    positions = context_tokens(bound_to(tree_cache.req_to_token_pool).scheduler)
     lost = state.reuse.miss == "evicted"  # in an earlier round
     matches, left = runtime.histories.find(_namespace(state, req), prompt)
     best = first_prompt_of(matches[0], prompt) if matches else None

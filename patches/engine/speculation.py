@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
-from sgl_skipkv.patches.engine.binding import binding_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, state_of
 from sgl_skipkv.request.state import RequestState
 
 _SHIFTS = "skipkv_shifts"
@@ -88,23 +88,21 @@ def published_lengths(batch: Any) -> Tensor | None:
     None where SGLang's own are up to date."""
     if not is_speculative(batch) or not batch.enable_overlap:
         return None
-    binding = binding_of(batch.req_to_token_pool)
-    assert binding is not None
-    lengths: Tensor = binding.scheduler.future_map.new_seq_lens_buf
+    lengths: Tensor = bound_to(batch.req_to_token_pool).scheduler.future_map.new_seq_lens_buf
     return lengths
 
 
 def shorten_published(batch: Any, rows: Sequence[int], evicted_tokens: Sequence[int]) -> None:
     """Shorten the lengths that the running step has published, on the stream of the compactions,
-    which has waited for that step. Who reads them waits for an event: now, for this too."""
+    which has waited for that step. Readers wait for ``publish_ready``; recorded again, it makes
+    them wait for this write."""
     lengths = published_lengths(batch)
     if lengths is None:
         return
     at, evicted = device_tensors([rows, evicted_tokens], lengths.device)
     lengths.index_add_(0, at, evicted, alpha=-1)
-    binding = binding_of(batch.req_to_token_pool)
-    assert binding is not None
-    if (published := binding.scheduler.future_map.publish_ready) is not None:
+    scheduler = bound_to(batch.req_to_token_pool).scheduler
+    if (published := scheduler.future_map.publish_ready) is not None:
         published.record()
 
 

@@ -32,7 +32,7 @@ def missing_vocabulary(scheduler: Any) -> str | None:
 def _loaded(scheduler: Any) -> tuple[Any, str | None]:
     """Our own tokenizer, loaded once, or (None, why not)."""
     if not hasattr(scheduler, "skipkv_tokenizer"):
-        # A model's own code may raise anything, also on a server that nobody asked to evict.
+        # A model's own code may raise anything, also where eviction is not enabled.
         loaded, failure = attempt("sgl_skipkv: the tokenizer", _load)
         scheduler.skipkv_tokenizer = (None, failure) if loaded is None else loaded
     loaded_before: tuple[Any, str | None] = scheduler.skipkv_tokenizer

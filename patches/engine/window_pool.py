@@ -5,8 +5,8 @@ window pool until its token is out of the windows: of a request's own row entrie
 its SWA eviction cursor (``kv.get_evicted_seqlen``) have no window slot, and those behind it have
 one each. SGLang counts the cursor in row entries and moves it by the request's tokens.
 
-A compaction keeps the last tokens, as many as a window holds. So the cursor moves there first, and
-the compaction evicts only what has no window slot any more.
+A compaction keeps the last tokens, as many as a window holds. Before it the cursor moves to the
+first of these, so only tokens without a window slot are evicted.
 
 With pages of several tokens the cursor stands where a page begins, and ``eviction/window_move.py``
 moves the last tokens' KV within the row's window pages. SGLang leaves a row as many of these as a
@@ -17,7 +17,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,38 +83,29 @@ def _lag_tokens(tree_cache: Any) -> int:
 
 
 def free_out_of_windows(
-    tree_cache: Any, rows: Iterable[tuple[Any, int]], window_tokens: int
-) -> None:
+    tree_cache: Any, rows: Mapping[RequestState, tuple[Any, int]], window_tokens: int
+) -> WindowPool | None:
     """Move the cursor of requests that are compacted to the last ``window_tokens`` of their rows.
+    What remains is moved by the compaction; None: nothing is, with pages of one token.
 
     Args:
         rows: requests with their row lengths.
     """
-    allocator = tree_cache.token_to_kv_pool_allocator
+    allocator, page_tokens = tree_cache.token_to_kv_pool_allocator, tree_cache.page_size
     if not has_window_pool(allocator):
-        return
+        return None
     allocator.free_group_begin()
-    for req, row_tokens in rows:
+    for req, row_tokens in rows.values():
         # SGLang keeps the entries that a query behind this length sees before itself.
         pre_len = row_tokens - window_tokens + tree_cache.sliding_window_size
         pre_len -= _lag_tokens(tree_cache)
         tree_cache.evict_sliding_windows(req, pre_len)
     allocator.free_group_end()
-
-
-def windows_of(
-    tree_cache: Any, rows: Mapping[RequestState, Any], window_tokens: int
-) -> WindowPool | None:
-    """What a compaction moves in the window pool; None: it does not, with pages of one token.
-
-    Args:
-        rows: requests whose cursors have moved.
-    """
-    allocator, page_tokens = tree_cache.token_to_kv_pool_allocator, tree_cache.page_size
-    if page_tokens == 1 or not has_window_pool(allocator):
+    if page_tokens == 1:
         return None
-    own = {state: req.kv.swa_dead_lo(page_tokens) for state, req in rows.items()}
-    spans = {state: (own[state], max(_cursor(req.kv), own[state])) for state, req in rows.items()}
+    kvs = {state: req.kv for state, (req, _) in rows.items()}
+    own = {state: kv.swa_dead_lo(page_tokens) for state, kv in kvs.items()}
+    spans = {state: (own[state], max(_cursor(kv), own[state])) for state, kv in kvs.items()}
     mapping = allocator.full_to_swa_index_mapping
     return WindowPool(window_buffers(allocator), mapping, window_tokens, spans)
 

@@ -14,7 +14,7 @@ import torch
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.eviction.warm_up import warm_up, windows_of
+from sgl_skipkv.eviction.warm_up import compiled_windows, warm_up
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
@@ -369,7 +369,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
     warm_up(
         runtime.recorder,
         paged_cache(pool, allocator),
-        windows_of(binding.config),
+        compiled_windows(binding.config),
         runtime.steerer,
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,

@@ -183,7 +183,7 @@ def _prefill(scheduler: Any, ids: list[int], recorder: Recorder, serving: bool) 
             # Nothing is recorded, but no graph runs: in a replay no hook of a layer is called.
             recorder.current = Recording(empty, empty, tokens=empty)
             runner.forward(inputs)
-    finally:  # a server that nobody asked to evict goes on without us, and misses no slot
+    finally:  # where eviction is not enabled, the server continues without us: all slots are free
         recorder.current = None
         if not serving:
             tree.reset()

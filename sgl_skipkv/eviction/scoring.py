@@ -50,8 +50,8 @@ def scores_of_ranks(
     """As ``scores_of``, of all ranks' heads and the same bits on every rank, from one gather. A
     request for which a rank failed has NaN on all of them.
 
-    Scores that depend on no head are not gathered. Nobody could be told that they failed, so that
-    ends the server.
+    Scores that depend on no head are not gathered. So no gather tells other ranks that they failed,
+    and that ends the server.
     """
     inputs, _ = attempt(f"a plan of {len(due)} requests", score_inputs)
     scores: dict[int, Tensor] = {}

@@ -26,7 +26,7 @@ _REQUESTS, _KEEP_TOKENS, _NEW_TOKENS = 2, 40, 30
 _EVERY_WINDOW_UP_TO = 32
 
 
-def windows_of(config: ServerConfig) -> set[int]:
+def compiled_windows(config: ServerConfig) -> set[int]:
     """Windows to compile for: all small ones, as any request may use them, and the operator's."""
     windows = {*range(1, _EVERY_WINDOW_UP_TO + 1), config.kv_params.get("window", 1)}
     return {window for window in windows if window <= config.query_window}

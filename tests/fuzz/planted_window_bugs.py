@@ -23,7 +23,7 @@ def window_bugs() -> Changes:
         batch.compact_due_requests: {
             "what is evicted has slots in the window pool": (
                 "free_out_of_windows(batch.tree_cache, rows, binding.limits.model_window_tokens)",
-                "pass",
+                "None",
             ),
         },
         window_pool.free_out_of_windows: {

@@ -158,7 +158,7 @@ class StateWorld(StateBooks, WorldBeside):
     def _bind(self, **given: Any) -> None:
         super()._bind(**given)
         limits = replace(self.skipkv.limits, without_reuse=("a state instead of KV",))
-        bound = replace(self.skipkv, limits=limits, scored_layers=(0,))
+        bound = replace(self.skipkv, limits=limits)
         self.skipkv = self.req_to_token_pool.skipkv = bound
 
     def evict_tree(self, tokens: int, states: int | None = None) -> None:

@@ -129,7 +129,7 @@ class WindowWorld(WindowBooks, WorldBeside):
             model_window_tokens=self.window_tokens,
             without_budget_reuse="window layers in a pool of their own",
         )
-        bound = replace(self.skipkv, limits=limits, scored_layers=(0,))
+        bound = replace(self.skipkv, limits=limits)
         self.skipkv = self.req_to_token_pool.skipkv = bound
 
     def evict_tree(self, tokens: int, windows: int | None = None) -> None:

@@ -225,8 +225,8 @@ class World(Loop):
             reach=some_reach(1, KV_HEADS, self.device),
         )
         ready = Readiness((), enabled=False)
-        limits = ServerLimits(has_thoughts=True)
-        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(), limits=limits)
+        of_model = {"limits": ServerLimits(has_thoughts=True), "scored_layers": (0,)}
+        self.skipkv = Binding(config, ready, self.runtime, self, Metrics(), **of_model)
         self.req_to_token_pool.skipkv = self.skipkv
 
     # -- what the hooked methods of the real Scheduler call

@@ -48,7 +48,8 @@ def test_keys_are_read_with_the_scale_that_they_were_written_with(
     kernel = SimpleNamespace(attention_backend=backend, decode_attention_backend=None)
     with monkeypatch.context() as patch:  # nothing may be imported meanwhile
         patch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(kernel=kernel))
-        binding = SimpleNamespace(kv_scales=model_side.kv_scales_of(runner), scored_layers=())
+        scales_of = model_side.kv_scales_of(runner)
+        binding = SimpleNamespace(kv_scales=scales_of, scored_layers=range(LAYERS))
     pages = SimpleNamespace(skipkv=binding, req_to_token=torch.zeros(2, SLOTS, dtype=torch.int32))
     pages.req_to_token[1, :7] = torch.tensor([9, 4, 30, 2, 17, 8, 1])
     allocator = SimpleNamespace(get_kvcache=lambda: pool)

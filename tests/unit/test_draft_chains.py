@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from device_ops import NoHostRead, NoNumberCopy
@@ -79,23 +81,22 @@ def test_only_what_is_right_is_recorded(chain: int, seed: int, data: st.DataObje
             for token, vector in tried[: data.draw(st.integers(1, chain))]:
                 texts[i].ids.append(token)
                 texts[i].vectors.append(vector)
-        compare(drafted, plain, known)
+        assert recorded(drafted, known) == recorded(plain, known)
     for _ in range(2):  # without overlap the last step has ended when its tokens are compared
         ends = torch.tensor([len(text.ids) for text in texts])
         drafted.add_accepted(torch.tensor(rows), ends)
     for i, text in enumerate(texts):
         for at in range(known[i], len(text.ids)):
             record(plain, [rows[i]], [at], [[(text.ids[at], text.vectors[at])]])
-    compare(drafted, plain, [len(text.ids) for text in texts])
+    known = [len(text.ids) for text in texts]
+    assert recorded(drafted, known) == recorded(plain, known)
 
 
-def compare(drafted: Recorder, plain: Recorder, known: list[int]) -> None:
-    for name, table in plain.sentences.tables().items():
-        assert torch.equal(drafted.sentences.tables()[name][1:], table[1:]), name
-    for i, tokens in enumerate(known):
-        count = min(tokens, WINDOW)
-        found = drafted.queries.read(i + 1, tokens - 1, count)
-        assert torch.equal(found, plain.queries.read(i + 1, tokens - 1, count))
+def recorded(made: Recorder, known: list[int]) -> tuple[dict[str, Any], list[Any]]:
+    """The sentences of all tracks, and the last queries before a position of each."""
+    tables = {name: table[1:].tolist() for name, table in made.sentences.tables().items()}
+    counts = [(i + 1, tokens - 1, min(tokens, WINDOW)) for i, tokens in enumerate(known)]
+    return tables, [made.queries.read(*count).tolist() for count in counts]
 
 
 @pytest.mark.parametrize("chain", [2, 4])

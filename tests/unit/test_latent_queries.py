@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_skipkv.patches.engine import forward, kv_cache
 from sgl_skipkv.patches.startup import measurements
@@ -46,7 +48,7 @@ def test_both_parts_of_a_query_are_recorded_and_no_other_attention_is() -> None:
     forward.attach(model, recorder)
     positions = torch.arange(TOKENS)
     recorder.current = Recording(torch.ones_like(positions), positions)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False))
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     latent, rotary = torch.randn(TOKENS, HEADS, RANK), torch.randn(TOKENS, HEADS, ROTARY)
     whole = torch.cat([latent, rotary], dim=2)
     mqa, mha = model[0]["attn_mqa"], model[0]["attn_mha"]
@@ -59,15 +61,24 @@ def test_both_parts_of_a_query_are_recorded_and_no_other_attention_is() -> None:
     assert torch.equal(recorder.queries.data[0, 1, :TOKENS], whole)
 
 
-def test_a_prefill_that_asks_no_latents_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("drafts_with", "others"),
+    [(None, "--enable-deterministic-inference"), ("EAGLE", "no flag, with drafts")],
+)
+def test_a_prefill_that_asks_no_latents_is_refused(
+    drafts_with: str | None, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt's queries are then of another form, and nothing could be measured."""
     model = model_of_one_layer()
     runner = SimpleNamespace(model=model)
-    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+    algorithm = SpeculativeAlgorithm.from_string(drafts_with)
+    worker = SimpleNamespace(model_runner=runner)
+    scheduler = SimpleNamespace(tp_worker=worker, spec_algorithm=algorithm)
     side: Any = SimpleNamespace(recorder=recorder_of_latents(), scale=1.0)
     check: Any = SimpleNamespace(before=None, after=None)
     monkeypatch.setattr(measurements, "_prefill", lambda *arguments: None)
-    with pytest.raises(AttentionMismatch, match="--flashinfer-mla-disable-ragged"):
+    message = f"--flashinfer-mla-disable-ragged; fa3, triton: {others}"
+    with pytest.raises(AttentionMismatch, match=message):
         measurements._seen(scheduler, side, None, [1, 2], check, False)
     hooks = [*model[0]["attn_mqa"]._forward_pre_hooks]
     assert hooks == []

@@ -16,7 +16,7 @@ from triton_tools import triton_type, variant
 
 from bench.kernels.compile import all_cases
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.eviction.warm_up import warm_up, windows_of
+from sgl_skipkv.eviction.warm_up import compiled_windows, warm_up
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache
 from sgl_skipkv.recording.recorder import Recording
 from sgl_skipkv.recording.sentences import Delimiters
@@ -127,7 +127,7 @@ def test_a_server_compiles_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -
         assert cache is not None
         steerer = make_steerer(Delimiters(TEXTS, 28), HIDDEN, 4, server.device)
         width = server.req_to_token.shape[1]
-        warm_up(recorder, cache, windows_of(server.config), steerer, width=width)
+        warm_up(recorder, cache, compiled_windows(server.config), steerer, width=width)
         for was, now in zip(before, recorder.sentences.tables().values(), strict=True):
             assert torch.equal(was[1:], now[1:]), "more than scratch"
         assert not recorder.queries.data.any() and not server.req_to_token.any()
@@ -178,9 +178,9 @@ def test_recomputed_tokens_take_one_variant(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_windows_that_are_compiled_at_the_start() -> None:
-    assert windows_of(ServerConfig(kv_policy="rkv")) == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert compiled_windows(ServerConfig(kv_policy="rkv")) == {1, 2, 3, 4, 5, 6, 7, 8}
     large = ServerConfig(kv_params={"window": 64}, query_window=128)
-    assert windows_of(large) == {*range(1, 33), 64}
+    assert compiled_windows(large) == {*range(1, 33), 64}
 
 
 def has(case: Any, name: str, type_: str) -> bool:
