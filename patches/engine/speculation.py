@@ -59,8 +59,7 @@ def evictable_tokens(batch: Any, req: Any, state: RequestState) -> int:
     was launched, with overlap, because its result is not known yet. Where it is, as behind another
     request's prefill, it does not count either: what is kept must not depend on others."""
     tokens: int = req.kv.kv_committed_len
-    is_known = state.kv.launched_steps == state.kv.read_steps
-    if is_speculative(batch) and batch.enable_overlap and is_known:
+    if is_speculative(batch) and batch.enable_overlap and not state.kv.running_steps:
         tokens -= state.kv.step_tokens
     return tokens
 
@@ -70,7 +69,7 @@ def count_step(result: Any, states: Sequence[RequestState | None]) -> None:
     if result.forward_mode.is_target_verify():
         for state in states:
             if state is not None:
-                state.kv.launched_steps += 1
+                state.kv.running_steps += 1
 
 
 def read_step(result: list[list[int]], processor: Any, output: Any, batch: Any) -> None:
@@ -79,7 +78,7 @@ def read_step(result: list[list[int]], processor: Any, output: Any, batch: Any) 
     for req, tokens in zip(batch.reqs, result, strict=True):
         state = state_of(req)
         if state is not None and not req.is_retracted:
-            state.kv.read_steps += 1
+            state.kv.running_steps -= 1
             state.kv.step_tokens = len(tokens)
 
 

@@ -77,8 +77,8 @@ class KVState:
         not_before: logical length of the first decode step; no compaction comes before it.
         windows_from: first row entry of its own from which on the window pool has the KV, where it
             has slots without that in front (pages of several tokens).
-        launched_steps, read_steps: with speculative decoding, and those whose result is known.
-        step_tokens: that the last of these added.
+        running_steps: with speculative decoding, those whose result is not known yet.
+        step_tokens: that the last step with a known result added.
     """
 
     followed_tokens: int
@@ -91,8 +91,7 @@ class KVState:
     recorded_tokens: int = 0
     not_before: int = 0
     windows_from: int = 0
-    launched_steps: int = 0
-    read_steps: int = 0
+    running_steps: int = 0
     step_tokens: int = 0
 
 

@@ -134,7 +134,7 @@ def draft_bugs() -> Changes:
         },
         speculation.evictable_tokens: {
             "a step whose result is known counts behind a prefill": (
-                "batch.enable_overlap and is_known",
+                "batch.enable_overlap and not state.kv.running_steps",
                 "False",
             ),
         },

@@ -108,7 +108,7 @@ def test_a_step_is_at_its_logical_positions(mode: str, per_request: int) -> None
     state: Any = SimpleNamespace(kv=KVState(followed_tokens=0))
     speculation.count_step(result, [state, None])
     speculation.place_step(result, [5, 0])
-    assert state.kv.launched_steps == (mode == "TARGET_VERIFY")
+    assert state.kv.running_steps == (mode == "TARGET_VERIFY")
     assert result.positions.tolist() == [15, 16, 17, 18, 20, 21, 22, 23]
     assert result.positions.dtype == torch.int32
     assert rows.tolist() == [10, 11, 12, 13, 20, 21, 22, 23], "SGLang may read them again"
@@ -163,8 +163,8 @@ def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:
     req = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=50), skipkv=state, is_retracted=False)
     batch.reqs = [req, SimpleNamespace(is_retracted=False)]
     assert speculation.evictable_tokens(batch, req, state) == 50, "of the prefill"
-    for launched, added in ((1, 3), (2, 1)):
-        state.kv.launched_steps = launched
+    for added in (3, 1):
+        state.kv.running_steps += 1
         before = req.kv.kv_committed_len
         assert speculation.evictable_tokens(batch, req, state) == before, "it runs"
         speculation.read_step([[7] * added, [8]], None, None, batch)
@@ -174,7 +174,7 @@ def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:
     assert speculation.evictable_tokens(batch, req, state) == 54
     req.is_retracted = True  # the result of a step that ran then is dropped
     speculation.read_step([[7, 7], [8]], None, None, batch)
-    assert (state.kv.read_steps, state.kv.step_tokens) == (2, 1)
+    assert (state.kv.running_steps, state.kv.step_tokens) == (0, 1)
 
 
 def text_only(**others: bool) -> Any:
