@@ -15,7 +15,6 @@ from typing import Any
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.metrics import Metrics
-from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
@@ -40,7 +39,6 @@ class Binding:
     runtime: Runtime | None
     scheduler: Any
     metrics: Metrics
-    capture: HiddenCapture | None = None
     kv_scales: tuple[KVScale | None, KVScale | None] = (None, None)
     limits: ServerLimits = NO_LIMITS
     scored_layers: Sequence[int] = ()

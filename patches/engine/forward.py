@@ -8,68 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
+from sgl_skipkv.patches.engine.attention_layers import with_rotary_part
 from sgl_skipkv.patches.engine.binding import binding_of, state_of
 from sgl_skipkv.patches.engine.media import prepare_media
 from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
+from sgl_skipkv.patches.engine.model_side import model_side_of
 from sgl_skipkv.patches.engine.pd_decode import end_silence
 from sgl_skipkv.patches.engine.sampling import note_shifts
 from sgl_skipkv.patches.engine.speculation import count_step, is_speculative, place_step
 from sgl_skipkv.patches.engine.steering import is_capturing, prepare_prefill
-from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import Recorder, Recording
 from sgl_skipkv.request.state import RequestState
-
-
-def attention_layers(model: Any) -> list[Any]:
-    """The model's attention layers that attend to what is cached, in order.
-
-    With MLA a layer has two of them: ``attn_mqa`` asks latents with absorbed queries, ``attn_mha``
-    is of prefills whose keys are those of each head, which nobody caches.
-    """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    return [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, RadixAttention) and name.rpartition(".")[2] != "attn_mha"
-    ]
-
-
-def attach(model: Any, recorder: Recorder) -> None:
-    """Give the scored attention layers and the logits layer a reference to the recorder.
-
-    It cannot be an attribute of the forward batch: a runner may copy that before the model sees it.
-    """
-    from sglang.srt.layers.logits_processor import LogitsProcessor
-
-    for place, layer in enumerate(scored_layers(attention_layers(model))):
-        layer.skipkv, layer.skipkv_layer = recorder, place
-    for module in model.modules():
-        if isinstance(module, LogitsProcessor):
-            module.skipkv = recorder
-
-
-def with_rotary_part(part: Tensor, rotary: Tensor | None) -> Tensor:
-    """float [T, heads, d], queries or keys as they are cached: with MLA some backends get the
-    latent part and the rotary part apart."""
-    return part if rotary is None else torch.cat([part, rotary], dim=-1)
 
 
 def prepare_forward(result: Any, cls: type, batch: Any, runner: Any, **kwargs: Any) -> None:
     """AFTER ``ForwardBatch.init_new``: set logical positions and what the pass records.
 
-    A batch without budgeted requests is unchanged. Of a draft model nothing is recorded.
+    A batch without budgeted requests is unchanged. Of a draft model, which has no ``ModelSide``,
+    nothing is recorded.
     """
     binding = binding_of(batch.req_to_token_pool)
     if binding is None or binding.runtime is None:
         return
-    if binding.capture is not None and result.forward_mode.is_extend():
-        binding.capture.begin(batch)
+    side = model_side_of(runner)
+    if side is not None and side.capture is not None and result.forward_mode.is_extend():
+        side.capture.begin(batch)
     recorder, steerer = binding.runtime.recorder, binding.runtime.steerer
     # A process launches one forward pass after the other.
     recorder.current, recorder.records_decode = None, False
@@ -92,7 +57,7 @@ def prepare_forward(result: Any, cls: type, batch: Any, runner: Any, **kwargs: A
     elif result.forward_mode.is_extend():
         if any(shifts):  # of restored rows, and of rows that decode
             _place_prefill(result, batch, shifts)
-        if runner.is_draft_worker:
+        if side is None:
             return
         firsts = [first + shift for first, shift in zip(batch.prefix_lens, shifts, strict=True)]
         recorder.current = _prefill_recording(binding.runtime, batch, states, firsts)

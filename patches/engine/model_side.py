@@ -16,14 +16,13 @@ import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
 from sgl_skipkv.kernels.on_device import TRITON_NAMES
+from sgl_skipkv.patches.engine.attention_layers import attention_layers, scored_layers
 from sgl_skipkv.patches.engine.binding import KVScale
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
-from sgl_skipkv.patches.engine.forward import attach, attention_layers
 from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.speculation import chain_tokens
 from sgl_skipkv.patches.engine.steering import attach_steering, decoder_layers
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
-from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.recording.recorder import ModelShape, Recorder
 from sgl_skipkv.recording.sentences import Delimiters, newline_tokens
 from sgl_skipkv.steering.steerer import Steerer, TokenClasses
@@ -106,6 +105,20 @@ def build_model_side(
         )
     runner.skipkv = side = ModelSide(layers[0].scaling, recorder, steerer, capture)
     return side
+
+
+def attach(model: Any, recorder: Recorder) -> None:
+    """Give the scored attention layers and the logits layer a reference to the recorder.
+
+    It cannot be an attribute of the forward batch: a runner may copy that before the model sees it.
+    """
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    for place, layer in enumerate(scored_layers(attention_layers(model))):
+        layer.skipkv, layer.skipkv_layer = recorder, place
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.skipkv = recorder
 
 
 def _track_count(config: ServerConfig, max_running_requests: int | None) -> int:

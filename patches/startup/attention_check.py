@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.patches.engine.forward import with_rotary_part
+from sgl_skipkv.patches.engine.attention_layers import has_window, with_rotary_part
 from sgl_skipkv.patches.engine.window_pool import has_window_pool, window_slots
-from sgl_skipkv.patches.engine.windows import has_window
 from sgl_skipkv.policy.inputs.head_reach import softmax_with_sinks
 from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.forward import attention_layers
-from sgl_skipkv.patches.engine.windows import scored_layers
+from sgl_skipkv.patches.engine.attention_layers import attention_layers, scored_layers
 
 
 def counting_attention(scheduler: Any) -> str | None:

@@ -18,10 +18,13 @@ from sgl_skipkv.eviction.warm_up import compiled_windows, warm_up
 from sgl_skipkv.kernels.on_device import uses_triton
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches import registry
+from sgl_skipkv.patches.engine.attention_layers import (
+    attention_layers,
+    model_window_tokens,
+    scored_layers,
+)
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
-from sgl_skipkv.patches.engine.forward import attention_layers
-from sgl_skipkv.patches.engine.hidden_capture import HiddenCapture
 from sgl_skipkv.patches.engine.kv_cache import draft_buffers, kv_buffers, paged_cache
 from sgl_skipkv.patches.engine.linear_states import (
     NO_BACKUPS,
@@ -33,7 +36,6 @@ from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_serv
 from sgl_skipkv.patches.engine.speculation import is_speculative, reserved_tokens
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.window_pool import most_saved_tokens, window_buffers
-from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
 from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
@@ -141,14 +143,6 @@ class ModelFacts(NamedTuple):
     without_steering: str | None = None
 
 
-class Built(NamedTuple):
-    """The runtime and what belongs to it, under their names in ``Binding`` and ``ServerLimits``."""
-
-    runtime: Runtime
-    capture: HiddenCapture | None
-    kv_scales: Any
-
-
 def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER ``Scheduler.__init__``: pools and model exist; decide the state, build the runtime."""
     if getattr(scheduler, "skipkv_workspace", None) is not None:
@@ -178,19 +172,19 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     except SettingError as error:
         reasons.append(str(error))
     reasons, metrics = _shared(scheduler, reasons, problems)
-    built: Built | None = None
+    runtime: Runtime | None = None
     if not reasons and not is_prefill_server():
         build = partial(_build, scheduler, config, facts, measured_ids, trace, metrics, reasons)
-        built, failure = attempt("sgl_skipkv: the start of a scheduler", build)
+        runtime, failure = attempt("sgl_skipkv: the start of a scheduler", build)
         reasons += [] if failure is None else [failure]
     readiness = Readiness(tuple(reasons), config.enabled)
     if readiness.state == "refused" and _has_no_gate(scheduler):
         raise SystemExit(readiness.message())
     metrics.decided(readiness.state)
+    kv_scales = (None, None) if runtime is None else kv_scales_of(scheduler.tp_worker.model_runner)
     binding = Binding(
-        *(config, readiness, built and built.runtime, scheduler, metrics),
-        capture=built and built.capture,
-        kv_scales=built.kv_scales if built else (None, None),
+        *(config, readiness, runtime, scheduler, metrics),
+        kv_scales=kv_scales,
         limits=ServerLimits(
             facts.window_tokens,
             tuple(facts.without_reuse),
@@ -205,8 +199,8 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     scheduler.skipkv = binding
     if (pool := getattr(scheduler, "req_to_token_pool", None)) is not None:
         pool.skipkv = binding
-    if built is not None:
-        _warm_up(binding, built.runtime)
+    if runtime is not None:
+        _warm_up(binding, runtime)
     given = f"; settings {json.dumps(config.given())}" if config.enabled else ""
     logger.info(readiness.message() + given)
 
@@ -291,10 +285,9 @@ def _build(
     trace: TraceWriter | None,
     metrics: Metrics,
     reasons: list[str],
-) -> Built | None:
+) -> Runtime | None:
     """Measure the model and build the runtime; or None, and why not is added to ``reasons``."""
-    runner = scheduler.tp_worker.model_runner
-    side = model_side_of(runner)
+    side = model_side_of(scheduler.tp_worker.model_runner)
     if side is None and config.enabled:
         reasons.append("attention whose queries cannot be recorded (keys unlike values)")
         return None
@@ -312,7 +305,7 @@ def _build(
             sum(buffer[0].nbytes for buffer in buffers(allocator))
             for buffers in (kv_buffers, window_buffers)
         )
-        runtime = Runtime(
+        return Runtime(
             config.model_copy(update=WITHOUT_BACKUPS) if facts.without_backups else config,
             recorder=side.recorder,
             scale=side.scale,
@@ -333,7 +326,6 @@ def _build(
     except (SettingError, AttentionMismatch, MemoryError, torch.OutOfMemoryError) as error:
         reasons.append(str(error))
         return None
-    return Built(runtime, side.capture, kv_scales_of(runner))
 
 
 def _measure_again(scheduler: Any, measured_ids: list[int]) -> str | None:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, SettingError
+from sgl_skipkv.patches.engine.attention_layers import (
+    attention_layers,
+    scored_layers,
+    with_rotary_part,
+)
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
-from sgl_skipkv.patches.engine.forward import attention_layers, with_rotary_part
 from sgl_skipkv.patches.engine.model_side import ModelSide
 from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.vocabulary import tokenizer_of
-from sgl_skipkv.patches.engine.windows import scored_layers
 from sgl_skipkv.patches.startup.attention_check import AttentionCheck, AttentionMismatch
 from sgl_skipkv.policy.inputs.head_reach import FIRST_QUERY, head_reach
 from sgl_skipkv.policy.inputs.query_centres import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_skipkv.kernels.on_device import KEY_NAMES, TRITON_NAMES
-from sgl_skipkv.patches.engine.forward import attention_layers
+from sgl_skipkv.patches.engine.attention_layers import attention_layers
 from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
 from sgl_skipkv.patches.engine.window_pool import has_window_pool

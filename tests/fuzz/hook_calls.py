@@ -254,7 +254,7 @@ class HookCalls(HookObjects):
             req_pool_indices=running.req_pool_indices,
             sampling_info=self.draw.one(None, SimpleNamespace(sampling_seed=None)),
         )
-        forward.prepare_forward(result, type(self), running, SimpleNamespace(is_draft_worker=False))
+        forward.prepare_forward(result, type(self), running, SimpleNamespace())
         recorder = self.world.recorder
         self.seen["recorded"] += recorder.records_decode or recorder.current is not None
         assert result.positions.shape[0] == tokens

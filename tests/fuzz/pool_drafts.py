@@ -286,7 +286,7 @@ class DraftWorld(DraftBooks, WorldBeside):
                 req_pool_indices=batch.req_pool_indices,
                 sampling_info=SimpleNamespace(),
             )
-            runner = SimpleNamespace(is_draft_worker=not mode.is_target_verify())
+            runner = self.runner if mode.is_target_verify() else SimpleNamespace()
             prepare_forward(forward, type(self), batch, runner)
             if mode.is_decode():
                 assert torch.equal(forward.positions, physical), "attention reads them as lengths"

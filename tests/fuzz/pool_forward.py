@@ -99,7 +99,7 @@ class Forward(Books):
             req_pool_indices=batch.req_pool_indices,
             sampling_info=SimpleNamespace(sampling_seed=torch.zeros(len(counts), **on)),
         )
-        prepare_forward(forward, type(self), batch, SimpleNamespace(is_draft_worker=False))
+        prepare_forward(forward, type(self), batch, self.runner)
         assert (forward.mrope_positions == forward.positions).all(), "of text, on every axis"
         noise = forward.positions.clone() if decode else batch.seq_lens - 1
         shift_positions(None, None, forward.sampling_info, False, [], [], noise)

@@ -228,6 +228,7 @@ class World(Loop):
         of_model = {"limits": ServerLimits(has_thoughts=True), "scored_layers": (0,)}
         self.skipkv = Binding(config, ready, self.runtime, self, Metrics(), **of_model)
         self.req_to_token_pool.skipkv = self.skipkv
+        self.runner = SimpleNamespace(skipkv=SimpleNamespace(capture=None))  # a ``ModelSide``
 
     # -- what the hooked methods of the real Scheduler call
 

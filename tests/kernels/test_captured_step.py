@@ -129,7 +129,7 @@ class World:
         from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-        from sgl_skipkv.patches.engine.forward import attach
+        from sgl_skipkv.patches.engine.model_side import attach
         from sgl_skipkv.patches.engine.steering import attach_steering
 
         self.recorder = Recorder(

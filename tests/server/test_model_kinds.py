@@ -10,7 +10,7 @@ import torch
 from capability_rows import on_a_server, row_named, scheduler_with
 
 from sgl_skipkv.config import ServerConfig
-from sgl_skipkv.patches.engine import forward
+from sgl_skipkv.patches.engine import attention_layers, model_side
 from sgl_skipkv.patches.startup import bind, pool_kinds
 from sgl_skipkv.patches.startup.capabilities import STATES
 
@@ -61,8 +61,8 @@ def test_of_two_attentions_of_a_layer_the_one_over_the_cache_counts() -> None:
         torch.nn.ModuleDict({name: RadixAttention(4, 16, 1.0, n, i) for name, n in both.items()})
         for i in range(2)
     )
-    assert forward.attention_layers(model) == [layer["attn_mqa"] for layer in model]
-    forward.attach(model, recorder := object())
+    assert attention_layers.attention_layers(model) == [layer["attn_mqa"] for layer in model]
+    model_side.attach(model, recorder := object())
     attached = [name for name, one in model.named_modules() if hasattr(one, "skipkv")]
     assert attached == ["0.attn_mqa", "1.attn_mqa"] and model[0]["attn_mqa"].skipkv is recorder
 
@@ -225,7 +225,7 @@ def test_what_scores_do_not_know_of_the_attention_is_refused() -> None:
 
 
 def test_the_largest_window_counts_as_in_config_json() -> None:
-    from sgl_skipkv.patches.engine.windows import model_window_tokens, scored_layers
+    from sgl_skipkv.patches.engine.attention_layers import model_window_tokens, scored_layers
 
     sizes = (31, -1, 63, -1)
     layers = [SimpleNamespace(sliding_window_size=size) for size in sizes]

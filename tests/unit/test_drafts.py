@@ -132,15 +132,15 @@ def test_drafts_are_placed_once_their_attention_is_planned() -> None:
     assert untouched.positions is rows and buffer.tolist() == [15, 20, 0, 0]
 
 
-@pytest.mark.parametrize("is_draft_worker", [False, True])
-def test_of_a_draft_model_nothing_is_recorded(is_draft_worker: bool) -> None:
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_of_a_draft_model_nothing_is_recorded(is_draft: bool) -> None:
     """Its prefill comes behind the other model's, for the same requests: here of one that is
     computed again."""
     server = SyntheticServer(kv_policy="skipkv")
     call = server.open([WORD] * TOKENS, kv_budget=24)
     server.prefill(call)
     runtime, recorder = server.runtime, server.recorder
-    binding = SimpleNamespace(runtime=runtime, capture=None)
+    binding = SimpleNamespace(runtime=runtime)
     batch = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(skipkv=binding),
         reqs=[SimpleNamespace(skipkv=call.state)],
@@ -151,9 +151,11 @@ def test_of_a_draft_model_nothing_is_recorded(is_draft_worker: bool) -> None:
     result = SimpleNamespace(
         forward_mode=ForwardMode.EXTEND, positions=torch.arange(TOKENS), sampling_info=None
     )
-    runner = SimpleNamespace(is_draft_worker=is_draft_worker)
+    runner = (
+        SimpleNamespace() if is_draft else SimpleNamespace(skipkv=SimpleNamespace(capture=None))
+    )
     forward.prepare_forward(result, type(result), batch, runner)
-    assert (recorder.current is None) == is_draft_worker
+    assert (recorder.current is None) == is_draft
 
 
 def test_what_is_evicted_does_not_depend_on_when_a_result_is_read() -> None:

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sgl_skipkv.patches.engine import forward, kv_cache
+from sgl_skipkv.patches.engine import forward, kv_cache, model_side
 from sgl_skipkv.patches.startup import measurements
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache
@@ -45,7 +45,7 @@ def model_of_one_layer() -> Any:
 
 def test_both_parts_of_a_query_are_recorded_and_no_other_attention_is() -> None:
     recorder, model = recorder_of_latents(), model_of_one_layer()
-    forward.attach(model, recorder)
+    model_side.attach(model, recorder)
     positions = torch.arange(TOKENS)
     recorder.current = Recording(torch.ones_like(positions), positions)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)

@@ -1,4 +1,4 @@
-"""Attention layers with a sliding window: what a compaction keeps for them, and which layers score.
+"""The model's attention layers: which of them score, and how far their windows reach.
 
 SGLang masks a window in row entries, and a compacted row has fewer than its text has tokens. While
 the last tokens of the row, as many as a window holds, are the last tokens of the text, the two
@@ -9,6 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The model's attention layers that attend to what is cached, in order.
+
+    With MLA a layer has two of them: ``attn_mqa`` asks latents with absorbed queries, ``attn_mha``
+    is of prefills whose keys are those of each head, which nobody caches.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, RadixAttention) and name.rpartition(".")[2] != "attn_mha"
+    ]
 
 
 def model_window_tokens(layers: Sequence[Any], runner_window: int | None) -> int:
@@ -36,3 +54,9 @@ def scored_layers(layers: Sequence[Any]) -> list[Any]:
 
 def has_window(layer: Any) -> bool:
     return bool(layer.sliding_window_size > 0)
+
+
+def with_rotary_part(part: Tensor, rotary: Tensor | None) -> Tensor:
+    """float [T, heads, d], queries or keys as they are cached: with MLA some backends get the
+    latent part and the rotary part apart."""
+    return part if rotary is None else torch.cat([part, rotary], dim=-1)
