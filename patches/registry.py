@@ -16,7 +16,7 @@ import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_skipkv.config import variable_of
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.patches.api.hooks import API_HOOKS
 from sgl_skipkv.patches.engine.hooks import ENGINE_HOOKS
 from sgl_skipkv.patches.hook import Hook, check, replaced

@@ -30,6 +30,8 @@ FIGURE = ROOT / "docs" / "figures" / "packages.svg"
 PACKAGES = {
     "kernels": "formulas in plain torch,\nTriton kernels",
     "config": "server settings, and how\na wrong value is refused",
+    "error_boundary": "which errors end a request,\nand which the server",
+    "ranks": "what the ranks that share\na request combine",
     "cpu": "SGLang platform for machines\nwithout an accelerator",
     "offload": "host memory for retracted\nand finished requests",
     "policy": "one file per policy: scores\nof cached tokens",

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.admission import backup_bytes
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of

@@ -17,7 +17,7 @@ from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.patches.limits import NO_LIMITS, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.state import RequestState
 
 KVScale = Callable[[int], float]

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_skipkv.config import SettingError, name_of
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
 from sgl_skipkv.patches.engine.new_weights import measure_alone, unmeasured
 from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded

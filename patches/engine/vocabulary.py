@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 
 
 def tokenizer_of(scheduler: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sgl_skipkv.patches.engine.attention_layers import has_window, with_rotary_part
 from sgl_skipkv.patches.engine.window_pool import has_window_pool, window_slots
 from sgl_skipkv.policy.inputs.head_reach import softmax_with_sinks
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 
 _LAST_QUERIES = 16
 #: of the output's norm. Attention in bfloat16 is off by less than a hundredth.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.eviction.warm_up import compiled_windows, warm_up
 from sgl_skipkv.kernels.on_device import uses_triton
@@ -52,7 +52,7 @@ from sgl_skipkv.patches.startup.parallel import (
 from sgl_skipkv.patches.startup.pool_kinds import without_budget_reuse
 from sgl_skipkv.patches.startup.replicas import trace_path
 from sgl_skipkv.policy import policy_class
-from sgl_skipkv.policy.inputs.ranks import RanksError
+from sgl_skipkv.ranks import RanksError
 from sgl_skipkv.request.settings import check_server_defaults
 from sgl_skipkv.request.trace import TraceWriter
 from sgl_skipkv.reuse.thoughts import NO_THOUGHTS, ThoughtTokens

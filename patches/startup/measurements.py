@@ -31,7 +31,7 @@ from sgl_skipkv.policy.inputs.query_centres import (
     Rotation,
     means,
 )
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder, Recording
 
 #: of a table in half precision against the formula

@@ -16,7 +16,7 @@ import sglang
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 from sgl_skipkv.config import ServerConfig, SettingError
-from sgl_skipkv.eviction.error_boundary import attempt
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.metrics import Refusals
 from sgl_skipkv.patches import registry
 from sgl_skipkv.patches.api.explorer import add_explorer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sgl_skipkv.patches.engine.dp_attention import all_ranks
 from sgl_skipkv.policy import installed
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 
 
 def _attention_group() -> Any:

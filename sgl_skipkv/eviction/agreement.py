@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.kernels.on_device import started_copy
-from sgl_skipkv.policy.inputs.ranks import RanksError
+from sgl_skipkv.ranks import RanksError
 
 #: odd, so that a product modulo 2**64 loses nothing; as the signed numbers that torch has
 _STEP, _TURN = 0x9E3779B97F4A7C15 - 2**64, 0xD1342543DE82EF95 - 2**64

@@ -1,7 +1,7 @@
 """When requests are compacted, and the work on all that are due in a step.
 
 A request whose work fails keeps its row, and its ``failure`` is set; the others go on. One of
-several ranks tells the others instead (``policy/inputs/ranks.py``).
+several ranks tells the others instead (``ranks.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.coverage import measure_demand
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.in_parts import in_parts
 from sgl_skipkv.eviction.planner import Planner
 from sgl_skipkv.eviction.read_back import read_back
@@ -28,7 +28,7 @@ from sgl_skipkv.eviction.similar_sentences import note_similar
 from sgl_skipkv.eviction.window_move import WindowPool
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
-from sgl_skipkv.policy.inputs.ranks import Ranks
+from sgl_skipkv.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.demand import AHEAD_TOKENS, UNKNOWN
 from sgl_skipkv.request.state import RequestState

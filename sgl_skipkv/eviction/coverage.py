@@ -20,7 +20,7 @@ from torch import Tensor
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.replay import attention_of_ranks
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors, started_copy
-from sgl_skipkv.policy.inputs.ranks import Ranks
+from sgl_skipkv.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.demand import UNKNOWN, Demand
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.due import Due
-from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.workspace import split_to_fit
 
 T = TypeVar("T")

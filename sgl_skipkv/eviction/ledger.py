@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sgl_skipkv.error_boundary import FatalError
 
-class LedgerError(AssertionError):
+
+class LedgerError(FatalError, AssertionError):
     """A slot is missing, repeated, new or in another place than its entry."""
 
 

@@ -21,9 +21,9 @@ from sgl_skipkv.eviction.scoring import scores_of, scores_of_ranks
 from sgl_skipkv.eviction.select import Selection, select_together
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
-from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Sentences
+from sgl_skipkv.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.request.parts import Redundancy
 from sgl_skipkv.request.state import RequestState

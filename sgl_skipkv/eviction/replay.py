@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.due import Due, by_policy
-from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.kernels.on_device import device_tensor, device_tensors
 from sgl_skipkv.kernels.reference import causal_attention
 from sgl_skipkv.policy.base import AttentionOver, Policy
 from sgl_skipkv.policy.inputs.paged_cache import paged_at
-from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import Steps
+from sgl_skipkv.ranks import Ranks
 from sgl_skipkv.recording.recorder import Recorder
 
 

@@ -11,14 +11,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch import Tensor
 
 from sgl_skipkv.config import ServerConfig, name_of
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.compactor import Compactor
-from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
 from sgl_skipkv.recording.sentences import PRESETS, SentenceTracker
 from sgl_skipkv.request.parts import Held, KVState, Prompt, SentenceState

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.agreement import Agreement
 from sgl_skipkv.eviction.due import Due, by_policy
-from sgl_skipkv.eviction.error_boundary import attempt
 from sgl_skipkv.policy.base import Policy
-from sgl_skipkv.policy.inputs.ranks import Ranks, mean_of
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
+from sgl_skipkv.ranks import Ranks, mean_of
 
 
 def scores_of(due: Sequence[Due], inputs: Sequence[ScoreInput]) -> list[Tensor]:

@@ -46,10 +46,10 @@ from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.policy.base import JointPolicy, PolicyParams
 from sgl_skipkv.policy.inputs.batched_scores import paged_values
 from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences
-from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput
 from sgl_skipkv.policy.inputs.sentences import Places
 from sgl_skipkv.policy.inputs.values_of_ranks import BLOCK_TOKENS, numbers_of_ranks, values_of_ranks
+from sgl_skipkv.ranks import Ranks
 
 #: tokens of the budget for each sentence that is not old
 _TOKENS_PER_NEWER = 8

@@ -36,9 +36,9 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.policy.base import Policy
 from sgl_skipkv.policy.inputs.joined_requests import by_request, joined_sentences, joined_statistics
-from sgl_skipkv.policy.inputs.ranks import Ranks
 from sgl_skipkv.policy.inputs.score_input import ScoreInput, Statistics, Steps
 from sgl_skipkv.policy.inputs.sentences import Sentences
+from sgl_skipkv.ranks import Ranks
 
 #: tokens that every sentence keeps before masses count
 LEAST_TOKENS = 8

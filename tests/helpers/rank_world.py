@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sgl_skipkv.policy.inputs.ranks import Ranks
+from sgl_skipkv.ranks import Ranks
 
 #: after which a rank that waits for another gives up
 PATIENCE_S = 20

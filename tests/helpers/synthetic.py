@@ -24,7 +24,7 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import ModelShape, Recorder, Recording
 from sgl_skipkv.recording.sentences import Delimiters
 from sgl_skipkv.request.settings import resolve_request

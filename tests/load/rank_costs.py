@@ -8,7 +8,7 @@ from launches import CALLS, POLICIES, Launches
 from rank_world import on_ranks
 from synthetic import SyntheticServer, decode_until_due, served
 
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 
 BUDGET = 64
 

@@ -22,7 +22,7 @@ from sgl_skipkv.cli.main import main
 from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.patches.startup import parallel
 from sgl_skipkv.policy import installed
-from sgl_skipkv.policy.inputs.ranks import Ranks
+from sgl_skipkv.ranks import Ranks
 from sgl_skipkv.request.settings import check_server_defaults, resolve_request
 
 ROOT = OWN_POLICY.parents[1]

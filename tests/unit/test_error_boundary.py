@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgl_skipkv.eviction.error_boundary import attempt, is_fatal
+from sgl_skipkv.error_boundary import attempt, is_fatal
 from sgl_skipkv.eviction.ledger import LedgerError
 
 DRIVER = "Triton Error [CUDA]: "

@@ -35,6 +35,7 @@ ENGINE += ("window_pool",)
 DEVICE_PATH = sorted(
     [
         *(ROOT / "kernels").glob("*.py"),
+        ROOT / "sgl_skipkv" / "ranks.py",
         *(path for room in ROOMS for path in (ROOT / "sgl_skipkv" / room).glob("*.py")),
         *(ROOT / "patches" / "engine" / f"{name}.py" for name in ENGINE),
     ]

@@ -19,7 +19,7 @@ from test_ranks import SCORED, lives
 from test_runtime_on_triton import ASKED
 
 from sgl_skipkv.kernels.on_device import device_tensors, started_copy
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.request.demand import Demand
 
 #: more than each of these requests evicts at, and a second time

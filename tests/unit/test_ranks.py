@@ -17,8 +17,8 @@ from sgl_skipkv.eviction.agreement import Agreement, DisagreementError
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.policy import names, policy_class
 from sgl_skipkv.policy.inputs import values_of_ranks
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks, RanksError
 from sgl_skipkv.policy.random import Random
+from sgl_skipkv.ranks import ONE_RANK, Ranks, RanksError
 
 SCORED = [name for name in names() if name != "full"]
 #: these depend on no head, so no rank can tell another that it failed

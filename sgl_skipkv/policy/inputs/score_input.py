@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sgl_skipkv.policy.inputs.paged_cache import KeyLocation
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
-from sgl_skipkv.policy.inputs.ranks import ONE_RANK, Ranks
 from sgl_skipkv.policy.inputs.sentences import Sentences
+from sgl_skipkv.ranks import ONE_RANK, Ranks
 
 Statistics = Mapping[str, Tensor]
 

@@ -16,14 +16,15 @@ from typing import TypeVar
 
 import torch
 
-from sgl_skipkv.eviction.ledger import LedgerError
-from sgl_skipkv.policy.inputs.ranks import RanksError
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: how messages of device errors from Triton's driver begin; they have no exception class
 _DRIVER_ERRORS = ("Triton Error [CUDA]: ", "Triton Error [HIP]: ")
+
+
+class FatalError(Exception):
+    """Base of errors that must end the scheduler process."""
 
 
 def is_fatal(error: Exception) -> bool:
@@ -34,9 +35,7 @@ def is_fatal(error: Exception) -> bool:
     message = str(error).partition("\n")[0]
     of_driver = type(error) is RuntimeError and message.startswith(_DRIVER_ERRORS)
     of_device = of_driver or isinstance(error, torch.AcceleratorError)
-    return isinstance(error, LedgerError | RanksError) or (
-        of_device and not message.endswith("out of memory")
-    )
+    return isinstance(error, FatalError) or (of_device and not message.endswith("out of memory"))
 
 
 def attempt(what: str, work: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sgl_skipkv.error_boundary import FatalError
+
 # The second is its older name, the only one in torch 2.11.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class RanksError(RuntimeError):
+class RanksError(FatalError, RuntimeError):
     """The ranks cannot act as one any more, so the server must end."""
 
 
