@@ -7,16 +7,28 @@ that the request may still hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from sgl_skipkv.patches.engine.binding import bound_to, mixed_in, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import (
+    bound_to,
+    evicting_state_of,
+    mixed_in,
+    runtime_of,
+    state_of,
+)
+from sgl_skipkv.patches.engine.future_kv import (
+    copied_tokens,
+    future_tokens,
+    growth_tokens,
+    must_stay,
+    restored_tokens,
+)
 from sgl_skipkv.patches.engine.hicache import leave_to_backup
 from sgl_skipkv.patches.engine.linear_states import forget_match
 from sgl_skipkv.patches.engine.window_pool import unreserved_tokens
-from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
 
@@ -43,8 +55,8 @@ class _BudgetedAdder:
     track_missing, last_untracked = False, None
 
     def _get_running_request_total_token_offset(self, req: Any) -> float:
-        state = state_of(req)
-        if state is None or not state.settings.evicts:
+        state = evicting_state_of(req)
+        if state is None:
             stock = super()._get_running_request_total_token_offset  # type: ignore[misc]
             return float(stock(req))
         # The bound is exact, so SGLang's estimate that some requests stop early does not apply.
@@ -57,8 +69,8 @@ class _BudgetedAdder:
 
         if req is self.last_untracked:
             self.last_untracked = None
-        state = state_of(req)
-        if state is None or not state.settings.evicts:
+        state = evicting_state_of(req)
+        if state is None:
             with _counted_as_usual(req, chain(self.running_batch.reqs, self.can_run_list)):
                 return super().add_one_req(  # type: ignore[misc]
                     req, has_chunked_req, truncation_align_size
@@ -67,8 +79,8 @@ class _BudgetedAdder:
         # Tokens restored from a backup and copied from a history need slots but no computation:
         # SGLang sees them as a cached prefix, and their slots count as future tokens. It adds a
         # page itself, for what the first and the last page of a candidate leave unused.
-        matched, restored = req.prefix_len, _restored_tokens(state, req)
-        loaded = restored + _copied_tokens(state, req.prefix_len)
+        matched, restored = req.prefix_len, restored_tokens(state, req)
+        loaded = restored + copied_tokens(state, req.prefix_len)
         future = future_tokens(state, req) + loaded
         clipped = _clipped(future)
         needed = len(req.full_untruncated_fill_ids) - matched - restored + future
@@ -100,8 +112,8 @@ class _BudgetedAdder:
         return result
 
     def add_chunked_req(self, req: Any) -> Any:
-        state = state_of(req)
-        if state is None or not state.settings.evicts:
+        state = evicting_state_of(req)
+        if state is None:
             return super().add_chunked_req(req)  # type: ignore[misc]
         with _future_as_max_new_tokens(req):
             unfinished = super().add_chunked_req(req)  # type: ignore[misc]
@@ -162,104 +174,6 @@ def _holds_track(req: Any) -> bool:
     return state is not None and state.held.track_id != 0
 
 
-def must_stay(reqs: Sequence[Any]) -> list[Any]:
-    """Running requests that, if retracted, could be neither restored nor recomputed.
-
-    Of the others any number may be retracted at once, in any order. So the host memory that one
-    needs which cannot be recomputed is counted behind what all others would take.
-
-    Args:
-        reqs: whoever may be retracted, the first ones first.
-    """
-    taken_bytes, needing = 0, []
-    for req in reqs:
-        state = state_of(req)
-        if state is None:
-            continue
-        if state.runtime.can_recompute(state, len(req.output_ids)):
-            taken_bytes += backup_bytes(req, state) or 0
-        else:
-            needing.append((req, state))
-    staying = []
-    for req, state in needing:
-        needed = backup_bytes(req, state)
-        if needed is None or not state.runtime.host_memory.fits(taken_bytes + needed):
-            staying.append(req)
-        else:
-            taken_bytes += needed
-    return staying
-
-
-def backup_bytes(req: Any, state: RequestState) -> int | None:
-    """Host memory for the backup of a running request; None: it can have none."""
-    if req.positional_embed_overrides is not None and state.keeps_prompt_private:
-        return None  # SGLang places them by row entries, and this row may lack some of its prompt
-    row_tokens: int = req.kv.kv_committed_len
-    needed: int | None = state.runtime.backup_bytes(state, row_tokens, len(req.output_ids))
-    return needed
-
-
-def fits_alone(state: RequestState, req: Any) -> bool:
-    """Whether a request without a backup can be admitted when no other request holds KV."""
-    needed = prefill_tokens(req) - state.kv.evicted_tokens + future_tokens(state, req)
-    if (continued := state.reuse.continued) is not None:  # beside the history, until it is copied
-        pages = page_ceil(continued.row_tokens, state.runtime.page_tokens)
-        needed += pages - continued.shared_tokens
-    fits: bool = state.runtime.fits_pool(needed - 1)  # it counts one future token itself
-    return fits
-
-
-def prefill_tokens(req: Any) -> int:
-    """Logical tokens of a request without a row: its prompt, and those generated before a
-    retraction."""
-    tokens: int = len(req.origin_input_ids) + req.skipkv.unsent_tokens + len(req.output_ids)
-    return tokens
-
-
-def _tokens_left(req: Any) -> int:
-    return max(int(req.sampling_params.max_new_tokens) - len(req.output_ids), 0)
-
-
-def _restored_tokens(state: RequestState, req: Any) -> int:
-    """KV tokens restored from the backup: its row without the prompt tokens in the radix tree."""
-    return (
-        0 if state.offloaded.backup is None else state.offloaded.backup.row_tokens - req.prefix_len
-    )
-
-
-def _copied_tokens(state: RequestState, matched: int) -> int:
-    """KV tokens copied from the history that the request continues, if the tree has so many."""
-    continued = state.reuse.continued
-    if continued is None or state.offloaded.backup is not None or matched > continued.row_tokens:
-        return 0
-    return continued.row_tokens - continued.shared_tokens
-
-
-def growth_tokens(state: RequestState, req: Any) -> int:
-    """KV tokens that a request with a row may still need: of pages that it does not have."""
-    row_tokens: int = req.kv.kv_committed_len
-    peak_tokens = row_tokens + future_tokens_of(state, row_tokens, req)
-    page_tokens = state.runtime.page_tokens
-    held_tokens = page_ceil(req.kv.kv_allocated_len, page_tokens)
-    return max(page_ceil(peak_tokens, page_tokens) - held_tokens, 0)
-
-
-def future_tokens(state: RequestState, req: Any) -> int:
-    """KV tokens that a request may need after its next prefill."""
-    backup = state.offloaded.backup
-    prefilled_tokens = prefill_tokens(req) - state.kv.evicted_tokens
-    row_tokens = prefilled_tokens if backup is None else backup.row_tokens + 1
-    if _tokens_left(req) <= 1:  # it ends with its prefill
-        return int(state.future_tokens(row_tokens, _tokens_left(req)))
-    return future_tokens_of(state, row_tokens, req)
-
-
-def future_tokens_of(state: RequestState, row_tokens: int, req: Any) -> int:
-    """KV tokens that a request may need behind a row of this length."""
-    behind: int = state.runtime.reserved_tokens
-    return state.future_tokens(row_tokens, _tokens_left(req)) + behind
-
-
 def _clipped(future_tokens: int) -> int:
     """Of these SGLang counts at most ``CLIP_MAX_NEW_TOKENS``; a budgeted request counts all."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -279,8 +193,8 @@ def _future_as_max_new_tokens(
     Args:
         subtracted: what SGLang subtracts there; None: the tokens already generated.
     """
-    state = state_of(req)
-    if state is None or not state.settings.evicts:
+    state = evicting_state_of(req)
+    if state is None:
         yield
         return
     params = req.sampling_params
@@ -303,8 +217,7 @@ def _counted_as_usual(req: Any, others: Iterable[Any]) -> Iterator[None]:
     ignores the end of sequence would wait until it has finished.
     """
     params = req.sampling_params
-    beside = (state for other in others if (state := state_of(other)) is not None)
-    if not params.ignore_eos or not any(state.settings.evicts for state in beside):
+    if not params.ignore_eos or not any(map(evicting_state_of, others)):
         yield
         return
     params.ignore_eos = False

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.patches.engine.admission import backup_bytes
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
+from sgl_skipkv.patches.engine.future_kv import backup_bytes
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import own_row, row_ids

@@ -17,9 +17,9 @@ import torch
 from sgl_skipkv.eviction.compaction import Compaction
 from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.admission import prefill_tokens
 from sgl_skipkv.patches.engine.backup import lengthen_input
 from sgl_skipkv.patches.engine.binding import bound_to, runtime_of, state_of
+from sgl_skipkv.patches.engine.future_kv import prefill_tokens
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     draft_buffers,

@@ -71,6 +71,12 @@ def state_of(req: Any) -> RequestState | None:
     return getattr(req, "skipkv", None)
 
 
+def evicting_state_of(req: Any) -> RequestState | None:
+    """The state of a request whose policy evicts."""
+    state = state_of(req)
+    return state if state is not None and state.settings.evicts else None
+
+
 @cache
 def mixed_in(mixin: type, base: type) -> type:
     """A class of SGLang with our methods before its own."""

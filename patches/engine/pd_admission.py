@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-from sgl_skipkv.patches.engine.admission import future_tokens, growth_tokens
-from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.binding import evicting_state_of
+from sgl_skipkv.patches.engine.future_kv import future_tokens, growth_tokens
 from sgl_skipkv.request.pages import page_ceil
 from sgl_skipkv.request.state import RequestState
 
@@ -53,8 +53,8 @@ def needed_by_arrival(
 ) -> int:
     """AROUND ``DecodePreallocQueue._required_admission_tokens``: its prompt, and what it can hold
     beside it."""
-    state = state_of(req)
-    if state is None or not state.settings.evicts:
+    state = evicting_state_of(req)
+    if state is None:
         retractable_tokens -= _evicted_tokens(queue)
         return original(queue, req, allocated_tokens, prefix_len, retractable_tokens)
     return allocated_tokens + page_ceil(future_tokens(state, req), state.runtime.page_tokens)
@@ -65,8 +65,8 @@ def needed_by_restored(
 ) -> tuple[int, int]:
     """AROUND ``DecodePreallocQueue._prealloc_required_tokens``: the row of its backup, and what it
     generates. The second number is of a pool for windows, which no budgeted request has."""
-    state = state_of(req)
-    if state is None or not state.settings.evicts or state.offloaded.backup is None:
+    state = evicting_state_of(req)
+    if state is None or state.offloaded.backup is None:
         return original(queue, req)
     tokens = state.offloaded.backup.row_tokens + 1 + future_tokens(state, req)
     needed = page_ceil(tokens, state.runtime.page_tokens)
@@ -105,6 +105,5 @@ def _evicted_tokens(queue: Any) -> int:
 
 def _evicting(reqs: Iterable[Any]) -> Iterator[tuple[Any, RequestState]]:
     for req in reqs:
-        state = state_of(req)
-        if state is not None and state.settings.evicts:
+        if (state := evicting_state_of(req)) is not None:
             yield req, state

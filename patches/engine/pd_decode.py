@@ -19,9 +19,9 @@ import torch
 
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
-from sgl_skipkv.patches.engine.admission import backup_bytes, prefill_tokens
 from sgl_skipkv.patches.engine.backup import back_up, lengthen_input
-from sgl_skipkv.patches.engine.binding import runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import evicting_state_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.future_kv import backup_bytes, prefill_tokens
 from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.waiting import end_stranded
 from sgl_skipkv.request.state import RequestState
@@ -113,8 +113,8 @@ def back_up_row(
 
     SGLang ends a request that has no backup.
     """
-    state = state_of(req)
-    if state is None or not state.settings.evicts:
+    state = evicting_state_of(req)
+    if state is None:
         return original(req, tree_cache, req_to_token_pool, token_to_kv_pool_allocator, backend)
     back_up(state, req, tree_cache)
     if state.offloaded.backup is None and state.failure is None:
@@ -133,8 +133,7 @@ def back_up_row(
 
 def discard_backup(original: Callable[..., None], req: Any, tree_cache: Any, backend: str) -> None:
     """AROUND ``discard_kv_cache_backup``: ``drop_backup`` frees our backup."""
-    state = state_of(req)
-    if state is None or not state.settings.evicts:
+    if evicting_state_of(req) is None:
         original(req, tree_cache, backend)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_skipkv.patches.engine.admission import must_stay
 from sgl_skipkv.patches.engine.binding import state_of
+from sgl_skipkv.patches.engine.future_kv import must_stay
 
 
 def reset_request(result: None, req: Any) -> None:

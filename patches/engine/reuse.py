@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sgl_skipkv.eviction.compaction import Compaction
-from sgl_skipkv.patches.engine.admission import fits_alone
 from sgl_skipkv.patches.engine.binding import bound_to, state_of
+from sgl_skipkv.patches.engine.future_kv import fits_alone
 from sgl_skipkv.patches.engine.hicache import wait_for_load
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,

@@ -10,7 +10,7 @@ from typing import Any
 
 from sgl_skipkv.config import SettingError, name_of
 from sgl_skipkv.error_boundary import attempt
-from sgl_skipkv.patches.engine.binding import Binding, binding_of, state_of
+from sgl_skipkv.patches.engine.binding import Binding, binding_of, evicting_state_of, state_of
 from sgl_skipkv.patches.engine.new_weights import measure_alone, unmeasured
 from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.patches.readiness import Unavailable
@@ -117,10 +117,10 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     decoding it ends where drafts have no slots any more, or with the token of its prefill.
     """
     follow_prompt(req)
-    state, params = state_of(req), req.sampling_params
+    state, params = evicting_state_of(req), req.sampling_params
     requested, requested_min = params.max_new_tokens, params.min_new_tokens
     original(scheduler, req)
-    if state is None or not state.settings.evicts or req.to_finish is not None:
+    if state is None or req.to_finish is not None:
         return
     prompt_tokens = len(req.origin_input_ids)
     peak_row_tokens = prompt_tokens + max(

@@ -22,10 +22,10 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
     """Name, our function, a piece of its source, and what stands there instead."""
     from sgl_skipkv.eviction import compaction, in_parts, kv_move, page_table, planner, runtime
     from sgl_skipkv.patches.engine import (
-        admission,
         backup,
         batch,
         forward,
+        future_kv,
         hicache,
         kv_cache,
         release,
@@ -216,7 +216,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "saved.to(buffer.device).roll(1, 0)[saved.shape[0] - at.shape[0] :]",
             ),
         },
-        admission._restored_tokens: {
+        future_kv.restored_tokens: {
             "a restored row is not paid for": (
                 "state.offloaded.backup.row_tokens - req.prefix_len",
                 "0",

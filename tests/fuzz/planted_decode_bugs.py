@@ -56,7 +56,7 @@ def decode_bugs() -> Changes:
         },
         pd_decode.discard_backup: {
             "SGLang discards a copy that it has not": (
-                "state is None or not state.settings.evicts",
+                "evicting_state_of(req) is None",
                 "True",
             ),
         },

@@ -13,9 +13,9 @@ def draft_bugs() -> Changes:
     from sgl_skipkv.eviction.compaction import Plan
     from sgl_skipkv.eviction.planner import Planner
     from sgl_skipkv.patches.engine import (
-        admission,
         batch,
         forward,
+        future_kv,
         kv_cache,
         release,
         scheduler,
@@ -170,7 +170,7 @@ def draft_bugs() -> Changes:
                 "pass",
             ),
         },
-        admission.future_tokens_of: {
+        future_kv.future_tokens_of: {
             "slots that are reserved for drafts are not counted": (
                 "+ behind",
                 "+ 0 * behind",

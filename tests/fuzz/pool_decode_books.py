@@ -9,7 +9,7 @@ from pool_books import Books
 from pool_content import POOL, full_tags
 from pool_turns import Conversation, Entry, separated
 
-from sgl_skipkv.patches.engine.admission import growth_tokens
+from sgl_skipkv.patches.engine.future_kv import growth_tokens
 from sgl_skipkv.patches.engine.output import summary_of
 from sgl_skipkv.request.pages import page_ceil
 

@@ -16,7 +16,7 @@ from pool_machine import PARAMETERS, run_machine
 from pool_turns import separated
 
 from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.patches.engine import admission, batch, kv_cache, scheduler, speculation
+from sgl_skipkv.patches.engine import batch, future_kv, kv_cache, scheduler, speculation
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
@@ -167,9 +167,9 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
 @pytest.mark.parametrize(
     ("life", "function", "piece", "instead"),
     [
-        (crowded, admission.future_tokens_of, "+ behind", "+ 0 * behind"),
+        (crowded, future_kv.future_tokens_of, "+ behind", "+ 0 * behind"),
         (long_prompts, scheduler.bound_new_tokens, "if state.runtime.reserved_tokens:", "if 0:"),
-        (long_prompts, admission.future_tokens, "if _tokens_left(req) <= 1:", "if False:"),
+        (long_prompts, future_kv.future_tokens, "if tokens_left(req) <= 1:", "if False:"),
         (prefills_between, Plan.entries.fget, "if not self.tail_slots:", "if True:"),
         (retracted, speculation.shorten_published, "published.record()", "pass"),
         (in_pages, batch.compact_due_requests, " + draft_buffers(binding.scheduler)", ""),

@@ -38,7 +38,7 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
     """Our function, a piece of its source, and what somebody may have written there instead."""
     from sgl_skipkv import config
     from sgl_skipkv.patches.api import gate
-    from sgl_skipkv.patches.engine import admission, forward, retraction, scheduler, waiting
+    from sgl_skipkv.patches.engine import forward, future_kv, retraction, scheduler, waiting
     from sgl_skipkv.request import settings
 
     return [
@@ -51,7 +51,7 @@ def bugs() -> list[tuple[Callable[..., Any], str, str]]:
         (config.brief, "text if len(text) <= 80 else text[:77] + '...'", "str(value)"),
         (retraction.limit_prefix_match, "min(max_prefix_len, shareable)", "shareable - 1"),
         (retraction.order_victims, "reqs[i] in staying", "reqs[i + 1] in staying"),
-        (admission._restored_tokens, "0 if state.offloaded.backup is None else ", ""),
+        (future_kv.restored_tokens, "0 if state.offloaded.backup is None else ", ""),
         (
             forward.prepare_forward,
             "0 if state is None else state.kv.evicted_tokens",

@@ -18,7 +18,7 @@ from pool_world import World
 
 from sgl_skipkv import policy
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.patches.engine import admission, backup, reuse
+from sgl_skipkv.patches.engine import backup, future_kv, reuse
 from sgl_skipkv.request.state import RequestState
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
@@ -338,7 +338,7 @@ def test_a_next_turn_waits_until_its_copy_fits(pays: bool, monkeypatch: pytest.M
     world.step()
     if not pays:
         piece = "return continued.row_tokens - continued.shared_tokens"
-        plant(monkeypatch, admission._copied_tokens, piece, "return 0")
+        plant(monkeypatch, future_kv.copied_tokens, piece, "return 0")
     call = world.arrive([*first.origin_input_ids, *first.output_ids, 9], 30, **keys)
     if pays:
         world.step()

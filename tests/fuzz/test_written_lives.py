@@ -266,7 +266,7 @@ def test_a_row_that_sglang_does_not_file_leaves_no_history() -> None:
 @pytest.mark.parametrize("room", [1, 2])
 def test_of_who_cannot_be_recomputed_no_more_go_than_can_be_backed_up(room: int) -> None:
     """A request of higher priority takes the place of several at once."""
-    from sgl_skipkv.patches.engine.admission import backup_bytes, must_stay
+    from sgl_skipkv.patches.engine.future_kv import backup_bytes, must_stay
     from sgl_skipkv.patches.engine.retraction import order_victims
 
     world = World(backup_bytes=1 << 20)

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
-from sgl_skipkv.policy.inputs import ranks
+from sgl_skipkv import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 #: every byte of pinned memory whose copy has not arrived: NaN, -1, True
