@@ -15,7 +15,7 @@ from pool_machine import PARAMETERS
 from pool_world import World
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
-from sgl_skipkv.eviction import error_boundary
+from sgl_skipkv import error_boundary
 from sgl_skipkv.eviction.ledger import LedgerError
 from sgl_skipkv.offload.host_memory import HostCopies
 from sgl_skipkv.patches.engine import scheduler
