@@ -31,13 +31,13 @@ from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.patches.engine.binding import runtime_of, state_of
 from sgl_skipkv.patches.engine.future_kv import backup_bytes
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers, own_slots, wait_for_forward
+from sgl_skipkv.patches.engine.kv_cache import alloc_slots, kv_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
-from sgl_skipkv.patches.engine.reuse import own_row, row_ids
+from sgl_skipkv.patches.engine.reuse import copy_history, row_ids
 from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
 from sgl_skipkv.patches.engine.window_pool import (
+    alloc_windowed_slots,
     has_window_pool,
-    own_windowed_slots,
     place_windows,
     saved_window_tokens,
     window_buffers,
@@ -102,7 +102,7 @@ def lengthen_input(req: Any) -> None:
 def row_slots(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     """AROUND ``allocation._prefix_kv_indices``: slots that a row begins with. One hook for both
     cases, because SGLang warns of two around one function."""
-    return restore_row(partial(own_row, original), batch, req)
+    return restore_row(partial(copy_history, original), batch, req)
 
 
 def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
@@ -120,11 +120,11 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     allocator, tokens = batch.token_to_kv_pool_allocator, backup.row_tokens - matched
     if has_window_pool(allocator):
         seen = min(tokens, backup.kv[-1].shape[0])
-        slots = own_windowed_slots(batch.tree_cache, tokens, seen)
+        slots = alloc_windowed_slots(batch.tree_cache, tokens, seen)
         place_windows(batch.tree_cache, req.kv, state, backup.row_tokens, seen)
         req.swa_branching_seqlen = None  # SGLang would insert up to there
     else:
-        slots, seen = own_slots(batch.tree_cache, tokens), 0
+        slots, seen = alloc_slots(batch.tree_cache, tokens), 0
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     places = [(buffer, slots) for buffer in kv_buffers(allocator)]
     if windowed := window_buffers(allocator):

@@ -80,7 +80,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     after(
         "managers.schedule_batch.Req.owned_kv_len(self)",
-        "engine.reuse:own_whole_row",
+        "engine.reuse:whole_row_length",
         "a row that is left for a next turn is filed as a whole",
     ),
     after(
@@ -261,7 +261,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     ),
     uses(
         "mem_cache.allocation.alloc_token_slots(tree_cache, num_tokens)",
-        "engine.kv_cache:own_slots",
+        "engine.kv_cache:alloc_slots",
         "slots for a restored or copied row",
     ),
     # -- window layers with a pool of their own
@@ -291,7 +291,7 @@ ENGINE_HOOKS: tuple[Hook, ...] = (
     uses(
         "mem_cache.allocator.swa.SWATokenToKVPoolAllocator.set_full_to_swa_mapping(self, "
         "full_indices, swa_indices)",
-        "engine.window_pool:own_windowed_slots",
+        "engine.window_pool:alloc_windowed_slots",
         "of a restored row only the last tokens have slots in the window pool",
     ),
     uses(

@@ -15,10 +15,10 @@ from sgl_skipkv.eviction.due import Due
 from sgl_skipkv.patches.engine.binding import KVScale, bound_to
 from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.window_pool import (
+    alloc_windowed_slots,
     free_evicted,
     free_moved,
     has_window_pool,
-    own_windowed_slots,
     window_rest_of_page,
 )
 from sgl_skipkv.policy.inputs.paged_cache import PagedCache, picked
@@ -50,7 +50,7 @@ def _buffers_of(kv_pool: Any) -> list[Tensor]:
     return [*kv_pool.k_buffer, *kv_pool.v_buffer] if latents is None else [*latents]
 
 
-def own_slots(tree_cache: Any, tokens: int) -> Tensor:
+def alloc_slots(tree_cache: Any, tokens: int) -> Tensor:
     """int64 [tokens], new slots from the beginning of a page on; the rest of the last page belongs
     to their request, too.
 
@@ -60,7 +60,7 @@ def own_slots(tree_cache: Any, tokens: int) -> Tensor:
     from sglang.srt.mem_cache.allocation import alloc_token_slots
 
     if has_window_pool(tree_cache.token_to_kv_pool_allocator):
-        return own_windowed_slots(tree_cache, tokens, tokens)
+        return alloc_windowed_slots(tree_cache, tokens, tokens)
     page_tokens = tree_cache.token_to_kv_pool_allocator.page_size
     slots: Tensor = alloc_token_slots(tree_cache, page_ceil(tokens, page_tokens))
     return slots[:tokens]

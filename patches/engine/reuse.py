@@ -21,11 +21,11 @@ from sgl_skipkv.patches.engine.binding import bound_to, state_of
 from sgl_skipkv.patches.engine.future_kv import fits_alone
 from sgl_skipkv.patches.engine.hicache import wait_for_load
 from sgl_skipkv.patches.engine.kv_cache import (
+    alloc_slots,
     check_lengths,
     due_of,
     fill_last_page,
     kv_buffers,
-    own_slots,
     paged_cache,
     release_evicted,
     wait_for_forward,
@@ -204,7 +204,7 @@ def row_ids(req: Any, state: RequestState) -> array[int]:
     return tokens if continued is None else continued.key + tokens[continued.sent_tokens :]
 
 
-def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
+def copy_history(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     """Slots of the history's row.
 
     What the request may write gets a copy in slots of its own, because the tree's may be read by
@@ -223,7 +223,7 @@ def own_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor:
     continued.copied_tokens = len(history)
     if not len(history):
         return slots
-    copy = own_slots(batch.tree_cache, len(history))
+    copy = alloc_slots(batch.tree_cache, len(history))
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     wait_for_load(batch)
     allocator = batch.token_to_kv_pool_allocator
@@ -347,7 +347,7 @@ def _drop(
     return True
 
 
-def own_whole_row(result: int, req: Any) -> int | None:
+def whole_row_length(result: int, req: Any) -> int | None:
     """AFTER ``Req.owned_kv_len``: a row that is filed, or of a conversation, belongs to the request
     as a whole.
 

@@ -116,7 +116,7 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     never holds its full trace. One whose prompt leaves no room for its budget may; with speculative
     decoding it ends where drafts have no slots any more, or with the token of its prefill.
     """
-    follow_prompt(req)
+    take_changed_prompt(req)
     state, params = evicting_state_of(req), req.sampling_params
     requested, requested_min = params.max_new_tokens, params.min_new_tokens
     original(scheduler, req)
@@ -140,7 +140,7 @@ def bound_new_tokens(original: Callable[..., None], scheduler: Any, req: Any) ->
     params.min_new_tokens = min(requested_min, params.max_new_tokens)
 
 
-def follow_prompt(req: Any) -> None:
+def take_changed_prompt(req: Any) -> None:
     """Take over a prompt that is not the one of ``open_request``: SGLang puts as many ids as an
     image has tokens in the place of its mark, and cuts a prompt with ``--allow-auto-truncate``."""
     state, ids = state_of(req), req.origin_input_ids
@@ -171,5 +171,5 @@ def refuse_unrecomputable(
         end_stranded(scheduler, req, "the pool is full" if full else "a pause")
         return
     if not req.is_retracted:
-        follow_prompt(req)
+        take_changed_prompt(req)
     original(scheduler, req, is_retracted=is_retracted)

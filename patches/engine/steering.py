@@ -18,7 +18,7 @@ from sgl_skipkv.config import SettingError
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.mixed_chunks import decoding_rows
-from sgl_skipkv.patches.engine.steered_models import STEERED_LAYERS, STEERED_TYPES
+from sgl_skipkv.patches.engine.tested_models import STEERED_LAYERS, STEERED_TYPES
 from sgl_skipkv.request.state import RequestState
 from sgl_skipkv.steering.steerer import Steerer
 from sgl_skipkv.steering.vector import FIELD

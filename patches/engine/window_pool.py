@@ -173,7 +173,7 @@ def unreserved_tokens(tree_cache: Any) -> int:
     return kept_tokens(tree_cache) - int(tree_cache.sliding_window_size)
 
 
-def own_windowed_slots(tree_cache: Any, tokens: int, windowed_tokens: int) -> Tensor:
+def alloc_windowed_slots(tree_cache: Any, tokens: int, windowed_tokens: int) -> Tensor:
     """int64 [tokens], new slots from the beginning of a page on, of which the last
     ``windowed_tokens`` have one in the window pool, from the beginning of a page on, too.
 

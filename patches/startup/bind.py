@@ -40,7 +40,7 @@ from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, Serve
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
-from sgl_skipkv.patches.startup.drafts import SPECULATION
+from sgl_skipkv.patches.startup.draft_kinds import SPECULATION
 from sgl_skipkv.patches.startup.flags import config_of
 from sgl_skipkv.patches.startup.measurements import measure_model, text_ids, without_rotation
 from sgl_skipkv.patches.startup.parallel import (

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sgl_skipkv.patches.engine.speculation import is_speculative
-from sgl_skipkv.patches.engine.steered_models import STEERED_TYPES
+from sgl_skipkv.patches.engine.tested_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
     counting_attention,
     full_attention,
     logit_cap,
 )
-from sgl_skipkv.patches.startup.drafts import SPECULATION, speculation
+from sgl_skipkv.patches.startup.draft_kinds import SPECULATION, speculation
 from sgl_skipkv.patches.startup.pool_kinds import (
     PAGE_SIZES,
     allocator,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_skipkv.config import ServerConfig, SettingError, Unabridged
-from sgl_skipkv.patches.engine.steered_models import FAMILIES
+from sgl_skipkv.patches.engine.tested_models import FAMILIES
 from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, STATES
 from sgl_skipkv.patches.startup.setting_kinds import generates_images
 from sgl_skipkv.policy import policy_class, with_params

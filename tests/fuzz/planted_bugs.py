@@ -125,7 +125,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "slots",
             ),
         },
-        kv_cache.own_slots: {
+        kv_cache.alloc_slots: {
             "a restored row begins within a page": ("slots[:tokens]", "slots[-tokens:]"),
         },
         rewrite.write: {

@@ -76,7 +76,7 @@ def window_bugs() -> Changes:
                 "first_row=matched",
             ),
         },
-        window_pool.own_windowed_slots: {
+        window_pool.alloc_windowed_slots: {
             "the first tokens of a restored row have a window": (
                 "own[tokens - windowed_tokens :]",
                 "own[:windowed_tokens]",
@@ -124,7 +124,7 @@ def window_bugs() -> Changes:
                 "pass",
             ),
         },
-        reuse.own_row: {
+        reuse.copy_history: {
             "what is copied of a history has no windows": (
                 "in window_buffers(allocator)",
                 "in window_buffers(allocator)[:0]",

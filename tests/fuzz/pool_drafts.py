@@ -137,7 +137,7 @@ class DraftWorld(DraftBooks, WorldBeside):
 
     def _bind(self, **given: Any) -> None:
         from sgl_skipkv.patches.engine.speculation import reserved_tokens
-        from sgl_skipkv.patches.startup.drafts import SPECULATION
+        from sgl_skipkv.patches.startup.draft_kinds import SPECULATION
 
         super()._bind(**given)
         self.recorder.chain_tokens = self.chain_tokens

@@ -194,7 +194,7 @@ def test_a_history_whose_last_window_is_there_in_part_is_not_continued() -> None
 
 def test_the_lives_above_look_at_something(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, release.insertable_tokens, "is_out_of_windows(req.kv, state)", "False")
-    evicting = window_pool.own_windowed_slots
+    evicting = window_pool.alloc_windowed_slots
     plant(monkeypatch, evicting, "max(windowed_whole - allocator.swa_available_size(), 0)", "0")
     with window_flags(chunk=CHUNK):
         with pytest.raises(AssertionError):

@@ -23,7 +23,7 @@ from sgl_skipkv.config import ServerConfig
 from sgl_skipkv.eviction.compaction import Compaction, Plan
 from sgl_skipkv.eviction.select import Selection
 from sgl_skipkv.patches.engine import forward, speculation
-from sgl_skipkv.patches.startup import bind, drafts
+from sgl_skipkv.patches.startup import bind, draft_kinds
 from sgl_skipkv.request.parts import KVState
 
 WIDTH, TOKENS = 48, 200
@@ -200,7 +200,7 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     monkeypatch.setattr(runtime_context, "get_spec", lambda: SimpleNamespace(**flags))
     for role in ("is_prefill_server", "is_decode_server"):
         is_one = more.pop(role, False)
-        monkeypatch.setattr(drafts, role, lambda is_one=is_one: is_one)
+        monkeypatch.setattr(draft_kinds, role, lambda is_one=is_one: is_one)
     made = {
         **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "is_mixed_chunk": False},
         **{"draft_worker": worker_with("MHATokenToKVPool"), "enable_hierarchical_cache": False},
