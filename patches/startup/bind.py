@@ -36,7 +36,7 @@ from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_serv
 from sgl_skipkv.patches.engine.speculation import is_speculative, reserved_tokens
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.window_pool import most_saved_tokens, window_buffers
-from sgl_skipkv.patches.limits import PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
+from sgl_skipkv.patches.limits import NO_LIMITS, PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
 from sgl_skipkv.patches.readiness import Readiness
 from sgl_skipkv.patches.startup.attention_check import AttentionMismatch
 from sgl_skipkv.patches.startup.capabilities import missing_capabilities, missing_for_reuse
@@ -120,25 +120,16 @@ class ModelFacts(NamedTuple):
     """What the runtime needs to know of the model, where eviction is supported.
 
     Attributes:
+        limits: what requests may not ask for.
         layers: every attention layer.
-        window_tokens: the largest window of a layer; 0: they have none.
-        without_reuse: why requests with ``kv_reuse`` are refused; empty: they are not.
         thoughts: None: the vocabulary marks none.
-        without_rotation: why policies that need the rotation of queries are refused; None: they are
-            not.
-        without_budget_reuse: why ``kv_reuse: "budget"`` is refused; None: it is not.
-        prompt_is_elsewhere: whether this is a server of PD disaggregation.
         without_backups: why retracted requests are recomputed; None: they are backed up.
         without_steering: why a steering vector is refused; None: it is not.
     """
 
+    limits: ServerLimits = NO_LIMITS
     layers: Sequence[Any] = ()
-    window_tokens: int = 0
-    without_reuse: Sequence[str] = ()
     thoughts: ThoughtTokens | None = None
-    without_rotation: str | None = None
-    without_budget_reuse: str | None = None
-    prompt_is_elsewhere: bool = False
     without_backups: str | None = None
     without_steering: str | None = None
 
@@ -166,7 +157,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         reasons += [] if failure is None else [failure]
     trace = None
     try:
-        check_server_defaults(config, facts.window_tokens)
+        check_server_defaults(config, facts.limits.model_window_tokens)
         if config.trace is not None and not problems and is_first_rank():
             trace = None if is_prefill_server() else TraceWriter(trace_path(config.trace))
     except SettingError as error:
@@ -185,14 +176,7 @@ def bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     binding = Binding(
         *(config, readiness, runtime, scheduler, metrics),
         kv_scales=kv_scales,
-        limits=ServerLimits(
-            facts.window_tokens,
-            tuple(facts.without_reuse),
-            facts.without_rotation,
-            facts.without_budget_reuse,
-            has_thoughts=facts.thoughts is not None,
-            prompt_is_elsewhere=facts.prompt_is_elsewhere,
-        ),
+        limits=facts.limits,
         scored_layers=[layer.layer_id for layer in scored_layers(facts.layers)],
         measure_again=partial(_measure_again, scheduler, measured_ids),
     )
@@ -228,13 +212,17 @@ def _facts(scheduler: Any) -> ModelFacts:
     """Read them from the loaded model; only where eviction is supported."""
     runner = scheduler.tp_worker.model_runner
     layers = attention_layers(runner.model)
-    window_tokens = model_window_tokens(layers, runner.sliding_window_size)
     thoughts = ThoughtTokens.of(tokenizer_of(scheduler))
-    return ModelFacts(
-        *(layers, window_tokens, missing_for_reuse(scheduler), thoughts),
-        without_rotation=without_rotation(runner.model),
-        without_budget_reuse=without_budget_reuse(scheduler),
+    limits = ServerLimits(
+        model_window_tokens(layers, runner.sliding_window_size),
+        tuple(missing_for_reuse(scheduler)),
+        without_rotation(runner.model),
+        without_budget_reuse(scheduler),
+        has_thoughts=thoughts is not None,
         prompt_is_elsewhere=is_prefill_server() or is_decode_server(),
+    )
+    return ModelFacts(
+        *(limits, layers, thoughts),
         without_backups=_without_backups(scheduler),
         without_steering=SPECULATION if is_speculative(scheduler) else None,
     )
@@ -248,9 +236,10 @@ def _without_backups(scheduler: Any) -> str | None:
 
 def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
     """Defaults of the server that it cannot serve."""
-    reasons = [*facts.without_reuse] if config.kv_reuse else []
-    if config.kv_reuse == "budget" and facts.without_budget_reuse is not None:
-        reasons.append(f"kv_reuse budget: {facts.without_budget_reuse}")
+    limits = facts.limits
+    reasons = [*limits.without_reuse] if config.kv_reuse else []
+    if config.kv_reuse == "budget" and limits.without_budget_reuse is not None:
+        reasons.append(f"kv_reuse budget: {limits.without_budget_reuse}")
     if facts.without_backups and config.given().get("retraction_backup_bytes"):
         reasons.append(f"retraction_backup_bytes: expected 0, {facts.without_backups}")
     if facts.without_steering is not None:
@@ -259,9 +248,9 @@ def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
         reasons += [f"{name}: {facts.without_steering}" for name in given]
     if config.kv_params.get("drop_thoughts") and facts.thoughts is None:
         reasons.append(f"kv_params.drop_thoughts: {NO_THOUGHTS}")
-    if facts.without_rotation and policy_class(config.kv_policy).needs_rotation:
-        reasons.append(f"kv_policy {config.kv_policy}: {facts.without_rotation}")
-    for name, served in WITHOUT_PROMPT.items() if facts.prompt_is_elsewhere else ():
+    if limits.without_rotation and policy_class(config.kv_policy).needs_rotation:
+        reasons.append(f"kv_policy {config.kv_policy}: {limits.without_rotation}")
+    for name, served in WITHOUT_PROMPT.items() if limits.prompt_is_elsewhere else ():
         if config.kv_params.get(name, served) is not served:
             reasons.append(f"kv_params.{name}: {PROMPT_IS_ELSEWHERE}")
     return reasons
