@@ -339,6 +339,18 @@ def missing_for_reuse(scheduler: Any) -> list[str]:
     return [reason for check in _WITHOUT_REUSE if (reason := check(scheduler)) is not None]
 
 
+def no_device() -> str | None:
+    """What to do where SGLang finds no accelerator and was given no platform for one; else None."""
+    from sglang.srt.platforms import current_platform
+
+    if current_platform.device_name != "unknown":
+        return None
+    return (
+        "SGLang finds no accelerator here, so no server starts. To run it on a CPU set "
+        "SGLANG_PLATFORM=skipkv_cpu and give the server --device cpu"
+    )
+
+
 def platform_name() -> str:
     """SGLang's platform class and device name."""
     from sglang.srt.platforms import current_platform

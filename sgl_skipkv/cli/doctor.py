@@ -75,14 +75,14 @@ def examine() -> dict[str, Any]:
     server."""
     versions = {name: version_of(name) for name in _PACKAGES}
     versions["python"] = platform.python_version()
-    report: dict[str, Any] = {"state": "unavailable", "problems": [], "warning": None}
+    report: dict[str, Any] = {"state": "unavailable", "problems": [], "warnings": []}
     report |= {"versions": versions, "platform": os.environ.get("SGLANG_PLATFORM") or None}
     report |= {"device": None, "hooks": [], "capabilities": [], "policies": []}
     if find_spec("sglang") is None:
         report["problems"] = [f"no SGLang here; choices: {CHOICES}"]
         return report
     from sgl_skipkv.patches import registry
-    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, platform_name
+    from sgl_skipkv.patches.startup.capabilities import CAPABILITIES, no_device, platform_name
     from sgl_skipkv.patches.startup.hook_bodies import hook_states
     from sgl_skipkv.policy import installed
 
@@ -102,7 +102,8 @@ def examine() -> dict[str, Any]:
         {"feature": row.name, "supported": row.supported, "why": row.why} for row in CAPABILITIES
     ]
     report["policies"] = [_of_package(name) for name in installed.entries()]
-    report["warning"] = registry.opened_for(metadata.version("sglang"))
+    warnings_found = registry.opened_for(metadata.version("sglang")), no_device()
+    report["warnings"] = [warning for warning in warnings_found if warning is not None]
     report["problems"] = problems
     report["state"] = "unavailable" if problems else "ready"
     return report
@@ -164,8 +165,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         keeps = Column("keeps", "keeps", lambda text: text)
         columns = Column("policy", "policy"), Column("package", "package"), keeps
         console.print(table_of("policies of other packages", columns, rows))
-    if report["warning"] is not None:
-        console.print(f"[bold yellow]warning[/]: {report['warning']}")
+    for warning in report["warnings"]:
+        console.print(f"[bold yellow]warning[/]: {escape(warning)}")
     if report["problems"]:
         console.print("[bold red]unavailable[/]: " + "; ".join(report["problems"]))
         console.print("A server still starts; requests with a budget get HTTP 400.")

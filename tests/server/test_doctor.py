@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
     for package in ("sglang", "torch", "transformers"):
         assert metadata.version(package) == found["versions"][package]
         assert metadata.version(package) in printed
-    assert "skipkv_cpu" in printed
+    assert "skipkv_cpu" in printed and found["warnings"] == []
     lines = printed.splitlines()
     for hook in OURS:
         line = next(line for line in lines if hook.target in line and hook.why in line)
@@ -81,6 +82,21 @@ def test_it_names_everything(doctor: subprocess.CompletedProcess[str]) -> None:
     states = {one["hook"]: one["state"] for one in found["hooks"]}
     assert states == {hook.target: "changed" if hook.target in CHANGED else "ok" for hook in OURS}
     assert [one["feature"] for one in found["capabilities"]] == [row.name for row in CAPABILITIES]
+
+
+def test_it_says_so_where_no_server_can_start() -> None:
+    """SGLang finds no device, and the platform without one was not asked for."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "SGLANG_PLATFORM": ""}
+    command = (
+        "import sys; from sgl_skipkv.cli.main import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", command],
+        **{"capture_output": True, "text": True, "timeout": 300, "check": False},
+        env={**os.environ, **hidden},
+    )
+    (warning,) = json.loads(done.stdout)["warnings"]
+    assert "no accelerator" in warning and "SGLANG_PLATFORM=skipkv_cpu" in warning
 
 
 class _Proxy(BaseHTTPRequestHandler):

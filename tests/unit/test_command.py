@@ -55,7 +55,7 @@ def report(**more: Any) -> dict[str, Any]:
     return {
         **{"versions": {}, "platform": None, "device": "d", "hooks": [hook]},
         **{"capabilities": [], "policies": []},
-        **{"warning": None, "problems": [], **more},
+        **{"warnings": [], "problems": [], **more},
     }
 
 
