@@ -78,8 +78,13 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
         request; without the last two a step verifies a chain of drafts behind each row.
         """
         if extend_prefix_lens is None or extend_seq_lens is None:
+            from sglang.srt.runtime_context import get_spec
+
+            # Not as many as there are: DP attention pads a step. A slot behind a chain may have
+            # anything, and a weight of 0 does not hide NaN.
+            chain_tokens = get_spec().speculative_num_draft_tokens
             extend_prefix_lens = seq_lens
-            extend_seq_lens = torch.full_like(seq_lens, query.shape[0] // len(seq_lens))
+            extend_seq_lens = torch.full_like(seq_lens, chain_tokens)
             seq_lens = seq_lens + extend_seq_lens
         not_here = self._is_left_to_stock(query, k_cache, encoder_lens, options)
         if not_here or not options["causal"]:
@@ -109,6 +114,7 @@ class GroupedTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]  # 
                     enable_gqa=True,
                 )
             output[start:stop] = attended.reshape(-1, new, output.shape[2]).movedim(1, 0)
+        output[stop:] = 0  # of what pads a step
         return output
 
     def _run_sdpa_forward_decode(

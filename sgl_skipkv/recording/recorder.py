@@ -190,9 +190,9 @@ class Recorder:
         tracks = self.track_of_row[rows]
         if not self.chain_tokens:
             return Recording(tracks, positions)
-        tokens = positions.shape[0] // rows.shape[0]
-        self.add_accepted(tracks, positions[::tokens])
-        of_tokens = tracks.unsqueeze(1).expand(-1, tokens).flatten()
+        of_tokens = tracks.unsqueeze(1).expand(-1, self.chain_tokens).flatten()
+        positions = positions[: of_tokens.shape[0]]  # DP attention pads a step
+        self.add_accepted(tracks, positions[:: self.chain_tokens])
         return Recording(of_tokens, positions, verified=tracks)
 
     def add_accepted(self, tracks: Tensor, positions: Tensor) -> None:
@@ -211,12 +211,14 @@ class Recorder:
         q = q.view(-1, heads, head_dim)
         if recording.tokens is not None:
             q = q[recording.tokens]
+        q = q[: recording.positions.shape[0]]  # as above
         self.queries.write(layer, recording.tracks, recording.positions, q)
 
     def record_hidden(self, recording: Recording, token_ids: Tensor, hidden: Tensor) -> None:
         """token_ids: int64 [tokens of the pass]; hidden: float [tokens, D], after final norm."""
         if recording.verified is not None:
-            self.chains.keep(recording.verified, token_ids, hidden)
+            count = recording.positions.shape[0]
+            self.chains.keep(recording.verified, token_ids[:count], hidden[:count])
             return
         if recording.tokens is None:
             self.sentences.step(recording.tracks, token_ids, hidden)

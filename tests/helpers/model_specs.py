@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import rank_plants
 from server_parts import (
+    CHAINS_OF_3,
     CHAINS_OF_4,
     CHECKED,
     CHUNKS_OF_64,
@@ -250,12 +251,12 @@ MODEL_SPECS: dict[str, Spec] = {
         draft="eagle",
     ),
     # Latents, and DeepSeek's layer for several tokens at once, in two attention groups.
-    "latents in two groups, with drafts": Spec(
+    "latents in two groups of two, with drafts": Spec(
         ("oracle_drafts",),
         "deepseek_v3",
         (
-            *("--tp-size", "2", "--attn-dp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64),
-            *("--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+            *("--tp-size", "4", "--attn-dp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64),
+            *("--speculative-algorithm", "EAGLE", *CHAINS_OF_3),
         ),
         CHECKED,
         {"env": {**DRAFT_MODELS, **retracts(20)}},

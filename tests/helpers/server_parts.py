@@ -31,6 +31,10 @@ CHAINS_OF_4 = (
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
 )
+CHAINS_OF_3 = (
+    *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "3"),
+)
 STANDALONE = ("--speculative-algorithm", "STANDALONE", *CHAINS_OF_4)
 ONE_BATCH = ("--max-running-requests", "64")
 RETRACT_POOL_TOKENS, CROWD_POOL_TOKENS = 4096, 1024

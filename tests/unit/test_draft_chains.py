@@ -19,17 +19,17 @@ SHAPE = ModelShape(layers=1, query_heads=1, head_dim=SIZE, hidden_size=SIZE)
 CPU = torch.device("cpu")
 
 
-def recorder(chain_tokens: int = 0) -> Recorder:
+def recorder(chain_tokens: int = 0, tracks: int = TRACKS) -> Recorder:
     made = Recorder(
         SHAPE,
-        **{"track_count": TRACKS, "query_window": WINDOW, "max_sentences": 5},
+        **{"track_count": tracks, "query_window": WINDOW, "max_sentences": 5},
         delimiters=Delimiters(TEXTS, VOCAB),
         dtype=torch.float32,
         device=CPU,
         chain_tokens=chain_tokens,
     )
-    made.use_rows(TRACKS + 1)
-    for track in range(1, TRACKS + 1):
+    made.use_rows(tracks + 1)
+    for track in range(1, tracks + 1):
         made.start(track, track, PRESETS["any-newline"])
     return made
 
@@ -123,3 +123,29 @@ def test_another_request_on_the_track_begins_anew() -> None:
     assert not made.sentences.length[1] and not made.sentences.index[1]
     record(made, [2], [11], [[text.another() for _ in range(3)]])
     assert made.sentences.length[1] + made.sentences.index[1] >= 1
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 5])
+def test_tokens_that_pad_a_step_are_recorded_nowhere(requests: int) -> None:
+    """DP attention pads it to a multiple of the ranks of a group, and with enough for a chain adds
+    row 0."""
+    chain, rows = 3, [*range(1, requests + 1)]
+    tokens = -(-chain * requests // 4) * 4
+    rows += [0] * (tokens // chain - requests)
+    made = [recorder(chain, tracks=5) for _ in range(2)]
+    for one, padding in zip(made, (0, tokens - chain * requests), strict=True):
+        first, text = [7 + row for row in range(requests)], Text(3)
+        for _ in range(3):
+            steps = [text.another() for _ in range(chain * requests)]
+            at = torch.tensor([start + i for start in first for i in range(chain)] + [0] * padding)
+            ids = torch.tensor([token for token, _ in steps] + [0] * padding)
+            vectors = torch.stack([vector for _, vector in steps] + [torch.ones(SIZE)] * padding)
+            recording = one.decode_recording(torch.tensor(rows if padding else rows[:requests]), at)
+            one.record_queries(recording, 0, vectors)
+            one.record_hidden(recording, ids, vectors)
+            first = [start + 2 for start in first]
+    padded, plain = made[1], made[0]
+    assert torch.equal(padded.queries.data[:, 1:], plain.queries.data[:, 1:])
+    for name, table in plain.sentences.tables().items():
+        assert torch.equal(padded.sentences.tables()[name][1:], table[1:]), name
+    assert torch.equal(padded.chains.hidden[:, 1:], plain.chains.hidden[:, 1:])
