@@ -52,6 +52,7 @@ SGLANG = {
         *("sglang.kernels.ops.speculative.", "sglang.srt.speculative."),
         *("sglang.srt.arg_groups.speculative_hook", "sglang.srt.managers.overlap_utils"),
         *("sglang.srt.mem_cache.allocation", "sglang.srt.mem_cache.memory_pool."),
+        "sglang.srt.runtime_context.get_spec",
     ),
     "frontend": ("sglang.lang.",),
     "plugin": ("sglang.",),
