@@ -29,9 +29,9 @@ from torch import Tensor
 
 from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.patches.engine.binding import runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, runtime_of, state_of
 from sgl_skipkv.patches.engine.future_kv import backup_bytes
-from sgl_skipkv.patches.engine.kv_cache import alloc_slots, kv_buffers, wait_for_forward
+from sgl_skipkv.patches.engine.kv_cache import alloc_slots, row_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.output import send_summary
 from sgl_skipkv.patches.engine.reuse import copy_history, row_ids
 from sgl_skipkv.patches.engine.waiting import end_stranded, is_stranded
@@ -73,10 +73,10 @@ def back_up(state: RequestState, req: Any, tree_cache: Any) -> None:
 
 
 def _kv_of(tree_cache: Any, slots: Tensor) -> Iterator[Tensor]:
-    """Keys and values of these slots of a row, of one layer after the other. Of window layers with
-    a pool of their own: of the last tokens."""
+    """Keys and values of these slots of a row, of one layer after the other, those of a draft model
+    too. Of window layers with a pool of their own: of the last tokens."""
     allocator = tree_cache.token_to_kv_pool_allocator
-    for buffer in kv_buffers(allocator):
+    for buffer in row_buffers(bound_to(tree_cache.req_to_token_pool).scheduler):
         yield buffer[slots]
     if windowed := window_buffers(allocator):
         saved = saved_window_tokens(len(slots), tree_cache)
@@ -126,7 +126,8 @@ def restore_row(original: Callable[..., Tensor], batch: Any, req: Any) -> Tensor
     else:
         slots, seen = alloc_slots(batch.tree_cache, tokens), 0
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
-    places = [(buffer, slots) for buffer in kv_buffers(allocator)]
+    buffers = row_buffers(bound_to(batch.req_to_token_pool).scheduler)
+    places = [(buffer, slots) for buffer in buffers]
     if windowed := window_buffers(allocator):
         last = window_slots(allocator, slots[tokens - seen :])
         places += [(buffer, last) for buffer in windowed]

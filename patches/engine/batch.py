@@ -22,11 +22,10 @@ from sgl_skipkv.patches.engine.binding import bound_to, runtime_of, state_of
 from sgl_skipkv.patches.engine.future_kv import prefill_tokens
 from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
-    draft_buffers,
     due_of,
-    kv_buffers,
     paged_cache,
     release_evicted,
+    row_buffers,
     wait_for_forward,
 )
 from sgl_skipkv.patches.engine.speculation import (
@@ -82,7 +81,7 @@ def compact_due_requests(batch: Any, selected_indices: list[int] | None = None) 
         return made
 
     table = batch.req_to_token_pool.req_to_token
-    buffers = kv_buffers(pools[1]) + draft_buffers(binding.scheduler)
+    buffers = row_buffers(binding.scheduler)
     done = runtime.compactor.before_step(work, due, table, buffers, windows)
     if done:
         _shorten(batch, done, {state: batch.reqs[i] for state, i in places.items()})

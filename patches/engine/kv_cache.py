@@ -38,11 +38,14 @@ def kv_buffers(allocator: Any) -> list[Tensor]:
     return _buffers_of(getattr(kv_pool, "full_kv_pool", kv_pool))
 
 
-def draft_buffers(scheduler: Any) -> list[Tensor]:
-    """The same of a draft model's layers, whose pool has the same slots; none without one."""
+def row_buffers(scheduler: Any) -> list[Tensor]:
+    """What the slots of a row hold: ``kv_buffers``, and with speculative decoding the same of the
+    draft model's layers, whose pool has the same slots."""
+    buffers = kv_buffers(scheduler.token_to_kv_pool_allocator)
     if not is_speculative(scheduler):
-        return []
-    return _buffers_of(scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool)
+        return buffers
+    drafting = scheduler.draft_worker.draft_worker.draft_runner
+    return buffers + _buffers_of(drafting.token_to_kv_pool)
 
 
 def _buffers_of(kv_pool: Any) -> list[Tensor]:
@@ -99,7 +102,7 @@ def release_evicted(
     binding = bound_to(req_to_token_pool)
     if binding.config.poison_evicted:
         poisoned = torch.cat([slots for compaction in done for slots in compaction.vacated])
-        for buffer in (*kv_buffers(allocator), *draft_buffers(binding.scheduler)):
+        for buffer in row_buffers(binding.scheduler):
             nan = float("nan") if buffer.is_floating_point() else _FLOAT8_NAN
             buffer.index_fill_(0, poisoned, nan)  # an assignment would wait for the device
     plans = [plan for compaction in done for plan in compaction.plans]

@@ -25,9 +25,9 @@ from sgl_skipkv.patches.engine.kv_cache import (
     check_lengths,
     due_of,
     fill_last_page,
-    kv_buffers,
     paged_cache,
     release_evicted,
+    row_buffers,
     wait_for_forward,
 )
 from sgl_skipkv.patches.engine.media import would_miss_media
@@ -227,7 +227,7 @@ def copy_history(original: Callable[..., Tensor], batch: Any, req: Any) -> Tenso
     wait_for_forward(batch.req_to_token_pool)  # a running step may still write to these slots
     wait_for_load(batch)
     allocator = batch.token_to_kv_pool_allocator
-    for buffer in kv_buffers(allocator):
+    for buffer in row_buffers(bound_to(batch.req_to_token_pool).scheduler):
         buffer[copy] = buffer[history]
     for buffer in window_buffers(allocator):
         buffer[window_slots(allocator, copy)] = buffer[window_slots(allocator, history)]
@@ -339,7 +339,8 @@ def _drop(
     check_lengths(req, state)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
-    table, buffers = req_to_token_pool.req_to_token, kv_buffers(allocator)
+    table = req_to_token_pool.req_to_token
+    buffers = row_buffers(bound_to(req_to_token_pool).scheduler)
     compaction: Compaction | None = state.runtime.compactor.drop(due, span, table, buffers)
     if compaction is None:
         return False

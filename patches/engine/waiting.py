@@ -10,7 +10,6 @@ from typing import Any
 from sgl_skipkv.patches.engine.binding import state_of
 from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import announced
-from sgl_skipkv.patches.engine.speculation import is_speculative
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,8 @@ def end_stranded(scheduler: Any, req: Any, lost_to: str) -> None:
         lost_to: a key of ``_LOST``.
     """
     state, (why, remedy) = req.skipkv, _LOST[lost_to]
-    with_backups = lost_to == "the pool is full" and not (
-        has_linear_states(scheduler.req_to_token_pool) or is_speculative(scheduler)
-    )
+    has_backups = not has_linear_states(scheduler.req_to_token_pool)
+    with_backups = lost_to == "the pool is full" and has_backups
     backups = "retraction_backup_bytes (host memory), " if with_backups else ""
     because = (
         f"its {state.prompt.sent_tokens + len(req.output_ids)} tokens do not fit the KV pool "

@@ -25,7 +25,7 @@ from sgl_skipkv.patches.engine.attention_layers import (
 )
 from sgl_skipkv.patches.engine.binding import Binding, binding_of, runtime_of
 from sgl_skipkv.patches.engine.dp_attention import has_dp_attention
-from sgl_skipkv.patches.engine.kv_cache import draft_buffers, kv_buffers, paged_cache
+from sgl_skipkv.patches.engine.kv_cache import paged_cache, row_buffers
 from sgl_skipkv.patches.engine.linear_states import (
     NO_BACKUPS,
     WITHOUT_BACKUPS,
@@ -229,9 +229,7 @@ def _facts(scheduler: Any) -> ModelFacts:
 
 
 def _without_backups(scheduler: Any) -> str | None:
-    if has_linear_states(scheduler.req_to_token_pool):
-        return NO_BACKUPS
-    return f"with {SPECULATION}" if is_speculative(scheduler) else None
+    return NO_BACKUPS if has_linear_states(scheduler.req_to_token_pool) else None
 
 
 def _wrong_settings(config: ServerConfig, facts: ModelFacts) -> list[str]:
@@ -291,8 +289,8 @@ def _build(
         if not scheduler.chunked_prefill_size:  # a prompt must fit the smaller of two pools
             pool_tokens = min(pool_tokens, allocator.size)
         token_bytes, window_token_bytes = (  # of this rank's layers
-            sum(buffer[0].nbytes for buffer in buffers(allocator))
-            for buffers in (kv_buffers, window_buffers)
+            sum(buffer[0].nbytes for buffer in buffers)
+            for buffers in (row_buffers(scheduler), window_buffers(allocator))
         )
         return Runtime(
             config.model_copy(update=WITHOUT_BACKUPS) if facts.without_backups else config,
@@ -354,7 +352,7 @@ def _warm_up(binding: Binding, runtime: Runtime) -> None:
         runtime.steerer,
         width=pool.req_to_token.shape[1],
         page_tokens=runtime.page_tokens,
-        buffers=kv_buffers(allocator) + draft_buffers(binding.scheduler),
+        buffers=row_buffers(binding.scheduler),
         window_pool_tokens=binding.limits.model_window_tokens if window_buffers(allocator) else 0,
     )
 

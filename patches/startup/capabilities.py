@@ -240,7 +240,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         SPECULATION,
         "yes",
-        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains; no backups, no kv_reuse, no steering",
+        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains; no kv_reuse, no steering",
         speculation,
     ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),

@@ -14,6 +14,7 @@ from sgl_skipkv.config import ServerConfig, name_of
 from sgl_skipkv.error_boundary import attempt
 from sgl_skipkv.eviction.compactor import Compactor
 from sgl_skipkv.eviction.read_back import read_back
+from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
 from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
@@ -268,12 +269,16 @@ class Runtime:
         Raises:
             MemoryError: host memory is full; ``backup_bytes`` says what is needed.
         """
-        copies = HostCopies(self.host_memory)
+        copies, track_id = HostCopies(self.host_memory), state.held.track_id
+        if track_id and self.recorder.chain_tokens:  # its last chain is not saved
+            ends = device_tensors([[track_id], [recorded_tokens]], self.recorder.device)
+            self.recorder.add_accepted(*ends)
         # Device memory is short: a loop variable would keep a tensor while the next is created.
-        saved_kv, track_id = list(map(copies.add, kv)), state.held.track_id
+        saved_kv = list(map(copies.add, kv))
         recorded = self.recorder.save(track_id, copies) if track_id else None
         state.offloaded.backup = Backup(saved_kv, recorded)
         state.kv.recorded_tokens = recorded_tokens
+        state.kv.forget_running_step(recorded_tokens)
 
     def forget_backup(self, state: RequestState) -> None:
         """Drop the request's backup, so that it is recomputed."""

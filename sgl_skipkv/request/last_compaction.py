@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -31,6 +32,13 @@ class LastCompaction(NamedTuple):
         """Of the step that was running: these have seen what was evicted. Once it was read."""
         written = self.written_tokens
         return 0 if written is None else int(written) - self.row_tokens
+
+    def beside_no_step(self) -> LastCompaction:
+        """This compaction as if no step had been running."""
+        written = self.written_tokens
+        if written is None:
+            return self
+        return self._replace(written_tokens=torch.full_like(written, self.row_tokens))
 
     def cut_back(self, logical_tokens: int) -> LastCompaction:
         """This compaction as if it had come at this length. It evicted nothing behind that."""

@@ -94,6 +94,13 @@ class KVState:
     running_steps: int = 0
     step_tokens: int = 0
 
+    def forget_running_step(self, logical_tokens: int) -> None:
+        """The request is retracted with a backup of this length: what the running step adds is
+        dropped, so nothing has seen what a compaction evicted that came beside it."""
+        self.running_steps = self.step_tokens = 0
+        if self.last is not None and self.last.logical_tokens == logical_tokens:
+            self.last = self.last.beside_no_step()
+
 
 class Compared(NamedTuple):
     """What a compaction compared, where there is a trace.

@@ -80,8 +80,8 @@ def draft_bugs() -> Changes:
                 "req.kv.kv_committed_len + 1, req.kv.kv_allocated_len)",
             ),
             "the draft model's KV stays where it was": (
-                "kv_buffers(pools[1]) + draft_buffers(binding.scheduler)",
-                "kv_buffers(pools[1])",
+                "buffers = row_buffers(binding.scheduler)",
+                "buffers = row_buffers(binding.scheduler)[:2]",
             ),
             "published lengths are shortened before the step publishes them": (
                 "wait_for_forward(batch.req_to_token_pool)",

@@ -85,6 +85,9 @@ class DraftBooks(Books):
         """What the running step has accepted is lost, too."""
         super()._lose_row(req)
         self._forget_step(req)
+        if req.rid in self.backed_up and (last := req.skipkv.kv.last) is not None:
+            end = self.backed_up[req.rid][-1].position + 1
+            assert last.logical_tokens + last.running_tokens <= end, "seen by what is dropped"
         del self.generated[req.rid][len(req.output_ids) :]
 
     def _forget_step(self, req: Any) -> None:

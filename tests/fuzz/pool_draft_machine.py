@@ -46,7 +46,7 @@ ASKED = st.one_of(
 #: what such a life may be like
 DRAFT_HOW = {
     **{name: HOW[name] for name in ("tree_core", "overlap", "late", "newest_first")},
-    **{name: HOW[name] for name in ("chunk", "token_ratio", "work_bytes")},
+    **{name: HOW[name] for name in ("chunk", "token_ratio", "work_bytes", "backup_bytes")},
     "page_tokens": st.sampled_from(PAGES),
     "chain_tokens": st.sampled_from([2, 3, 4, 4, 6]),
     "right_of_ten": st.sampled_from([0, 3, 6, 9, 10]),
@@ -55,8 +55,8 @@ DRAFT_HOW = {
 
 
 class DraftPoolMachine(branching(PROMPT, ASKED)):  # type: ignore[misc]
-    """The same with drafts. No request continues another one's history there, none is steered, and
-    whoever is retracted is computed again."""
+    """The same with drafts. No request continues another one's history there, and none is
+    steered."""
 
     world: DraftWorld
 

@@ -119,7 +119,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         )
 
         self.chain_tokens, self.right_of_ten = chain_tokens, right_of_ten
-        super().__init__(**how, reuse_bytes=0, backup_bytes=0)
+        super().__init__(**how, reuse_bytes=0)
         self.draft_pool = self._allocator().get_kvcache()
         runner = SimpleNamespace(token_to_kv_pool=self.draft_pool)
         self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
@@ -144,6 +144,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         limits = replace(self.skipkv.limits, without_reuse=(SPECULATION,))
         self.skipkv = self.req_to_token_pool.skipkv = replace(self.skipkv, limits=limits)
         self.runtime.reserved_tokens = reserved_tokens(self)
+        self.runtime._kv_token_bytes *= 2  # two pools
 
     # -- the forward pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from pool_machine import PARAMETERS, run_machine
 from pool_turns import separated
 
 from sgl_skipkv.eviction.compaction import Plan
-from sgl_skipkv.patches.engine import batch, future_kv, kv_cache, scheduler, speculation
+from sgl_skipkv.eviction.runtime import Runtime
+from sgl_skipkv.patches.engine import backup, batch, future_kv, kv_cache, scheduler, speculation
+from sgl_skipkv.request.parts import KVState
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
@@ -143,6 +146,26 @@ def retracted() -> DraftWorld:
     return world
 
 
+def restored() -> DraftWorld:
+    """Whoever is retracted goes on with what was kept, and without what the running step adds; at
+    any moment, so also just behind a compaction."""
+    for overlap, steps in itertools.product((True, False), range(4, 24)):
+        with world_of(overlap=overlap, backup_bytes=1 << 20) as world:
+            world.arrive([20, 21, 22, 23], 200, **BUDGETED)
+            turn(world, 10)
+            call = world.arrive(PROMPT, 90, **asks(BUDGET, "skipkv"))
+            turn(world, steps)
+            world.retract_now = True
+            turn(world, 1)
+            assert call.retraction_count == world.count["backups"] == 1
+            while not call.finished():
+                world.arrive([30], 1)
+                turn(world, 2)
+            world.run_dry()
+            assert world.count["restored"] == 1 and not call.skipkv.report.recomputations
+    return world
+
+
 def prefills_between() -> DraftWorld:
     with world_of(late=True) as world:
         world.arrive(PROMPT, 90, **BUDGETED)
@@ -154,7 +177,7 @@ def prefills_between() -> DraftWorld:
 
 
 LIVES: list[Life] = [
-    *(crowded, long_prompts, stops_within_a_step, in_pages, retracted, prefills_between),
+    *(crowded, long_prompts, stops_within_a_step, in_pages, retracted, restored, prefills_between),
 ]
 
 
@@ -172,12 +195,26 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
         (long_prompts, future_kv.future_tokens, "if tokens_left(req) <= 1:", "if False:"),
         (prefills_between, Plan.entries.fget, "if not self.tail_slots:", "if True:"),
         (retracted, speculation.shorten_published, "published.record()", "pass"),
-        (in_pages, batch.compact_due_requests, " + draft_buffers(binding.scheduler)", ""),
+        (in_pages, batch.compact_due_requests, "(binding.scheduler)", "(binding.scheduler)[:2]"),
         (
             in_pages,
             kv_cache.release_evicted,
             "plan.row_tokens + plan.tail_slots",
             "plan.row_tokens",
+        ),
+        (restored, Runtime.back_up, "self.recorder.add_accepted(*ends)", "pass"),
+        (
+            restored,
+            KVState.forget_running_step,
+            "self.running_steps = self.step_tokens = 0",
+            "pass",
+        ),
+        (restored, KVState.forget_running_step, "== logical_tokens", "== -1"),
+        (
+            restored,
+            backup.restore_row,
+            "places = [(buffer, slots)",
+            "places = [(buffer.clone(), slots)",
         ),
         (retracted, speculation.place_draft, "forward_batch.positions + shift", "shift"),
     ],

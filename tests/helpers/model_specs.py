@@ -203,12 +203,12 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(20)},
         draft="alike",
     ),
-    # The same, one step after the other.
+    # The same, one step after the other, and recomputed.
     "drafts, no overlap": Spec(
         ("oracle_drafts",),
         "qwen3",
         (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *STANDALONE, *WITHOUT_OVERLAP),
-        CHECKED,
+        {**CHECKED, "retraction_backup_bytes": 0},
         {"env": retracts(20)},
         draft="alike",
     ),

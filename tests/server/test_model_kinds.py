@@ -187,21 +187,16 @@ def test_what_layers_with_a_state_are_refused_with(monkeypatch: pytest.MonkeyPat
     assert "with PD disaggregation" in str(check(with_states(monkeypatch)))
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_where_there_are_no_backups(speculative: bool) -> None:
+def test_where_there_are_no_backups() -> None:
     """Nobody asked for any, none were asked for, and some were."""
-    states = SimpleNamespace() if speculative else SimpleNamespace(mamba_pool=None)
-    algorithm = SimpleNamespace(is_none=lambda: not speculative)
-    scheduler = SimpleNamespace(req_to_token_pool=states, spec_algorithm=algorithm)
+    scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=None))
     reason = bind._without_backups(scheduler)
     facts = bind.ModelFacts(without_backups=reason)
     assert bind._wrong_settings(ServerConfig(kv_budget=64), facts) == []
     assert bind._wrong_settings(ServerConfig(retraction_backup_bytes=0), facts) == []
     (refused,) = bind._wrong_settings(ServerConfig(retraction_backup_bytes=1 << 20), facts)
-    why = "with speculative decoding" if speculative else "because a state cannot go back"
-    assert refused.startswith(f"retraction_backup_bytes: expected 0, {why}")
-    scheduler = SimpleNamespace(req_to_token_pool=SimpleNamespace(), spec_algorithm=algorithm)
-    assert speculative or bind._without_backups(scheduler) is None
+    assert refused.startswith("retraction_backup_bytes: expected 0, because a state cannot go back")
+    assert bind._without_backups(SimpleNamespace(req_to_token_pool=SimpleNamespace())) is None
 
 
 def test_chunked_attention_is_refused() -> None:
