@@ -69,15 +69,16 @@ def alloc_slots(tree_cache: Any, tokens: int) -> Tensor:
     return slots[:tokens]
 
 
-def fill_last_page(req: Any, req_to_token: Tensor, allocator: Any, slots: int) -> None:
+def fill_last_page(req: Any, req_to_token: Tensor, allocator: Any, row_tokens: int) -> None:
     """Let the row name all slots of its last page, which are its own: the tree has whole pages."""
-    row, row_tokens = req_to_token[req.kv.req_pool_idx], req.kv.kv_allocated_len
+    row, kv = req_to_token[req.kv.req_pool_idx], req.kv
+    slots = page_ceil(row_tokens, allocator.page_size) - row_tokens
     if slots:
         more = torch.arange(1, slots + 1, dtype=row.dtype, device=row.device)
         row[row_tokens : row_tokens + slots] = row[row_tokens - 1] + more
         page = row[row_tokens - 1 : row_tokens + slots].to(torch.int64)
         window_rest_of_page(allocator, page[:1], page[1:])
-        req.kv.kv_committed_len = req.kv.kv_allocated_len = row_tokens + slots
+        kv.kv_allocated_len = max(kv.kv_allocated_len, row_tokens + slots)
 
 
 def wait_for_forward(req_to_token_pool: Any) -> None:

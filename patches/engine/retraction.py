@@ -64,5 +64,6 @@ def limit_prefix_match(max_prefix_len: int, req: Any, input_len: int) -> int | N
     if continued is not None and state.offloaded.backup is None:
         # Recordings of the new text exist only if the request computes it.
         counts = state.settings.kv_reuse == "budget"
-        shareable = continued.row_tokens if counts else shareable
+        row_tokens = continued.row_tokens + state.runtime.boundary_tokens
+        shareable = row_tokens if counts else shareable
     return min(max_prefix_len, shareable)

@@ -240,7 +240,8 @@ def _lock_shared(tree_cache: Any, req: Any, state: RequestState, shared_tokens: 
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.common import _req_radix_key
 
-    key = _req_radix_key(tree_cache, req, row_ids(req, state), shared_tokens)
+    named_tokens = shared_tokens + state.runtime.boundary_tokens
+    key = _req_radix_key(tree_cache, req, row_ids(req, state), named_tokens)
     match = tree_cache.match_prefix(MatchPrefixParams(key=key))
     assert match.device_prefix_len == shared_tokens, (
         f"the locked history begins with it: expected {shared_tokens} tokens, got "
@@ -269,7 +270,7 @@ def leaving_history(
     if history is not None:
         state.reuse.row_key = history.key + history.padding
         allocator = tree_cache.token_to_kv_pool_allocator
-        fill_last_page(req, table, allocator, len(history.padding))
+        fill_last_page(req, table, allocator, len(history.key))
         req.swa_branching_seqlen = None  # SGLang would file it up to there
     try:
         yield
@@ -301,12 +302,11 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
     if state.failure is not None:
         return None
     runtime, kv, prompt = state.runtime, req.kv, req.origin_input_ids
-    logical_tokens = kv.kv_allocated_len + state.kv.evicted_tokens
     output: array[int] = req.output_ids_through_stop
-    tokens = (state.logical_prompt(prompt) + output)[:logical_tokens]
-    new_tokens = len(tokens) - state.prompt.tokens
-    if len(tokens) < logical_tokens:
-        return None
+    text = state.logical_prompt(prompt) + output
+    # A verify step may have added tokens behind the stop.
+    logical_tokens = min(kv.kv_committed_len + state.kv.evicted_tokens, len(text))
+    tokens, new_tokens = text[:logical_tokens], logical_tokens - state.prompt.tokens
     if new_tokens <= 0 and state.reuse.continued is None:
         return None
     pools = tree_cache.req_to_token_pool, tree_cache.token_to_kv_pool_allocator
@@ -320,28 +320,35 @@ def _history_of(req: Any, state: RequestState, tree_cache: Any) -> History | Non
             row_tokens = known_tokens - state.kv.evicted_tokens
             runtime.compactor.follow([due_of(req, state, row_tokens, *pools, paged_cache(*pools))])
     thought = runtime.thoughts.find(prompt, output) if state.settings.drops_thoughts else None
-    if thought is not None and thought.tokens >= new_tokens:
-        thought = None  # no KV of an answer
-    if thought is not None and (
-        state.failure is not None or not _drop(req, state, thought.tokens, *pools)
-    ):
-        return None
-    left = FinishedRow(prompt, tokens, row_ids(req, state)[: kv.kv_allocated_len], thought)
+    if thought is not None and thought.tokens + runtime.boundary_tokens >= new_tokens:
+        thought = None  # no KV of an answer that could be continued
+    if thought is not None:
+        row_tokens = logical_tokens - state.kv.evicted_tokens
+        if state.failure is not None or not _drop(req, state, row_tokens, thought.tokens, *pools):
+            return None
+    row_tokens = logical_tokens - state.kv.evicted_tokens
+    left = FinishedRow(prompt, tokens, row_ids(req, state)[:row_tokens], thought)
     history: History | None = runtime.leave_history(state, _namespace(state, req), left)
     return history
 
 
 def _drop(
-    req: Any, state: RequestState, thought_tokens: int, req_to_token_pool: Any, allocator: Any
+    req: Any,
+    state: RequestState,
+    row_tokens: int,
+    thought_tokens: int,
+    req_to_token_pool: Any,
+    allocator: Any,
 ) -> bool:
     """Evict the first tokens that a finished request generated; whether that worked."""
-    pools, row_tokens = (req_to_token_pool, allocator), req.kv.kv_allocated_len
+    pools = req_to_token_pool, allocator
     check_lengths(req, state)
     span = (state.prompt.tokens, state.prompt.tokens + thought_tokens)
     due = due_of(req, state, row_tokens, *pools, None)
     table = req_to_token_pool.req_to_token
     buffers = row_buffers(bound_to(req_to_token_pool).scheduler)
-    compaction: Compaction | None = state.runtime.compactor.drop(due, span, table, buffers)
+    runtime, behind = state.runtime, 1 + state.runtime.boundary_tokens
+    compaction: Compaction | None = runtime.compactor.drop(due, span, table, buffers, behind)
     if compaction is None:
         return False
     release_evicted(*pools, [compaction], {state: req})
@@ -361,7 +368,7 @@ def whole_row_length(result: int, req: Any) -> int | None:
     reuse = state.reuse
     if reuse.row_key is None and reuse.continued is None and reuse.first_prompt is None:
         return None
-    return int(req.kv.kv_committed_len)
+    return int(req.kv.kv_committed_len) if reuse.row_key is None else len(reuse.row_key)
 
 
 def _namespace(state: RequestState, req: Any) -> Hashable:

@@ -54,6 +54,12 @@ def reserved_tokens(scheduler: Any) -> int:
     return tokens
 
 
+def boundary_tokens(scheduler: Any) -> int:
+    """How many tokens behind an entry its key in the radix tree contains: with EAGLE the next one,
+    of which the draft model's KV was computed, so a tree of N entries names N + 1 tokens."""
+    return int(scheduler.spec_algorithm.is_eagle())
+
+
 def evictable_tokens(batch: Any, req: Any, state: RequestState) -> int:
     """Row entries that a compaction may evict from: those of the steps before the last one that
     was launched, with overlap, because its result is not known yet. Where it is, as behind another

@@ -33,7 +33,7 @@ from sgl_skipkv.patches.engine.linear_states import (
 )
 from sgl_skipkv.patches.engine.model_side import build_model_side, kv_scales_of, model_side_of
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
-from sgl_skipkv.patches.engine.speculation import is_speculative, reserved_tokens
+from sgl_skipkv.patches.engine.speculation import boundary_tokens, is_speculative, reserved_tokens
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary, tokenizer_of
 from sgl_skipkv.patches.engine.window_pool import most_saved_tokens, window_buffers
 from sgl_skipkv.patches.limits import NO_LIMITS, PROMPT_IS_ELSEWHERE, WITHOUT_PROMPT, ServerLimits
@@ -299,6 +299,7 @@ def _build(
             pool_tokens=pool_tokens,
             page_tokens=scheduler.page_size,
             reserved_tokens=reserved_tokens(scheduler),
+            boundary_tokens=boundary_tokens(scheduler),
             kv_token_bytes=token_bytes,
             windows_bytes=window_token_bytes * most_saved_tokens(scheduler.tree_cache),
             steerer=side.steerer,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sgl_skipkv.patches.engine.speculation import is_speculative
 from sgl_skipkv.patches.engine.tested_models import STEERED_TYPES
 from sgl_skipkv.patches.engine.vocabulary import missing_vocabulary
 from sgl_skipkv.patches.startup.attention_kinds import (
@@ -18,7 +17,7 @@ from sgl_skipkv.patches.startup.attention_kinds import (
     full_attention,
     logit_cap,
 )
-from sgl_skipkv.patches.startup.draft_kinds import SPECULATION, speculation
+from sgl_skipkv.patches.startup.draft_kinds import SPECULATION, reuse_of_pairs, speculation
 from sgl_skipkv.patches.startup.pool_kinds import (
     PAGE_SIZES,
     allocator,
@@ -240,7 +239,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         SPECULATION,
         "yes",
-        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains; no kv_reuse, no steering",
+        "EAGLE, EAGLE3 (MTP) and STANDALONE, as chains; no steering",
         speculation,
     ),
     Capability("MLA", "yes", "latents by absorbed queries; no float8", latents),
@@ -288,7 +287,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "kv_reuse",
         "per request",
-        "400 without a radix cache, with PD disaggregation, speculative decoding, "
+        "400 without a radix cache, with PD disaggregation, EAGLE in pages of several tokens, "
         "--kv-events-config and --hicache-storage-backend; budget where window layers have a pool "
         "of their own",
     ),
@@ -315,7 +314,7 @@ def missing_capabilities(scheduler: Any, *, settings_only: bool = False) -> list
 _WITHOUT_REUSE: tuple[Check, ...] = (
     Switch("disable_radix_cache", "kv_reuse without the radix cache, which keeps the KV"),
     Switch("is_hybrid_ssm", "kv_reuse with layers that have a state instead of KV: it is not kept"),
-    lambda s: f"kv_reuse with {SPECULATION}: untested" if is_speculative(s) else None,
+    reuse_of_pairs,
     Setting(
         "disagg.disaggregation_mode",
         _OFF,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sgl_skipkv.patches.engine.linear_states import has_linear_states
 from sgl_skipkv.patches.engine.pd_roles import is_decode_server, is_prefill_server
-from sgl_skipkv.patches.engine.speculation import is_speculative
+from sgl_skipkv.patches.engine.speculation import boundary_tokens, is_speculative
 from sgl_skipkv.patches.engine.window_pool import has_window_pool
 
 SPECULATION = "speculative decoding"
@@ -50,3 +50,11 @@ def speculation(scheduler: Any) -> str | None:
     }
     found = " and ".join(name for name, is_there in beside.items() if is_there)
     return f"{SPECULATION}, with {found}" if found else None
+
+
+def reuse_of_pairs(scheduler: Any) -> str | None:
+    """A tree whose keys name the next token, too, has no key for the last entry of a history, whose
+    page then is not whole."""
+    if not boundary_tokens(scheduler) or scheduler.page_size == 1:
+        return None
+    return f"kv_reuse with EAGLE in pages of {scheduler.page_size} tokens (--page-size 1)"

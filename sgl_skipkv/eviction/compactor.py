@@ -214,15 +214,19 @@ class Compactor:
         span: tuple[int, int],
         req_to_token: Tensor,
         buffers: Sequence[Tensor] = (),
+        answer_tokens: int = 1,
     ) -> Compaction | None:
         """Evict a span of logical positions from the row of a finished request. None: that failed,
         the row is as it was, and the request's ``failure`` is set.
 
         Args:
             due: with a token behind the span that its statistics include.
+            answer_tokens: behind the span, of which whoever continues the row has all.
         """
         kv = due.state.kv
-        contiguous_from = max(span[1] + 1, 0 if kv.last is None else kv.last.logical_tokens)
+        contiguous_from = max(
+            span[1] + answer_tokens, 0 if kv.last is None else kv.last.logical_tokens
+        )
         prepared, error = attempt(
             f"kv_budget request {due.state.rid}",
             lambda: self._prepare_drop(due, span, req_to_token, buffers),

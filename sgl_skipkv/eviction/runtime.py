@@ -6,7 +6,7 @@ steps after a compaction, so nothing waits for the device (docs/design.md).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from sgl_skipkv.eviction.read_back import read_back
 from sgl_skipkv.kernels.on_device import device_tensors
 from sgl_skipkv.metrics import Metrics
 from sgl_skipkv.offload.backup import Backup
-from sgl_skipkv.offload.host_memory import HostCopies, HostMemory
+from sgl_skipkv.offload.host_memory import HostCopies, HostCopy, HostMemory
 from sgl_skipkv.policy.inputs.query_centres import QueryCentres
 from sgl_skipkv.ranks import ONE_RANK, Ranks
 from sgl_skipkv.recording.recorder import Recorder
@@ -56,6 +56,7 @@ class Runtime:
         page_tokens: of the KV pool.
         reserved_tokens: slots that a request may hold beyond a token per step (speculative
             decoding).
+        boundary_tokens: that a key of the radix tree names behind its entry's own (EAGLE).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Runtime:
         pool_tokens: int,
         page_tokens: int = 1,
         reserved_tokens: int = 0,
+        boundary_tokens: int = 0,
         kv_token_bytes: int,
         windows_bytes: int = 0,
         reach: Tensor,
@@ -84,7 +86,7 @@ class Runtime:
         self.steerer = steerer
         self.thoughts = thoughts
         self.pool_tokens, self.page_tokens = pool_tokens, page_tokens
-        self.reserved_tokens = reserved_tokens
+        self.reserved_tokens, self.boundary_tokens = reserved_tokens, boundary_tokens
         self._trace = trace
         self.compactor = Compactor(
             config,
@@ -270,15 +272,21 @@ class Runtime:
             MemoryError: host memory is full; ``backup_bytes`` says what is needed.
         """
         copies, track_id = HostCopies(self.host_memory), state.held.track_id
-        if track_id and self.recorder.chain_tokens:  # its last chain is not saved
-            ends = device_tensors([[track_id], [recorded_tokens]], self.recorder.device)
-            self.recorder.add_accepted(*ends)
         # Device memory is short: a loop variable would keep a tensor while the next is created.
         saved_kv = list(map(copies.add, kv))
-        recorded = self.recorder.save(track_id, copies) if track_id else None
+        recorded = self._save(track_id, copies, recorded_tokens) if track_id else None
         state.offloaded.backup = Backup(saved_kv, recorded)
         state.kv.recorded_tokens = recorded_tokens
         state.kv.forget_running_step(recorded_tokens)
+
+    def _save(
+        self, track_id: int, copies: HostCopies, logical_tokens: int
+    ) -> Mapping[str, HostCopy]:
+        """Copy the recordings of a request of this length."""
+        if self.recorder.chain_tokens:  # its last chain is not copied
+            ends = device_tensors([[track_id], [logical_tokens]], self.recorder.device)
+            self.recorder.add_accepted(*ends)
+        return self.recorder.save(track_id, copies)
 
     def forget_backup(self, state: RequestState) -> None:
         """Drop the request's backup, so that it is recomputed."""
@@ -360,7 +368,7 @@ class Runtime:
             recorded = None
             if records:
                 copies = HostCopies(self.histories.memory)
-                recorded = self.recorder.save(state.held.track_id, copies)
+                recorded = self._save(state.held.track_id, copies, len(tokens))
             capacity = self.recorder.max_sentences
             return history_of(state, namespace, finished, recorded, table_capacity=capacity)
 

@@ -57,16 +57,17 @@ def continue_history(
 ) -> None:
     """Set the state of a request without a row, and a tracker without sentences, to the end of the
     history."""
-    history, cut = found
-    row_tokens, recordings = cut - history.evicted_tokens, history.recordings
-    page_tokens = state.runtime.page_tokens
+    (history, cut), boundary_tokens = found, state.runtime.boundary_tokens
+    # Its last key names a token behind it, which may be another one here: that is computed again.
+    row_tokens = cut - boundary_tokens - history.evicted_tokens
+    recordings, page_tokens = history.recordings, state.runtime.page_tokens
     pages = history.key + history.padding
     continued = state.reuse.continued = Continued(
         history.rid,
         history.key[:row_tokens],
         pages[row_tokens : page_ceil(row_tokens, page_tokens)],
         history.tokens,
-        cut,
+        cut - boundary_tokens,
         unsent_tokens=history.unsent_tokens,
         recorded_tokens=0 if recordings is None else recordings.recorded_tokens,
         shared_tokens=page_floor(row_tokens, page_tokens),
@@ -102,7 +103,8 @@ def continue_history(
     last_row_tokens = prompt.tokens - history.evicted_tokens + max_new_tokens
     continued.copies = max_new_tokens > 1 and state.may_be_due_until(last_row_tokens)
     if continued.copies:
-        continued.shared_tokens = page_floor(prompt.uncounted_tokens, page_tokens)
+        first_tokens = prompt.uncounted_tokens - boundary_tokens
+        continued.shared_tokens = page_floor(first_tokens, page_tokens)
 
 
 def first_prompt_of(found: HistoryMatch, prompt: array[int]) -> FirstPrompt | None:
@@ -149,8 +151,7 @@ def history_of(
     continued, key = state.reuse.continued, finished.key
     has_evicted = state.kv.evicted_tokens > (0 if continued is None else continued.evicted_tokens)
     if has_evicted or state.settings.steers:
-        shared = state.shared_row_tokens
-        key = key[:shared] + private_keys(len(key) - shared)
+        key = _private_key(state, finished)
     recordings, redundancy = None, state.sentences.redundancy
     if state.settings.kv_reuse == "budget":
         recordings = Recordings(
@@ -181,6 +182,19 @@ def history_of(
         recordings=recordings,
         padding=private_keys(page_ceil(len(key), state.runtime.page_tokens) - len(key)),
     )
+
+
+def _private_key(state: RequestState, finished: FinishedRow) -> array[int]:
+    """Of a row of which others can have the beginning only. In a tree whose keys name the next
+    token, too, the last token that a compaction kept and all behind it are named by their ids:
+    whoever continues the row there computes it again, and SGLang takes its key for its id."""
+    row_tokens, shared, last = len(finished.key), state.shared_row_tokens, state.kv.last
+    by_id = 0
+    if state.runtime.boundary_tokens and last is not None:
+        by_id = len(finished.tokens) - last.logical_tokens + state.runtime.boundary_tokens
+        by_id = min(by_id, row_tokens - shared - 1)  # or others would find it
+    behind = finished.tokens[len(finished.tokens) - by_id :]
+    return finished.key[:shared] + private_keys(row_tokens - shared - by_id) + behind
 
 
 def sent_tokens(state: RequestState, finished: FinishedRow) -> array[int]:

@@ -79,7 +79,8 @@ class DraftBooks(Books):
         state = getattr(req, "skipkv", None)
         if state is not None and not state.settings.policy.params.count_prompt:
             peak = state.report.summary["peak_kv_tokens"]
-            assert peak <= self.longest[req.rid] - len(req.origin_input_ids), "tokens of its row"
+            uncounted_tokens = self.talks[req.rid].prompt_row_tokens
+            assert peak <= self.longest[req.rid] - uncounted_tokens, "tokens of its row"
 
     def _lose_row(self, req: Any) -> None:
         """What the running step has accepted is lost, too."""
@@ -89,6 +90,11 @@ class DraftBooks(Books):
             end = self.backed_up[req.rid][-1].position + 1
             assert last.logical_tokens + last.running_tokens <= end, "seen by what is dropped"
         del self.generated[req.rid][len(req.output_ids) :]
+
+    def _leave_running_step(self, req: Any) -> None:
+        """What it adds is nobody's, nor is what was accepted behind the stop."""
+        text = len(self.prompt_of(req)) + len(req.output_ids_through_stop)
+        self.rows[req.rid] = [one for one in self._committed(req) if one.position < text]
 
     def _forget_step(self, req: Any) -> None:
         self.running.pop(req.rid, None)

@@ -10,13 +10,18 @@ from pool_beside import branching
 from pool_content import POOL
 from pool_drafts import DraftWorld, draft_flags
 from pool_machine import (
+    BRANCH,
     HOW,
+    OPENING,
     PAGES,
     PARAMETERS,
     PROMPT,
+    REUSING,
     SHARED,
     SOME_STEPS,
     Asked,
+    Branch,
+    Opening,
 )
 
 BUDGETED = st.fixed_dictionaries(
@@ -37,16 +42,16 @@ BUDGETED = st.fixed_dictionaries(
         ),
     }
 )
-#: what nobody gets there
-REFUSED = {"kv_budget": 20, "kv_params": PARAMETERS, "kv_reuse": "keep"}
 ASKED = st.one_of(
-    *(BUDGETED, BUDGETED, BUDGETED, st.just({})),
-    st.sampled_from([{}, {}, {"kv_policy": "full"}, REFUSED]),
+    *(BUDGETED, BUDGETED, REUSING, st.just({})),
+    st.sampled_from([{}, {}, {"kv_policy": "full"}]),
 )
 #: what such a life may be like
 DRAFT_HOW = {
     **{name: HOW[name] for name in ("tree_core", "overlap", "late", "newest_first")},
     **{name: HOW[name] for name in ("chunk", "token_ratio", "work_bytes", "backup_bytes")},
+    **{name: HOW[name] for name in ("reuse_bytes", "drops")},
+    "algorithm": st.sampled_from(["STANDALONE", "EAGLE"]),
     "page_tokens": st.sampled_from(PAGES),
     "chain_tokens": st.sampled_from([2, 3, 4, 4, 6]),
     "right_of_ten": st.sampled_from([0, 3, 6, 9, 10]),
@@ -55,20 +60,37 @@ DRAFT_HOW = {
 
 
 class DraftPoolMachine(branching(PROMPT, ASKED)):  # type: ignore[misc]
-    """The same with drafts. No request continues another one's history there, and none is
-    steered."""
+    """The same with drafts. No request is steered there."""
 
     world: DraftWorld
 
     @initialize(**DRAFT_HOW)
     def start(self, **how: Any) -> None:
         self.begin()
-        self.ends.enter_context(draft_flags(how["chain_tokens"], how["page_tokens"]))
+        flags = (how[name] for name in ("chain_tokens", "page_tokens", "algorithm"))
+        self.ends.enter_context(draft_flags(*flags))
         self.world = DraftWorld(**how)
+
+    @precondition(lambda self: len(self.world.waiting_queue) < 3)
+    @rule(
+        data=st.data(),
+        opening=OPENING,
+        branches=st.lists(BRANCH, min_size=1, max_size=3),
+        steps=SOME_STEPS,
+    )
+    def converse(
+        self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
+    ) -> None:
+        """The next turns of a conversation, at once; its first turn if there is none."""
+        unsteered = [
+            (*drawn, {key: changes[key] for key in changes if key != "steering"})
+            for *drawn, changes in branches
+        ]
+        self.go_on(data, opening, unsteered, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(
-        asked=st.lists(BUDGETED, min_size=2, max_size=4),
+        asked=st.lists(BUDGETED | REUSING, min_size=2, max_size=4),
         prompt_tokens=st.integers(4, 20),
         steps=st.sampled_from([20, 60, POOL]),
     )

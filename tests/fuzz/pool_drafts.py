@@ -28,7 +28,9 @@ Step = tuple[list[int], int]
 
 
 @contextmanager
-def draft_flags(chain_tokens: int = 4, page_tokens: int = 1) -> Iterator[None]:
+def draft_flags(
+    chain_tokens: int = 4, page_tokens: int = 1, algorithm: str = "STANDALONE"
+) -> Iterator[None]:
     """A published configuration; SGLang's own checks of what is published, and none of its kernels.
 
     Args:
@@ -41,7 +43,7 @@ def draft_flags(chain_tokens: int = 4, page_tokens: int = 1) -> Iterator[None]:
     from sgl_skipkv.cpu.speculation import _gather_rows, _write_rows
 
     settings = {
-        "speculative_algorithm": DraftWorld.drafts_with,
+        "speculative_algorithm": algorithm,
         "speculative_num_steps": chain_tokens - 1,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": chain_tokens,
@@ -102,9 +104,8 @@ class DraftWorld(DraftBooks, WorldBeside):
         chain_tokens: as there.
         right_of_ten: how many of ten drafts are right.
         reads_lengths: whether attention needs the lengths on the CPU.
+        algorithm: as there.
     """
-
-    drafts_with = "STANDALONE"
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class DraftWorld(DraftBooks, WorldBeside):
         chain_tokens: int = 4,
         right_of_ten: int = 6,
         reads_lengths: bool = True,
+        algorithm: str = "STANDALONE",
         **how: Any,
     ) -> None:
         from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -119,7 +121,8 @@ class DraftWorld(DraftBooks, WorldBeside):
         )
 
         self.chain_tokens, self.right_of_ten = chain_tokens, right_of_ten
-        super().__init__(**how, reuse_bytes=0)
+        self.drafts_with, self.boundary_tokens = algorithm, int(algorithm == "EAGLE")
+        super().__init__(**how)
         self.draft_pool = self._allocator().get_kvcache()
         runner = SimpleNamespace(token_to_kv_pool=self.draft_pool)
         self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
@@ -136,14 +139,16 @@ class DraftWorld(DraftBooks, WorldBeside):
         self.processor = SchedulerBatchResultProcessor(**parts)
 
     def _bind(self, **given: Any) -> None:
-        from sgl_skipkv.patches.engine.speculation import reserved_tokens
-        from sgl_skipkv.patches.startup.draft_kinds import SPECULATION
+        from sgl_skipkv.patches.engine.speculation import boundary_tokens, reserved_tokens
+        from sgl_skipkv.patches.startup.draft_kinds import reuse_of_pairs
 
         super()._bind(**given)
         self.recorder.chain_tokens = self.chain_tokens
-        limits = replace(self.skipkv.limits, without_reuse=(SPECULATION,))
+        reason = reuse_of_pairs(self)
+        limits = replace(self.skipkv.limits, without_reuse=() if reason is None else (reason,))
         self.skipkv = self.req_to_token_pool.skipkv = replace(self.skipkv, limits=limits)
         self.runtime.reserved_tokens = reserved_tokens(self)
+        self.runtime.boundary_tokens = boundary_tokens(self)
         self.runtime._kv_token_bytes *= 2  # two pools
 
     # -- the forward pass
@@ -328,10 +333,12 @@ class DraftWorld(DraftBooks, WorldBeside):
                 stopped = req.finished_len is not None and req.finished_len < len(req.output_ids)
                 self.count["stopped within a step"] += stopped
                 self._note_length(req)
+                slots = self._row(req)
                 common.release_kv_cache(req, self.tree_cache, checkpoint=True)
                 self._check_summary(req)
-                self._forget(req)
+                self._forget(req, slots)
 
     def _forget(self, req: Any, slots: Any = ()) -> None:
+        self._leave_running_step(req)
         super()._forget(req, slots)
         self._forget_step(req)

@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), opening=OPENING, branch=BRANCH, steps=SOME_STEPS)
     def turn(self, data: st.DataObject, opening: Opening, branch: Branch, steps: int) -> None:
         """The next turn of a conversation; its first turn if there is none."""
-        self._continue(data, opening, [branch], steps)
+        self.go_on(data, opening, [branch], steps)
 
     @precondition(lambda self: len(self.world.waiting_queue) < 3)
     @rule(
@@ -169,9 +169,9 @@ class PoolMachine(RuleBasedStateMachine):
         self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
     ) -> None:
         """Several next turns of one conversation at once."""
-        self._continue(data, opening, branches, steps)
+        self.go_on(data, opening, branches, steps)
 
-    def _continue(
+    def go_on(
         self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
     ) -> None:
         if not self._conversations():

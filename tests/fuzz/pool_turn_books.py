@@ -23,7 +23,13 @@ from pool_turns import (
 
 
 class TurnBooks:
-    """What ``Books`` has of turns; its attributes are explained there."""
+    """What ``Books`` has of turns; its attributes are explained there.
+
+    Attributes:
+        boundary_tokens: at the end of a history that whoever continues it computes again.
+    """
+
+    boundary_tokens = 0
 
     def _continued(self, req: Any, slots: list[int]) -> list[Entry]:
         """The row of the history that the request continues; its conversation is in the books."""
@@ -38,23 +44,26 @@ class TurnBooks:
         continued = state.reuse.continued
         cut = 0 if continued is None else continued.cut
         if continued is not None or state.reuse.miss != "evicted":
-            self._check_farthest(req, 0 if continued is None else continued.sent_tokens)
+            sent = 0 if continued is None else continued.sent_tokens + self.boundary_tokens
+            self._check_farthest(req, sent)
         if continued is None:
             self.count[f"no history, {state.reuse.miss}"] += 1
             self._count_conversation(req)
             return []
+        known = cut + self.boundary_tokens
         rows = [
             (left, talk)
             for history, left in self.left.items()
-            if left.continues(namespace_of(req), req.origin_input_ids, cut)
+            if left.continues(namespace_of(req), req.origin_input_ids, known)
             # Another one may have as many tokens there: other thoughts, or none and more text. Or
             # the same tokens, of which one history's have seen thoughts that the other's have not.
-            and [*left.tokens[:cut]] == [*continued.tokens[:cut]]
+            and [*left.tokens[:known]] == [*continued.tokens[:known]]
             and history.key[: continued.row_tokens] == continued.key
-            and (talk := self._talk_behind(req, left, cut)) is not None
+            and (talk := self._talk_behind(req, left, known)) is not None
         ]
         assert rows, "a history that nobody left"
         left, self.talks[req.rid] = rows[-1]
+        self.talks[req.rid].cut = cut
         self.computed[req.rid] = {at: tag for at, tag in left.computed.items() if at < cut}
         row = left.row_before(cut)
         assert len(row) == continued.row_tokens <= len(slots), "the history's row is all there"
@@ -70,7 +79,7 @@ class TurnBooks:
             self.recomputed.add(req.rid)
         self.count["continued"] += 1
         self.count["continued, evicted from"] += cut > len(row)
-        self.count["continued, not to its end"] += cut < len(left.tokens)
+        self.count["continued, not to its end"] += known < len(left.tokens)
         self.count["continued behind thoughts"] += left.unsent_tokens > 0
         return row
 
@@ -131,8 +140,8 @@ class TurnBooks:
         """Prompt and output of a finished request, as a template has them that drops thoughts."""
         prompt, (opener, thought) = req.origin_input_ids, (0, 0)
         if req.skipkv.settings.drops_thoughts:
-            opener, thought = thought_of(prompt, req.output_ids)
-        return [*prompt[: len(prompt) - opener], *req.output_ids[thought:]]
+            opener, thought = thought_of(prompt, req.output_ids_through_stop)
+        return [*prompt[: len(prompt) - opener], *req.output_ids_through_stop[thought:]]
 
     def _check_farthest(self, req: Any, sent: int) -> None:
         """No history that the runtime still knows has more of the prompt."""
@@ -152,7 +161,8 @@ class TurnBooks:
 
     def _is_whole(self, history: Any, left: Left) -> bool:
         """Whether the tree has the whole row of what the request left."""
-        return self._has_all(history.key + history.padding, left.apart, len(left.row))
+        row_tokens = len(left.row) - self.boundary_tokens
+        return self._has_all(history.key + history.padding, left.apart, row_tokens)
 
     def _leave(self, req: Any, row: list[Entry], slots: Sequence[int]) -> None:
         """A request has finished, whose row had these slots: what it leaves is in the books."""
@@ -160,18 +170,18 @@ class TurnBooks:
         if newest is None or newest in self.left or not newest.has_kv:
             return
         talk, prompt = self.talks[req.rid], self.prompt_of(req)
-        tokens = [*prompt, *req.output_ids][: row[-1].position + 1]
+        tokens = [*prompt, *req.output_ids_through_stop][: row[-1].position + 1]
         assert reuse_of(req) is not None, "it did not ask for that"
         talk.compactions += self._compactions(req)
         unsent, (opener, thought) = len(prompt) - len(req.origin_input_ids), (0, 0)
         if req.skipkv.settings.drops_thoughts:
-            opener, thought = thought_of(req.origin_input_ids, req.output_ids)
-        if len(prompt) + thought >= len(tokens):  # no KV of an answer
+            opener, thought = thought_of(req.origin_input_ids, req.output_ids_through_stop)
+        if len(prompt) + thought + self.boundary_tokens >= len(tokens):  # no KV of an answer
             opener, thought = 0, 0
         if thought:
             answer_at = len(prompt) + thought
             row = [one for one in row if not len(prompt) <= one.position < answer_at]
-            talk.compacted_at = max(talk.compacted_at, answer_at + 1)
+            talk.compacted_at = max(talk.compacted_at, answer_at + 1 + self.boundary_tokens)
             talk.compactions -= 1  # it is no step of the budget
             self.count["thoughts dropped"] += 1
             if self.page_size > 1:  # the answer has moved
@@ -210,5 +220,5 @@ class TurnBooks:
             # request that continues this history and was restored from host memory.
             returns = last < VOCAB or any(last in key for key in (*rows, *(h.key for h in known)))
             if self.ample and not full and not returns:
-                whole = self._has_all(key, left.apart, len(left.row))
+                whole = self._has_all(key, left.apart, len(left.row) - self.boundary_tokens)
                 assert not whole, "a history was dropped that could be continued"

@@ -102,7 +102,7 @@ class WindowPoolMachine(MachineBeside):
     @rule(data=st.data(), opening=OPENING, branch=BRANCH, steps=SOME_STEPS)
     def turn(self, data: st.DataObject, opening: Opening, branch: Branch, steps: int) -> None:
         """The next turn of a conversation; its first turn if there is none."""
-        self._continue(data, opening, [branch], steps)
+        self.go_on(data, opening, [branch], steps)
 
     @precondition(lambda self: len(self.world.waiting_queue) < 3)
     @rule(
@@ -115,7 +115,7 @@ class WindowPoolMachine(MachineBeside):
         self, data: st.DataObject, opening: Opening, branches: list[Branch], steps: int
     ) -> None:
         """Several next turns of one conversation at once."""
-        self._continue(data, opening, branches, steps)
+        self.go_on(data, opening, branches, steps)
 
     @precondition(lambda self: not self.world.owners() and not self.world.waiting_queue)
     @rule(asked=st.lists(BUDGETED, min_size=2, max_size=3), more_steps=st.integers(0, 16))

@@ -115,6 +115,7 @@ class World(Loop):
             disable=not self.has_tree,
             sliding_window_size=self.sliding_window_size,
             enable_mamba_extra_buffer=self.copies_states,
+            is_eagle=self.spec_algorithm.is_eagle(),
             tree_components=self._tree_components(),
             tree_core_backend=tree_core,
         )

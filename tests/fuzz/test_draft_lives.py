@@ -202,7 +202,7 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
             "plan.row_tokens + plan.tail_slots",
             "plan.row_tokens",
         ),
-        (restored, Runtime.back_up, "self.recorder.add_accepted(*ends)", "pass"),
+        (restored, Runtime._save, "self.recorder.add_accepted(*ends)", "pass"),
         (
             restored,
             KVState.forget_running_step,

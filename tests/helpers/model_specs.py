@@ -203,12 +203,12 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(20)},
         draft="alike",
     ),
-    # The same, one step after the other, and recomputed.
+    # The same, one step after the other.
     "drafts, no overlap": Spec(
         ("oracle_drafts",),
         "qwen3",
         (*SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *STANDALONE, *WITHOUT_OVERLAP),
-        {**CHECKED, "retraction_backup_bytes": 0},
+        CHECKED,
         {"env": retracts(20)},
         draft="alike",
     ),
@@ -238,7 +238,7 @@ MODEL_SPECS: dict[str, Spec] = {
         {"env": retracts(20)},
         draft="eagle",
     ),
-    # The same on two ranks, in pages.
+    # The same on two ranks, in pages, and recomputed.
     "eagle on two ranks": Spec(
         ("oracle_drafts",),
         "llama",
@@ -246,7 +246,7 @@ MODEL_SPECS: dict[str, Spec] = {
             *("--tp-size", "2", *SMALL_POOL, *ONE_BATCH, *CHUNKS_OF_64, *PAGES_OF_16),
             *("--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
         ),
-        {**CHECKED, "check_agreement": True},
+        {**CHECKED, "check_agreement": True, "retraction_backup_bytes": 0},
         {"env": retracts(20)},
         draft="eagle",
     ),

@@ -146,7 +146,8 @@ def say_until_aborted(server: Server, one: Asked, compactions: int) -> Turn:
 
 def _turn_of(server: Server, one: Asked, answer: dict[str, Any]) -> Turn:
     events = server.events(one.rid)
-    assert not [event for event in events if event["event"] == "recompute"], "no history was lost"
+    again = [event for event in events if event["event"] == "recompute"]
+    assert not any(event["generated"] for event in again), "no history was lost"
     own, sent, after = [e for e in events if e["event"] == "compact"], one.prompt, one.after
     reused = answer["meta_info"].get("skipkv", {}).get("reused_tokens", 0)
     if after is None or not reused:
@@ -162,10 +163,11 @@ def _turn_of(server: Server, one: Asked, answer: dict[str, Any]) -> Turn:
 
 def _before_cut(event: Event, cut: int) -> Event:
     """An earlier compaction for tokens from there on, which may come before its end."""
-    if event["prompt_tokens"] + event["generated"] <= cut:
-        return event
+    behind = cut - event["prompt_tokens"] - event["generated"]
+    if behind >= 0:
+        return {**event, "running": min(event.get("running") or 0, behind)}
     kept = [position for position in event["kept"] if position < cut]
-    return {**event, "generated": cut - event["prompt_tokens"], "kept": kept}
+    return {**event, "generated": cut - event["prompt_tokens"], "kept": kept, "running": 0}
 
 
 def converse(
@@ -210,9 +212,15 @@ def assert_judged(oracle: Any, *turns: Turn) -> None:
         assert distance(turn, found) <= LOGPROB_TOLERANCE, turn.asked.rid
 
 
-def choices_of(oracle: Any, talk: Sequence[Turn], **how: Any) -> list[tuple[Event, Choice]]:
+def choices_of(
+    oracle: Any, talk: Sequence[Turn], *, computed_again: int = 0, **how: Any
+) -> list[tuple[Event, Choice]]:
     """The last turn's compactions as the score oracle sees them; with "budget" also those of the
-    turns before, as of one request with the first prompt."""
+    turns before, as of one request with the first prompt.
+
+    Args:
+        computed_again: tokens at the end of a history, whose sentence they are in nevertheless.
+    """
     last = talk[-1]
     policy, counted = last.asked.sampling["kv_policy"], last.asked.sampling["kv_reuse"] == "budget"
     prompt = len((talk[0] if counted else last).prompt)
@@ -223,7 +231,9 @@ def choices_of(oracle: Any, talk: Sequence[Turn], **how: Any) -> list[tuple[Even
         [token in LINE_END_IDS for token in last.tokens[prompt:]],
         make_policy(policy, **last.asked.sampling["kv_params"]),
         earlier=[behind(event, prompt) for event in earlier],
-        turns=[t.info["reused_tokens"] + t.unsent for t in talk[1:]] if counted else (),
+        turns=[t.info["reused_tokens"] + computed_again + t.unsent for t in talk[1:]]
+        if counted
+        else (),
         prompts=[turn.sent for turn in (talk if counted else [last])],
         uncounted=[(len(one.tokens) - 1, len(other.prompt)) for one, other in pairwise(talk)],
         **how,

@@ -323,7 +323,8 @@ def test_what_kv_reuse_is_refused_beside(monkeypatch: pytest.MonkeyPatch) -> Non
         on_a_server(monkeypatch, "memory.hicache_storage_backend", storage)
         for hybrid, drafts in ((False, False), (True, False), (False, True)):
             scheduler = SimpleNamespace(disable_radix_cache=disabled, is_hybrid_ssm=hybrid)
-            scheduler.spec_algorithm = SimpleNamespace(is_none=lambda drafts=drafts: not drafts)
+            scheduler.spec_algorithm = SimpleNamespace(is_eagle=lambda drafts=drafts: drafts)
+            scheduler.page_size = 16
             missing = capabilities.missing_for_reuse(scheduler)
             beside = events is not None, storage is not None, mode != "null", hybrid, drafts
             assert len(missing) == disabled + sum(beside)

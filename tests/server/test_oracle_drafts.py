@@ -23,6 +23,7 @@ from score_oracle import SPELLED_OUT, ScoreOracle, score_tolerance
 from server_parts import REASONER
 from server_specs import SPECS
 from servers import HTTPFailure, Server, judged
+from talks import MODES, Asked, Turn, assert_judged, choices_of, converse, keys
 from tiny_models import LINE_END_IDS, prompt_ids
 
 from sgl_skipkv.policy import make_policy, names
@@ -169,12 +170,56 @@ def test_requests_come_and_go(said, server, name, family, oracle) -> None:
     assert kinds["recompute" if is_without_backups(name) else "restore"] >= 5
 
 
-def test_what_is_not_made_to_work_is_refused(server) -> None:
+def test_what_is_not_made_to_work_is_refused(server, name) -> None:
     prompt = prompt_ids("refused", 30)
+    if not refuses_reuse(name):
+        return
     for mode in ("keep", "budget"):
-        with pytest.raises(HTTPFailure, match="kv_reuse with speculative decoding") as refused:
+        with pytest.raises(HTTPFailure, match="kv_reuse with EAGLE in pages of 16") as refused:
             server.generate(**call("refused", "distinct", prompt, kv_reuse=mode))
         assert refused.value.status == 400
+
+
+def refuses_reuse(name: str) -> bool:
+    arguments = SPECS[name].arguments
+    return "EAGLE" in arguments and "--page-size" in arguments
+
+
+def turn_asked(case: tuple[str, str, bool], number: object, after: Turn | None) -> Asked:
+    """Of two attention groups the second one: a history is known to the group that has left it."""
+    mode, policy, of_groups = case
+    text = prompt_ids(f"{case} {number}", 30 if after else 90)
+    sampling = keys(mode, policy) | ({"routed_dp_rank": 1} if of_groups else {})
+    return Asked(f"talk {mode} {policy} {number}", text, sampling, after)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversation_goes_on_from_what_was_kept(
+    server, name, family, oracle, scores, mode
+) -> None:
+    """The next turn reads the KV of both models. With EAGLE it computes the last token again."""
+    if refuses_reuse(name):
+        pytest.skip("refused there")
+    chosen, of_spelled_out, served = 0, 0, policies(family)
+    boundary, of_groups = (
+        "EAGLE" in SPECS[name].arguments,
+        "--attn-dp-size" in SPECS[name].arguments,
+    )
+    # At once as many as the pool has room for. Four ranks take their time.
+    for some in (served[i::6] for i in range(2 if of_groups else 6)):
+        talks = converse(server, [(mode, policy, of_groups) for policy in some], turn_asked, 3)
+        for (_, policy, _), (talk, branches) in talks.items():
+            assert_judged(oracle(family), *talk, *branches)
+            for turn in (*talk[1:], *branches):
+                info, computed = turn.info, len(turn.prompt) - turn.info["reused_tokens"]
+                assert info["kv_reuse_miss"] == "none", turn.asked.rid
+                assert computed <= 30 + 1 + boundary, turn.asked.rid
+            if policy in SPELLED_OUT:
+                choices = choices_of(scores, talk, computed_again=boundary, kv_budget=40)
+                inversions = [one.inversion for _, one in choices]
+                assert max(inversions, default=-1.0) < score_tolerance(policy), (mode, policy)
+                chosen, of_spelled_out = chosen + len(inversions), of_spelled_out + 1
+    assert chosen >= of_spelled_out * (2 if mode == "budget" else 1) >= 4
 
 
 def problems(server: Server) -> list[list[int]]:
