@@ -278,7 +278,7 @@ class Books(TurnBooks):
 
     def _check_closed_sentences(self, req: Any, talk: Conversation) -> None:
         """After a compaction the table has the mean of every sentence that it still names."""
-        state, tags = req.skipkv, self.computed[req.rid]
+        state, tags = req.skipkv, {**self.computed[req.rid], **talk.in_sentences}
         text = self._text_of(req)[: talk.compacted_at]
         own = closed_sentences(text, talk.sentences_from, DELIMITER)
         closed = [state.span(i) for i in range(len(state.sentences.tracker.closed))]

@@ -63,7 +63,9 @@ class TurnBooks:
         ]
         assert rows, "a history that nobody left"
         left, self.talks[req.rid] = rows[-1]
+        again = {at: left.computed[at] for at in range(cut, known)}
         self.talks[req.rid].cut = cut
+        self.talks[req.rid].in_sentences = {**left.talk.in_sentences, **again}
         self.computed[req.rid] = {at: tag for at, tag in left.computed.items() if at < cut}
         row = left.row_before(cut)
         assert len(row) == continued.row_tokens <= len(slots), "the history's row is all there"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Span = tuple[int, int]
@@ -39,6 +39,8 @@ class Conversation:
         compactions: of earlier turns, of what counts against the budget.
         compacted_at: logical length at the last compaction; 0: nothing was evicted.
         prefilled_tokens: logical length of the row when its prefill had ended.
+        in_sentences: logical position -> what a token was when it was added to a sentence, of those
+            that a later turn has computed again.
     """
 
     prompt: Sequence[int]
@@ -50,6 +52,7 @@ class Conversation:
     compactions: int = 0
     compacted_at: int = 0
     prefilled_tokens: int = 0
+    in_sentences: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,18 @@ from pool_turns import separated
 
 from sgl_skipkv.eviction.compaction import Plan
 from sgl_skipkv.eviction.runtime import Runtime
-from sgl_skipkv.patches.engine import backup, batch, future_kv, kv_cache, scheduler, speculation
+from sgl_skipkv.patches.engine import (
+    backup,
+    batch,
+    future_kv,
+    kv_cache,
+    retraction,
+    reuse,
+    scheduler,
+    speculation,
+)
 from sgl_skipkv.request.parts import KVState
+from sgl_skipkv.reuse import continuation
 
 pytestmark = pytest.mark.usefixtures("plugin_loaded")
 fixtures = (same_draws,)  # for every test
@@ -31,9 +41,12 @@ Life = Callable[[], DraftWorld]
 
 
 @contextmanager
-def world_of(page_tokens: int = 1, **how: Any) -> Iterator[DraftWorld]:
-    with draft_flags(CHAIN, page_tokens):
-        world = DraftWorld(chain_tokens=CHAIN, page_tokens=page_tokens, **how)
+def world_of(
+    page_tokens: int = 1, algorithm: str = "STANDALONE", **how: Any
+) -> Iterator[DraftWorld]:
+    with draft_flags(CHAIN, page_tokens, algorithm):
+        how |= {"chain_tokens": CHAIN, "page_tokens": page_tokens, "algorithm": algorithm}
+        world = DraftWorld(**how)
         yield world
         world.run_dry()
         world.drain()
@@ -166,6 +179,35 @@ def restored() -> DraftWorld:
     return world
 
 
+def goes_on(algorithm: str = "STANDALONE", page_tokens: int = 1) -> DraftWorld:
+    """The next turn of a conversation, and others that have not all of the answer. The first answer
+    ends within a step, or with its last token."""
+    continued = within_a_step = 0
+    for overlap, mode, tokens in itertools.product((True, False), ("keep", "budget"), (40, 41)):
+        asked = asks(BUDGET, "skipkv") | {"kv_reuse": mode}
+        with world_of(page_tokens, algorithm, overlap=overlap, right_of_ten=7) as world:
+            first = world.arrive(PROMPT, tokens, **asked)
+            world.run_dry()
+            text = world.next_text(first)
+            for kept in range(1, BUDGET + INTERVAL):  # what is kept has private keys
+                world.probe([*PROMPT, *text[-kept:]], separated(first))
+            for left_out in range(3):
+                world.arrive([*text[: len(text) - left_out], 30, 31], 30, **asked)
+                world.run_dry()
+            continued += world.count["continued, evicted from"]
+            within_a_step += world.count["stopped within a step"]
+    assert continued == 24 and within_a_step
+    return world
+
+
+def goes_on_in_pages() -> DraftWorld:
+    return goes_on(page_tokens=4)
+
+
+def goes_on_with_eagle() -> DraftWorld:
+    return goes_on("EAGLE")
+
+
 def prefills_between() -> DraftWorld:
     with world_of(late=True) as world:
         world.arrive(PROMPT, 90, **BUDGETED)
@@ -178,6 +220,7 @@ def prefills_between() -> DraftWorld:
 
 LIVES: list[Life] = [
     *(crowded, long_prompts, stops_within_a_step, in_pages, retracted, restored, prefills_between),
+    *(goes_on, goes_on_in_pages, goes_on_with_eagle),
 ]
 
 
@@ -202,6 +245,33 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
             "plan.row_tokens + plan.tail_slots",
             "plan.row_tokens",
         ),
+        (goes_on, reuse.copy_history, "buffer[copy] = buffer[history]", "break"),
+        (
+            goes_on,
+            reuse._history_of,
+            "min(kv.kv_committed_len + state.kv.evicted_tokens, len(text))",
+            "kv.kv_committed_len + state.kv.evicted_tokens",
+        ),
+        (goes_on_in_pages, reuse.whole_row_length, "if reuse.row_key is None else", "if True else"),
+        (
+            goes_on_in_pages,
+            kv_cache.fill_last_page,
+            "max(kv.kv_allocated_len, row_tokens + slots)",
+            "row_tokens + slots",
+        ),
+        (
+            goes_on_with_eagle,
+            continuation._private_key,
+            "min(by_id, row_tokens - shared - 1)",
+            "row_tokens - shared",
+        ),
+        (
+            goes_on_with_eagle,
+            retraction.limit_prefix_match,
+            "continued.row_tokens + state.runtime.boundary_tokens",
+            "continued.row_tokens",
+        ),
+        (goes_on_with_eagle, reuse._lock_shared, "+ state.runtime.boundary_tokens", ""),
         (restored, Runtime._save, "self.recorder.add_accepted(*ends)", "pass"),
         (
             restored,
