@@ -41,7 +41,6 @@ def speculation(scheduler: Any) -> str | None:
         "positions on three axes": scheduler.model_config.model_is_mrope,
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
         "PD disaggregation": is_prefill_server() or is_decode_server(),
-        "HiCache": scheduler.enable_hierarchical_cache,
         "--enable-mixed-chunk": scheduler.is_mixed_chunk,
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": (

@@ -8,6 +8,7 @@ from server_parts import (
     CHAINS_OF_4,
     CHECKED,
     CHUNKS_OF_64,
+    HICACHE,
     ONE_BATCH,
     PAGES_OF_16,
     REASONER,
@@ -211,6 +212,36 @@ MODEL_SPECS: dict[str, Spec] = {
         CHECKED,
         {"env": retracts(20)},
         draft="alike",
+    ),
+    # Two levels of the radix cache, and two models' KV in each.
+    "hicache with drafts": Spec(
+        ("hicache",),
+        "qwen3",
+        (*HICACHE, *PAGES_OF_16, *CHUNKS_OF_64, *ONE_BATCH, "--enable-cache-report", *STANDALONE),
+        CHECKED,
+        draft="alike",
+    ),
+    # The same where the tree names pairs of tokens, written back, retracted now and then.
+    "hicache with eagle": Spec(
+        ("hicache",),
+        "llama",
+        (
+            *(*HICACHE, "--hicache-write-policy", "write_back", *CHUNKS_OF_64, *ONE_BATCH),
+            *("--enable-cache-report", "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        ),
+        CHECKED,
+        {"env": retracts(50)},
+        draft="eagle",
+    ),
+    # The same with a draft model that is the other itself.
+    "hicache, drafts mostly right": Spec(
+        ("hicache",),
+        REASONER,
+        (
+            *(*HICACHE, *ONE_BATCH, "--enable-cache-report", *STANDALONE),
+            *("--speculative-draft-model-path", str(REASONER)),
+        ),
+        CHECKED,
     ),
     # A draft model that is the other itself, so nearly every draft is right.
     "drafts, mostly right": Spec(

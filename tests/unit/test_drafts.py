@@ -203,7 +203,7 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
         monkeypatch.setattr(draft_kinds, role, lambda is_one=is_one: is_one)
     made = {
         **{"spec_algorithm": SpeculativeAlgorithm.EAGLE, "is_mixed_chunk": False},
-        **{"draft_worker": worker_with("MHATokenToKVPool"), "enable_hierarchical_cache": False},
+        **{"draft_worker": worker_with("MHATokenToKVPool")},
         **{"token_to_kv_pool_allocator": SimpleNamespace(), "req_to_token_pool": SimpleNamespace()},
         **{"model_config": text_only()},
     }
@@ -233,7 +233,6 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
         ({"seeded": True}, "--enable-deterministic-inference"),
         ({"is_prefill_server": True}, "PD disaggregation"),
         ({"is_decode_server": True}, "PD disaggregation"),
-        ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"is_mixed_chunk": True}, "--enable-mixed-chunk"),
         (
             {"speculative_adaptive": True, "is_mixed_chunk": True},
