@@ -20,9 +20,9 @@ import torch
 from sgl_skipkv.eviction.runtime import Runtime
 from sgl_skipkv.kernels.on_device import device_tensor
 from sgl_skipkv.patches.engine.backup import back_up, lengthen_input
-from sgl_skipkv.patches.engine.binding import evicting_state_of, runtime_of, state_of
+from sgl_skipkv.patches.engine.binding import bound_to, evicting_state_of, runtime_of, state_of
 from sgl_skipkv.patches.engine.future_kv import backup_bytes, prefill_tokens
-from sgl_skipkv.patches.engine.kv_cache import kv_buffers, wait_for_forward
+from sgl_skipkv.patches.engine.kv_cache import row_buffers, wait_for_forward
 from sgl_skipkv.patches.engine.waiting import end_stranded
 from sgl_skipkv.request.state import RequestState
 
@@ -155,7 +155,8 @@ def restore_row(
     wait_for_forward(req_to_token_pool)  # a running step may still write to these slots
     row = req_to_token_pool.req_to_token[req.kv.req_pool_idx, : backup.row_tokens]
     slots = row.to(torch.int64)
-    for buffer, saved in zip(kv_buffers(token_to_kv_pool_allocator), backup.kv, strict=True):
+    buffers = row_buffers(bound_to(req_to_token_pool).scheduler)
+    for buffer, saved in zip(buffers, backup.kv, strict=True):
         buffer[slots] = saved.to(buffer.device)
 
 

@@ -40,7 +40,9 @@ def speculation(scheduler: Any) -> str | None:
         "images": scheduler.model_config.is_multimodal,
         "positions on three axes": scheduler.model_config.model_is_mrope,
         "--enable-deterministic-inference": get_exec().deterministic.enable_deterministic_inference,
-        "PD disaggregation": is_prefill_server() or is_decode_server(),
+        "PD disaggregation, where SGLang drafts with EAGLE only": (
+            (is_prefill_server() or is_decode_server()) and not scheduler.spec_algorithm.is_eagle()
+        ),
         "--enable-mixed-chunk": scheduler.is_mixed_chunk,
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get(),
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": (

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from servers import HTTPFailure, Server
@@ -23,12 +24,13 @@ from sgl_skipkv.cli.server_process import claimed_port
 _MOONCAKE = Path(os.environ.get("MOONCAKE", "none"))
 
 
-def _with_mooncake() -> dict[str, str]:
+def _with_mooncake(also: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Environment of a process that imports it."""
     libraries = [str(path.parent) for path in (_MOONCAKE / "libraries").rglob("lib*.so.*")]
     before = {name: os.environ.get(name, "") for name in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-    package = [before["PYTHONPATH"], str(_MOONCAKE / "package")]
+    package = [also.get("PYTHONPATH"), before["PYTHONPATH"], str(_MOONCAKE / "package")]
     return {
+        **also,
         "PYTHONPATH": os.pathsep.join(filter(None, package)),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [*dict.fromkeys(libraries)])),
         "SGLANG_HOST_IP": "127.0.0.1",
@@ -48,7 +50,7 @@ class Disaggregated(Server):
 
     Args:
         prefill: arguments of the prefill server; it is told of no budget.
-        shared: arguments of both.
+        shared: arguments of both. shared_env: environment of both.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Disaggregated(Server):
         prefill: Sequence[str] = (),
         shared: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        shared_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         mooncake = ("--disaggregation-transfer-backend", "mooncake_tcp")
         self._bootstrap_claim = claimed_port()
@@ -73,10 +76,10 @@ class Disaggregated(Server):
                 *(*shared, *prefill),
             ],
             trace=False,
-            env=_with_mooncake(),
+            env=_with_mooncake(shared_env),
         )
         decode = ("--disaggregation-mode", "decode", *mooncake, *shared, *arguments)
-        super().__init__(model, folder, decode, env={**_with_mooncake(), **(env or {})})
+        super().__init__(model, folder, decode, env={**_with_mooncake(shared_env), **(env or {})})
 
     def wait_ready(self, timeout_s: float = 300) -> Self:
         self.prefill.wait_ready(timeout_s)

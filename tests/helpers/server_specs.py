@@ -8,6 +8,8 @@ from __future__ import annotations
 import rank_plants
 from model_specs import MODEL_SPECS
 from server_parts import (
+    CHAINS_OF_3,
+    CHAINS_OF_4,
     CHECKED,
     CHUNKS_OF_64,
     CROWD_POOL_TOKENS,
@@ -25,6 +27,7 @@ from server_parts import (
     retracting,
     retracts,
 )
+from tiny_models import DRAFT_MODELS
 
 SPECS: dict[str, Spec] = {
     **MODEL_SPECS,
@@ -207,6 +210,32 @@ SPECS: dict[str, Spec] = {
         CHECKED,
         {"env": retracts(9)},
         prefill=PAGES_OF_16,
+    ),
+    # Both draft, prompts in the decode server's radix cache, retracted now and then.
+    "disaggregated, drafts": Spec(
+        ("disaggregation",),
+        "llama",
+        (
+            *(*PAGES_OF_16, *ONE_BATCH, "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+            "--disaggregation-decode-enable-radix-cache",
+        ),
+        CHECKED,
+        {"env": retracts(7)},
+        prefill=(*PAGES_OF_16, "--speculative-algorithm", "EAGLE", *CHAINS_OF_4),
+        draft="eagle",
+    ),
+    # The same in two attention groups, of latents.
+    "disaggregated, two groups, drafts": Spec(
+        ("disaggregation",),
+        "deepseek_v3",
+        (
+            *("--tp-size", "2", "--attn-dp-size", "2", *PAGES_OF_16, *ONE_BATCH),
+            *("--speculative-algorithm", "EAGLE", *CHAINS_OF_3),
+        ),
+        CHECKED,
+        {"env": retracts(9), "shared_env": DRAFT_MODELS},
+        prefill=(*PAGES_OF_16, "--speculative-algorithm", "EAGLE", *CHAINS_OF_3),
+        draft="nextn",
     ),
     "crowded": retracting(10, pool_tokens=CROWD_POOL_TOKENS, chunk=64, poison_evicted=True),
     # The same unsupported configuration: nobody asked, and the operator asked.

@@ -46,7 +46,10 @@ def call(rid: str, policy: str, **keys: Any) -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=["disaggregated", "disaggregated, two ranks", "disaggregated, two groups"],
+    params=[
+        *("disaggregated", "disaggregated, two ranks", "disaggregated, two groups"),
+        *("disaggregated, drafts", "disaggregated, two groups, drafts"),
+    ],
 )
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -233,5 +236,5 @@ def test_new_weights_are_measured(server: Disaggregated, model_folder, name: str
     assert Path(path).is_dir()
     assert server.post("/update_weights_from_disk", {"model_path": path})["success"]
     assert server.generate(**call("measured", "rkv"))["meta_info"]["skipkv"]["compactions"] >= 1
-    ranks = 1 if name == "disaggregated" else 2
+    ranks = 2 if "--tp-size" in SPECS[name].arguments else 1
     assert server.log.count("new weights measured") == measured + ranks

@@ -210,6 +210,10 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
     return SimpleNamespace(**{**made, **more})
 
 
+STANDALONE: dict[str, Any] = {"spec_algorithm": SpeculativeAlgorithm.STANDALONE}
+ONLY_EAGLE = "PD disaggregation, where SGLang drafts with EAGLE only"
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -231,8 +235,8 @@ def scheduler_with_drafts(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Any:
         ({"model_config": text_only(is_multimodal=True)}, "images"),
         ({"model_config": text_only(model_is_mrope=True)}, "positions on three axes"),
         ({"seeded": True}, "--enable-deterministic-inference"),
-        ({"is_prefill_server": True}, "PD disaggregation"),
-        ({"is_decode_server": True}, "PD disaggregation"),
+        ({"is_prefill_server": True, **STANDALONE}, ONLY_EAGLE),
+        ({"is_decode_server": True, **STANDALONE}, ONLY_EAGLE),
         ({"is_mixed_chunk": True}, "--enable-mixed-chunk"),
         (
             {"speculative_adaptive": True, "is_mixed_chunk": True},
@@ -244,7 +248,8 @@ def test_what_drafts_are_refused_with(
     found: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = row_named("speculative decoding").check
-    assert check(scheduler_with_drafts(monkeypatch)) is None
+    for fine in ({}, STANDALONE, {"is_prefill_server": True}, {"is_decode_server": True}):
+        assert check(scheduler_with_drafts(monkeypatch, **fine)) is None
     assert (
         check(scheduler_with_drafts(monkeypatch, **found)) == f"speculative decoding, with {said}"
     )
