@@ -103,7 +103,8 @@ def continue_history(
             continue
         runtime.histories.lose(found.history)
         page_tokens, kept = runtime.page_tokens, []
-        missing = found.history.pages[: held_tokens(req) + page_tokens]
+        named_tokens = held_tokens(req) + page_tokens + runtime.boundary_tokens
+        missing = found.history.pages[:named_tokens]
         for match in matches:
             if match.needs(missing, page_tokens):
                 runtime.histories.drop(match.history)
@@ -347,8 +348,7 @@ def _drop(
     due = due_of(req, state, row_tokens, *pools, None)
     table = req_to_token_pool.req_to_token
     buffers = row_buffers(bound_to(req_to_token_pool).scheduler)
-    runtime, behind = state.runtime, 1 + state.runtime.boundary_tokens
-    compaction: Compaction | None = runtime.compactor.drop(due, span, table, buffers, behind)
+    compaction: Compaction | None = state.runtime.compactor.drop(due, span, table, buffers)
     if compaction is None:
         return False
     release_evicted(*pools, [compaction], {state: req})

@@ -33,7 +33,7 @@ def speculation(scheduler: Any) -> str | None:
             settings.speculative_eagle_topk != 1
         ),
         "--speculative-adaptive": settings.speculative_adaptive,
-        "window layers in a pool of their own": has_window_pool(
+        "window layers in a pool of their own (--disable-hybrid-swa-memory)": has_window_pool(
             scheduler.token_to_kv_pool_allocator
         ),
         "layers with a state instead of KV": has_linear_states(scheduler.req_to_token_pool),

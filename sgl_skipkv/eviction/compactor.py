@@ -214,19 +214,14 @@ class Compactor:
         span: tuple[int, int],
         req_to_token: Tensor,
         buffers: Sequence[Tensor] = (),
-        answer_tokens: int = 1,
     ) -> Compaction | None:
         """Evict a span of logical positions from the row of a finished request. None: that failed,
         the row is as it was, and the request's ``failure`` is set.
 
         Args:
             due: with a token behind the span that its statistics include.
-            answer_tokens: behind the span, of which whoever continues the row has all.
         """
-        kv = due.state.kv
-        contiguous_from = max(
-            span[1] + answer_tokens, 0 if kv.last is None else kv.last.logical_tokens
-        )
+        kv, earlier = due.state.kv, due.state.kv.last
         prepared, error = attempt(
             f"kv_budget request {due.state.rid}",
             lambda: self._prepare_drop(due, span, req_to_token, buffers),
@@ -242,6 +237,10 @@ class Compactor:
         # Known without waiting for the device.
         kv.last = kv.last._replace(kept=kept, finite=torch.tensor(True), copied=None)
         read_back(due.state, self._trace)
+        contiguous_from = span[1] + 1
+        if earlier is not None:  # read by now
+            seen_tokens = earlier.logical_tokens + earlier.running_tokens
+            contiguous_from = max(contiguous_from, min(seen_tokens, due.logical_tokens))
         kv.last = kv.last.cut_back(contiguous_from)
         return compaction
 

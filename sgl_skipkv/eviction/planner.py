@@ -90,6 +90,8 @@ class Planner:
         selection = Selection(torch.cat([rows[:first], rows[stop:]]), rows[first:stop])
         finite = torch.ones((), dtype=torch.bool, device=rows.device)
         (positions,) = self._positions([due])
+        if due.state.held.track_id:
+            self._add_accepted([due])
         return _plan(due, selection, first, positions, finite, self._table(due.state))
 
     def _score_inputs(
@@ -104,6 +106,13 @@ class Planner:
             for i, (one, own) in enumerate(zip(due, positions, strict=True))
         ]
 
+    def _add_accepted(self, due: Sequence[Due]) -> None:
+        """Without overlap the last chain of drafts is not in the table of sentences yet."""
+        if self._recorder.chain_tokens:
+            tracks = [one.state.held.track_id for one in due]
+            ends = [one.logical_tokens for one in due]
+            self._recorder.add_accepted(*device_tensors([tracks, ends], self._recorder.device))
+
     def _compared(
         self, due: Sequence[Due], tables: Sequence[TableEntries | None]
     ) -> dict[int, Sentences]:
@@ -113,10 +122,7 @@ class Planner:
         if not asking:
             return {}
         states, sentences = [due[i].state for i in asking], self._recorder.sentences
-        if self._recorder.chain_tokens:  # without overlap the last one is not in the table yet
-            ends = [due[i].logical_tokens for i in asking]
-            tracks = [state.held.track_id for state in states]
-            self._recorder.add_accepted(*device_tensors([tracks, ends], self._recorder.device))
+        self._add_accepted([due[i] for i in asking])
         scored = [list(state.sentences.live) for state in states]
         earlier = [state.sentences.redundancy for state in states]
         known = [table.known for table in tables if table is not None]

@@ -373,7 +373,9 @@ class Runtime:
             return history_of(state, namespace, finished, recorded, table_capacity=capacity)
 
         history, error = attempt(f"history of kv_budget request {state.rid}", left)
-        return None if self.ranks.any(error is not None) else history
+        if self.ranks.any(error is not None) or history is None:
+            return None
+        return history if history.first_cut <= len(tokens) else None
 
     def _no_sentences(self, settings: RequestSettings) -> SentenceState:
         return SentenceState(

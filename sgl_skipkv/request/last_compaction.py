@@ -54,8 +54,10 @@ class LastCompaction(NamedTuple):
     def with_own_memory(self) -> LastCompaction:
         """The same, once it was read, in memory of its own: until then it has a part of what is of
         all requests that were compacted together."""
-        positions, kept, finite = (one.clone() for one in (self.positions, self.kept, self.finite))
-        return self._replace(positions=positions, kept=kept, finite=finite, copied=None)
+        own = {name: getattr(self, name) for name in ("positions", "kept", "finite")}
+        if self.written_tokens is not None:
+            own["written_tokens"] = self.written_tokens
+        return self._replace(**{name: one.clone() for name, one in own.items()}, copied=None)
 
     def without_tokens(self) -> LastCompaction:
         """When it came, without what it kept."""

@@ -181,18 +181,22 @@ def history_of(
         last=None if state.kv.last is None else state.kv.last.with_own_memory(),
         recordings=recordings,
         padding=private_keys(page_ceil(len(key), state.runtime.page_tokens) - len(key)),
+        boundary_tokens=state.runtime.boundary_tokens,
     )
 
 
 def _private_key(state: RequestState, finished: FinishedRow) -> array[int]:
     """Of a row of which others can have the beginning only. In a tree whose keys name the next
-    token, too, the last token that a compaction kept and all behind it are named by their ids:
-    whoever continues the row there computes it again, and SGLang takes its key for its id."""
+    token, too, whoever continues the row computes its last token again, and SGLang takes the key
+    of that token for its id. So tokens are named by their ids that have seen nothing of what was
+    evicted, and the last one in any case: its own entry is never filed."""
     row_tokens, shared, last = len(finished.key), state.shared_row_tokens, state.kv.last
     by_id = 0
     if state.runtime.boundary_tokens and last is not None:
-        by_id = len(finished.tokens) - last.logical_tokens + state.runtime.boundary_tokens
-        by_id = min(by_id, row_tokens - shared - 1)  # or others would find it
+        seen_tokens = last.logical_tokens + last.running_tokens
+        by_id = max(len(finished.tokens) - seen_tokens, 1)
+        if by_id >= row_tokens - shared:
+            by_id = 0  # others would find what follows; nobody can continue it
     behind = finished.tokens[len(finished.tokens) - by_id :]
     return finished.key[:shared] + private_keys(row_tokens - shared - by_id) + behind
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ from sgl_skipkv.request.parts import Redundancy
 _OBJECT_BYTES, _SPAN_BYTES, _INDEX_BYTES, _CHARACTER_BYTES = 1024, 120, 40, 8
 #: how many sets of private keys there are before the first one comes again
 _LINEAGES = 1 << 30
+#: the first private key
+_PRIVATE = 1 << 62
 _lineages = count()
 
 
@@ -35,7 +37,7 @@ def private_keys(slots: int) -> array[int]:
     earlier sets."""
     if not slots:
         return array("q")
-    first = 1 << 62 | next(_lineages) % _LINEAGES << 32
+    first = _PRIVATE | next(_lineages) % _LINEAGES << 32
     return array("q", range(first, first + slots))
 
 
@@ -81,6 +83,7 @@ class History:
             itself if none were.
         key: the radix tree's key of each row entry; none once its KV is known to be gone.
         padding: keys of the slots behind the row in its last page.
+        boundary_tokens: that a key names behind its entry's own.
         own_prompt_tokens: length of the prompt that the request came with.
         edge_tokens: of these, how many at its end the next prompt may have otherwise.
         prompt_tokens: length of the prompt of its conversation's first request.
@@ -99,6 +102,7 @@ class History:
     last: LastCompaction | None
     recordings: Recordings | None
     padding: array[int] = field(default_factory=lambda: array("q"))
+    boundary_tokens: int = 0
 
     @property
     def has_kv(self) -> bool:
@@ -143,8 +147,13 @@ class History:
 
     @property
     def first_cut(self) -> int:
-        """Logical length from which on the row is contiguous, so that its end may be left out."""
+        """Logical length from which on the row is contiguous, so that its end may be left out.
+        Where that is computed again, its key must be its id."""
         compacted = self.own_prompt_tokens if self.last is None else self.last.logical_tokens
+        if self.boundary_tokens and self.has_kv:
+            by_id = sum(1 for _ in takewhile(_PRIVATE.__gt__, reversed(self.key)))
+            if by_id < len(self.key):
+                compacted = max(compacted, len(self.tokens) - by_id + self.boundary_tokens)
         if self.recordings is None:
             return compacted
         return max(compacted, self.recordings.followed_tokens, self.prompt_tokens)

