@@ -4,6 +4,7 @@ The radix tree wants one key per slot. The first prompt keeps its token ids, so 
 it. Behind an eviction a token id would be a lie: a slot there has seen only what was kept. So each
 of these slots gets a private key that no token id can equal. Text that a later turn adds is keyed
 by its token ids again, below the private keys, so the branches of one conversation share it.
+Where keys name the next token, too (EAGLE), tokens behind the last eviction already have their ids.
 
 The tree has whole pages only. A row that ends within a page is filed with the rest of that page
 under private keys of its own, though no token is there.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count, takewhile
 
 from torch import Tensor
@@ -145,7 +147,7 @@ class History:
         """Tokens that the next prompt does not have. All are in front of ``first_cut``."""
         return len(self.tokens) - len(self.sent)
 
-    @property
+    @cached_property
     def first_cut(self) -> int:
         """Logical length from which on the row is contiguous, so that its end may be left out.
         Where that is computed again, its key must be its id."""
