@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -294,7 +295,7 @@ def bugs() -> list[tuple[str, Callable[..., Any], str, str]]:
                 "pass",
             ),
         },
-        history.History.first_cut.fget: {
+        history.History.first_cut.func: {
             "a branch continues its sibling's row": (
                 "self.own_prompt_tokens if self.last is None else self.last.logical_tokens",
                 "self.own_prompt_tokens",
@@ -398,5 +399,10 @@ def plant(
     namespace: dict[str, Any] = {}
     exec(code, function.__globals__, namespace)
     planted = namespace[function.__name__]
-    planted = planted.fget if isinstance(planted, property) else inspect.unwrap(planted)
+    if isinstance(planted, property):
+        planted = planted.fget
+    elif isinstance(planted, cached_property):
+        planted = planted.func
+    else:
+        planted = inspect.unwrap(planted)
     patch.setattr(function, "__code__", planted.__code__)
